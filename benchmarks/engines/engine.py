@@ -1,0 +1,56 @@
+"""What a benchmark asks of an engine: three calls that make up a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an adapter builds its engine."""
+
+    bf16: bool = False
+    """Compute and reduce in bf16 over fp32 master weights."""
+    prefetch: bool = False
+    """Use the engine's explicit prefetch settings in place of its defaults."""
+    batch: int = 1
+    """Sequences a rank feeds per step; DeepSpeed wants to know."""
+
+
+class Engine:
+    """A wrapped model with its optimizer; an adapter overrides what its engine does in a way of its own."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+        self.model = model
+        self.optimizer = optimizer or fused_adamw(model)
+        self.autocast: AbstractContextManager[object] = nullcontext()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return this rank's loss, taken in fp32 whatever the model computes in."""
+        with self.autocast:
+            logits = self.model(tokens)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Build the optimizer that every engine uses, on whatever parameters the wrapped model shows."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def wrap_children(units: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Replace each child of the container ``units`` by its wrapper."""
+    for name, unit in list(units.named_children()):
+        setattr(units, name, wrap(unit))

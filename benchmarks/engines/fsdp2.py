@@ -1,0 +1,29 @@
+"""PyTorch's FSDP2, ``fully_shard``."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from engines.engine import Engine, Options
+
+
+def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
+    children = list(units.children())
+    for unit in children:
+        fully_shard(unit, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if options.prefetch:
+        _prefetch_neighbours([model, *children])
+    return Engine(model)
+
+
+def _prefetch_neighbours(in_forward_order: list[nn.Module]) -> None:
+    """Let each unit start the gather of the one that runs after it, in forward and in backward."""
+    for earlier, later in itertools.pairwise(in_forward_order):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])

@@ -1,0 +1,88 @@
+"""What is read while an engine runs: this process's memory, and what its collectives carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def resident_bytes() -> int:
+    """Return the memory this process holds now."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Return the most this process has held since `reset_peak_resident`."""
+    return _status("VmHWM")
+
+
+def reset_peak_resident() -> None:
+    """Let the peak start from what is held now (Linux: 5 is the high-water mark's number, see proc(5))."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+# Bytes that a rank receives, from (bytes of all inputs, bytes of all outputs, world size). The same rule
+# serves every way to do the work: an all-reduce is a reduce-scatter and an all-gather, a direct exchange is
+# its receives.
+_RECEIVED: dict[str, Callable[[int, int, int], int]] = {
+    "_allgather_base_": lambda inputs, outputs, world: outputs - inputs,
+    "allgather_": lambda inputs, outputs, world: outputs - inputs,
+    "allgather_into_tensor_coalesced_": lambda inputs, outputs, world: outputs - inputs,
+    "_reduce_scatter_base_": lambda inputs, outputs, world: inputs - outputs,
+    "reduce_scatter_": lambda inputs, outputs, world: inputs - outputs,
+    "reduce_scatter_tensor_coalesced_": lambda inputs, outputs, world: inputs - outputs,
+    "allreduce_": lambda inputs, outputs, world: 2 * outputs * (world - 1) // world,
+    "allreduce_coalesced_": lambda inputs, outputs, world: 2 * outputs * (world - 1) // world,
+    "alltoall_base_": lambda inputs, outputs, world: outputs * (world - 1) // world,
+    "broadcast_": lambda inputs, outputs, world: outputs,
+    "recv_": lambda inputs, outputs, world: outputs,
+    "send": lambda inputs, outputs, world: 0,
+    "barrier": lambda inputs, outputs, world: 0,
+}
+
+
+class CommCounter(TorchDispatchMode):
+    """Count the c10d calls made in this thread, by kind, with the bytes that this rank receives.
+
+    Every engine's collectives pass through the dispatcher: also those of DDP's C++ reducer, which patched
+    Python functions miss, and ``isend`` / ``irecv``, which CommDebugMode misses.
+    """
+
+    def __init__(self, world_size: int):
+        super().__init__()
+        self.world_size = world_size
+        self.counts: dict[str, int] = {}
+        self.received: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = func._opname
+            inputs, outputs = _input_and_output_bytes(func, args)
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            received = _RECEIVED[kind](inputs, outputs, self.world_size)
+            self.received[kind] = self.received.get(kind, 0) + received
+        return func(*args, **(kwargs or {}))
+
+
+def _input_and_output_bytes(func: Any, args: Any) -> tuple[int, int]:
+    """Sum the bytes of the tensors that ``func`` reads and writes, as its schema names them."""
+    inputs = outputs = 0
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        nbytes = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        if argument.name.startswith("output") or argument.name == "tensors":
+            outputs += nbytes
+        else:
+            inputs += nbytes
+    return inputs, outputs

@@ -1,0 +1,70 @@
+"""Host overhead: microseconds that an engine adds to each of many tiny units, with fake collectives.
+
+``python overhead.py JOB``, with `Job` as JSON; started by `launch`. The process group is torch's fake one, so
+that a single process stands for a rank of 8 and what is left to measure is Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import engines
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD_SIZE = 8
+NUM_UNITS = 200
+WARMUP = 5
+PLAIN = "plain"
+"""The engine's name for torch alone, whose time is what is subtracted."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `launch` hands to this process; `store` and `rank` are of no use to a fake group."""
+
+    engine: str
+    passes: int
+    threads: int
+    rank: int
+    store: str
+    result: str
+
+
+def main() -> None:
+    job = Job(**json.loads(sys.argv[1]))
+    torch.set_num_threads(job.threads)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    model: nn.Module = nn.Sequential(*(_tiny_unit() for _ in range(NUM_UNITS)))
+    if job.engine != PLAIN:
+        model = engines.build(job.engine, model, model, engines.Options()).model
+    seconds = [_time_pass(model) for _ in range(WARMUP + job.passes)][WARMUP:]
+    us_per_unit = statistics.median(seconds) / NUM_UNITS * 1e6
+    Path(job.result).write_text(json.dumps({"us_per_unit": us_per_unit}))
+    os._exit(0)
+
+
+def _tiny_unit() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def _time_pass(model: nn.Module) -> float:
+    """Time one forward and backward. Gradients are dropped outside the clock."""
+    inputs = torch.ones(2, 8)
+    start = time.perf_counter()
+    model(inputs).sum().backward()
+    seconds = time.perf_counter() - start
+    model.zero_grad()
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""From raw runs to figures: medians, paired ratios, the loss check, and the printed tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import engines
+
+PHASES = ("forward", "backward", "optimizer")
+FIGURES = ("step ms", *(f"{phase} ms" for phase in PHASES), "peak MiB")
+
+LOSS_STEPS = 3
+"""Losses are compared over the first steps only: later, rounding differences grow through the optimizer."""
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative. fp32: equal to 4 digits. bf16: DDP runs under autocast, so its norms and residuals are fp32."""
+
+Run = Mapping[str, Any]
+"""One engine's ranks in one repeat: ``{"engine", "repeat", "ranks": [what worker.py wrote]}``."""
+
+Figures = dict[str, dict[int, dict[str, float]]]
+"""``[engine][repeat][figure]``."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with what it is the median of, at its extremes."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+
+    def show(self, digits: int) -> str:
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}..{self.high:.{digits}f}]"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours over a peer's, paired by repeat, with the variant of the peer that is better in this figure."""
+
+    spread: Spread
+    variant: str
+
+
+def figures(run: Run, warmup: int) -> dict[str, float]:
+    """Reduce a run: the median over timed steps of the slowest rank's time, and the largest rank's memory."""
+    steps = list(zip(*(rank["times"] for rank in run["ranks"]), strict=True))[warmup:]
+    result = {"step ms": 1e3 * statistics.median(max(sum(time.values()) for time in step) for step in steps)}
+    for phase in PHASES:
+        result[f"{phase} ms"] = 1e3 * statistics.median(max(time[phase] for time in step) for step in steps)
+    result["peak MiB"] = max(rank["peak_bytes"] for rank in run["ranks"]) / 2**20
+    return result
+
+
+def by_engine(runs: Sequence[Run], warmup: int) -> Figures:
+    """Arrange the figures of all runs."""
+    result: Figures = {}
+    for run in runs:
+        result.setdefault(run["engine"], {})[run["repeat"]] = figures(run, warmup)
+    return result
+
+
+def ratio(measured: Figures, peer: str, figure: str) -> Ratio | None:
+    """Compare fairshard with ``peer`` repeat by repeat, so that what slows the whole machine cancels."""
+    ours = measured.get("fairshard", {})
+    ratios = []
+    for variant in engines.variants(peer):
+        theirs = measured.get(variant, {})
+        paired = [ours[repeat][figure] / theirs[repeat][figure] for repeat in ours.keys() & theirs.keys()]
+        if paired:
+            ratios.append(Ratio(Spread.of(paired), variant))
+    return max(ratios, key=lambda ratio: ratio.spread.median, default=None)
+
+
+def loss_difference(run: Run, reference: Run, precision: str) -> str | None:
+    """Say where ``run`` first leaves the losses of ``reference``, rank by rank; None where it does not."""
+    tolerance = LOSS_TOLERANCE[precision]
+    for index, (rank, expected_rank) in enumerate(zip(run["ranks"], reference["ranks"], strict=True)):
+        losses = list(zip(rank["losses"], expected_rank["losses"], strict=False))[:LOSS_STEPS]
+        for step, (loss, expected) in enumerate(losses):
+            if not abs(loss - expected) <= tolerance * abs(expected):
+                where = f"rank {index}, step {step}"
+                return f"{where}: {run['engine']} {loss:.6f}, {reference['engine']} {expected:.6f}"
+    return None
+
+
+def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequence[str]) -> str:
+    """Render the figures of every engine and the ratios to every peer."""
+    rows = [["engine", *FIGURES, "collectives", "MiB received"]]
+    for engine, repeats in measured.items():
+        spreads = [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in FIGURES]
+        rows.append([engine, *spreads, *_traffic(counted.get(engine))])
+    ratios = [["fairshard over", *FIGURES]]
+    for peer in peers:
+        cells = [ratio(measured, peer, figure) for figure in FIGURES]
+        if all(cells):
+            ratios.append([peer, *(f"{cell.spread.show(2)}{_mark(cell, peer)}" for cell in cells)])
+    note = "* the peer's explicit prefetch, where that is its better setting"
+    return f"{table(rows)}\n\n{table(ratios)}\n{note}"
+
+
+def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequence[str]) -> str:
+    """Render the microseconds that each engine adds to plain torch, per unit."""
+    figure = "us per unit"
+    measured = overheads(runs, plain, figure)
+    rows = [["engine", f"{figure} over plain torch", "fairshard over it"]]
+    for engine, repeats in measured.items():
+        rows.append([engine, Spread.of(repeat[figure] for repeat in repeats.values()).show(0), ""])
+    for peer in peers:
+        compared = ratio(measured, peer, figure)
+        for row in rows:
+            if compared and row[0] == compared.variant:
+                row[2] = compared.spread.show(2)
+    plain_spread = Spread.of(run["us_per_unit"] for run in runs if run["engine"] == plain)
+    return f"{table(rows)}\nplain torch: {plain_spread.show(0)} us per unit"
+
+
+def overheads(runs: Sequence[Mapping[str, Any]], plain: str, figure: str) -> Figures:
+    """Subtract each repeat's plain torch from the engines'."""
+    base = {run["repeat"]: run["us_per_unit"] for run in runs if run["engine"] == plain}
+    result: Figures = {}
+    for run in runs:
+        if run["engine"] != plain and run["repeat"] in base:
+            added = run["us_per_unit"] - base[run["repeat"]]
+            result.setdefault(run["engine"], {})[run["repeat"]] = {figure: added}
+    return result
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns under a header, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligns = [str.ljust, *([str.rjust] * (len(widths) - 1))]
+    header, *body = (
+        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join([header, "-" * len(header), *body])
+
+
+def _traffic(counted: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Show one step's collectives and received bytes; fairshard knows which sends make an exchange."""
+    if counted is None:
+        return "", ""
+    own = counted["own_counters"]
+    calls = sum(count for count, _ in own.values()) if own else sum(counted["counts"].values())
+    return str(calls), f"{sum(counted['received_bytes'].values()) / 2**20:.0f}"
+
+
+def _mark(compared: Ratio, peer: str) -> str:
+    return "" if compared.variant == peer else "*"

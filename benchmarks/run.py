@@ -1,0 +1,199 @@
+"""Compare fairshard with other engines: step time, collectives, memory, and host overhead per unit.
+
+    python benchmarks/run.py                                  # gpt-29m, all engines, 9 repeats
+    python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
+    python benchmarks/run.py --overhead                       # host overhead only
+
+See README.md beside this file for what is measured and how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import engines
+import overhead
+import report
+import torch
+from launch import HERE, RunFailed, launch
+from models import MODELS
+
+REFERENCE = "ddp"
+CHECK_STEPS = max(report.LOSS_STEPS, 3)
+OVERHEAD_ENGINES = ("fairshard", "fsdp2", "fsdp1")
+OVERHEAD_PASSES = 20
+
+
+class Session:
+    """One run of the benchmark: what was asked for, and everything measured so far."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.failures: dict[str, str] = {}
+        self.checks: dict[str, dict[str, Any]] = {}
+        self.runs: list[dict[str, Any]] = []
+        self.overheads: list[dict[str, Any]] = []
+
+    def check_losses(self) -> None:
+        """Train every engine a few untimed steps; count its collectives and compare its losses with DDP's."""
+        for engine in [REFERENCE, *(name for name in self._variants() if name != REFERENCE)]:
+            run = self._train(engine, repeat=0, steps=CHECK_STEPS, count=True)
+            if run is None:
+                if engine == REFERENCE:
+                    raise SystemExit(f"error: no reference to compare losses with: {self.failures[engine]}")
+                continue
+            self.checks[engine] = run
+            self._require_equal_losses(run)
+            print(f"{engine}: losses agree with {REFERENCE}'s", flush=True)
+
+    def measure_training(self) -> None:
+        """Time every engine once per repeat, so that what else the machine does meets all of them."""
+        for repeat, engine in self._interleaved(self._variants()):
+            run = self._train(engine, repeat, self.options.steps, count=False)
+            if run is not None:
+                self._require_equal_losses(run)
+                self.runs.append(run)
+                step = report.figures(run, self.options.warmup)["step ms"]
+                print(f"repeat {repeat + 1}/{self.options.repeat}: {engine} {step:.0f} ms a step", flush=True)
+            self.save()
+
+    def measure_overhead(self) -> None:
+        """Time every engine's tiny units once per repeat, and torch alone beside them."""
+        measured = [name for name in self._variants() if name.partition("-")[0] in OVERHEAD_ENGINES]
+        if not measured:
+            return
+        job = {"passes": OVERHEAD_PASSES, "threads": self.options.threads}
+        for repeat, engine in self._interleaved([overhead.PLAIN, *measured]):
+            ranks = self._launch("overhead.py", {**job, "engine": engine}, world=1)
+            if ranks is not None:
+                self.overheads.append({"engine": engine, "repeat": repeat, **ranks[0]})
+        self.save()
+
+    def show(self) -> None:
+        """Print the tables, and what failed."""
+        peers = [name for name in self.options.engines if name != "fairshard"]
+        if self.runs:
+            counted = {engine: run["ranks"][0]["collectives"] for engine, run in self.checks.items()}
+            measured = report.by_engine(self.runs, self.options.warmup)
+            print("\n" + report.training_tables(measured, counted, peers))
+        if self.overheads:
+            print("\n" + report.overhead_table(self.overheads, overhead.PLAIN, peers))
+        for engine, reason in self.failures.items():
+            print(f"\n{engine}: failed: {reason}")
+        print(f"\nwritten: {self.options.out}")
+
+    def save(self) -> None:
+        """Write everything so far, raw, with the settings and the machine it was measured on."""
+        record = {
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "hardware": _hardware(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "settings": {**vars(self.options), "out": self.options.out.name},
+            "malloc": {name: os.environ[name] for name in os.environ if name.startswith("MALLOC_")},
+            "failures": self.failures,
+            "loss_checks": self.checks,
+            "runs": self.runs,
+            "overhead": self.overheads,
+        }
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        self.options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    def _variants(self) -> list[str]:
+        return [variant for engine in self.options.engines for variant in engines.variants(engine)]
+
+    def _interleaved(self, names: Sequence[str]) -> list[tuple[int, str]]:
+        """List all repeats of all ``names``, a repeat at a time, each repeat starting with another one."""
+        rotations = [(repeat, repeat % len(names)) for repeat in range(self.options.repeat)]
+        return [(repeat, name) for repeat, first in rotations for name in [*names[first:], *names[:first]]]
+
+    def _train(self, engine: str, repeat: int, steps: int, count: bool) -> dict[str, Any] | None:
+        options = self.options
+        job = {
+            "engine": engine,
+            "model": options.model,
+            "precision": options.precision,
+            "world": options.world,
+            "threads": options.threads,
+            "steps": steps,
+            "count": count,
+        }
+        ranks = self._launch("worker.py", job, options.world)
+        return None if ranks is None else {"engine": engine, "repeat": repeat, "ranks": ranks}
+
+    def _launch(self, script: str, job: Mapping[str, Any], world: int) -> list[dict[str, Any]] | None:
+        """Launch unless this engine has failed before: a broken peer costs one timeout and stops nothing."""
+        engine = job["engine"]
+        if engine in self.failures:
+            return None
+        try:
+            return launch(script, job, world, self.options.timeout)
+        except RunFailed as error:
+            self.failures[engine] = str(error)
+            print(f"{engine}: failed: {error}", flush=True)
+            return None
+
+    def _require_equal_losses(self, run: Mapping[str, Any]) -> None:
+        difference = report.loss_difference(run, self.checks[REFERENCE], self.options.precision)
+        if difference is not None:
+            raise SystemExit(f"error: engines disagree, so their times say nothing: {difference}")
+
+
+def _hardware() -> dict[str, Any]:
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "visible_cpus": len(os.sched_getaffinity(0)), "memory_bytes": memory}
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    verbatim = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
+    known = list(engines.ADAPTERS)
+    parser.add_argument("--engines", default=",".join(known), help="comma-separated, of %(default)s")
+    parser.add_argument("--model", choices=MODELS, default="gpt-29m")
+    parser.add_argument("--world", type=int, default=2, help="ranks, all on this machine")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a run, warm-up included")
+    parser.add_argument("--warmup", type=int, default=3, help="first steps of a run that are not timed")
+    parser.add_argument("--repeat", type=int, default=9, help="runs of each engine, interleaved")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
+    parser.add_argument("--precision", choices=list(report.LOSS_TOLERANCE), default="fp32")
+    parser.add_argument("--overhead", action="store_true", help="measure host overhead only, train nothing")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run has failed")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-MODEL-wWORLD.json")
+    options = parser.parse_args(argv)
+
+    options.engines = options.engines.split(",")
+    unknown = [name for name in options.engines if name not in known]
+    if unknown:
+        parser.error(f"unknown engines {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.steps <= max(options.warmup, 2):
+        parser.error(f"--steps {options.steps} leaves nothing to measure: memory needs 3, time --warmup + 1")
+    if min(options.world, options.repeat, options.threads) < 1:
+        parser.error("--world, --repeat and --threads must be at least 1")
+    if options.out is None:
+        what = "overhead" if options.overhead else f"{options.model}-w{options.world}"
+        suffix = "" if options.precision == "fp32" else f"-{options.precision}"
+        options.out = HERE / "results" / f"{datetime.date.today()}-{what}{suffix}.json"
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    session = Session(options)
+    if not options.overhead:
+        session.check_losses()
+        session.measure_training()
+    session.measure_overhead()
+    session.show()
+    return 1 if "fairshard" in session.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""One rank of one training run: ``python worker.py JOB``, with `Job` as JSON. Started by `launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `launch` hands to a rank."""
+
+    engine: str
+    model: str
+    precision: str
+    world: int
+    threads: int
+    steps: int
+    count: bool
+    """Count collectives in one more, untimed step at the end."""
+    rank: int
+    store: str
+    result: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step's phases on this rank."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+
+def main() -> None:
+    # Memory is counted from here, so nothing but torch may be imported at the top of this file.
+    resident_at_start = measure.resident_bytes()
+    job = Job(**json.loads(sys.argv[1]))
+    torch.set_num_threads(job.threads)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world)
+    result = _train(job, resident_at_start)
+    Path(job.result).write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # gloo groups sometimes hang while Python drops its last references
+
+
+def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
+    import engines
+    import torch.distributed as dist
+    from models import MODELS, build_gpt, random_batches
+
+    config = MODELS[job.model]
+    gpt = build_gpt(config)
+    options = engines.Options(bf16=job.precision == "bf16", batch=config.batch)
+    engine = engines.build(job.engine, gpt, gpt.blocks, options)
+    batches = random_batches(config, job.rank)
+
+    losses, times = [], []
+    for step in range(job.steps):
+        dist.barrier()
+        loss, seconds = _step(engine, *next(batches))
+        losses.append(loss)
+        times.append(vars(seconds))
+        if step == 1:  # by now every buffer and optimizer state exists
+            measure.reset_peak_resident()
+    peak = measure.peak_resident_bytes() - resident_at_start
+    counted = _count_collectives(engine, next(batches), job) if job.count else None
+    return {"losses": losses, "times": times, "peak_bytes": peak, "collectives": counted}
+
+
+def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, StepTime]:
+    start = time.perf_counter()
+    loss = engine.forward(tokens, targets)
+    forward = time.perf_counter()
+    engine.backward(loss)
+    backward = time.perf_counter()
+    engine.step()
+    end = time.perf_counter()
+    return loss.item(), StepTime(forward - start, backward - forward, end - backward)
+
+
+def _count_collectives(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job) -> dict[str, Any]:
+    """Run one step under `measure.CommCounter`; fairshard's own counters, where it runs, stand beside it."""
+    own = sys.modules.get("fairshard.utils.collectives")
+    if own is not None:
+        own.reset_counters()
+    with measure.CommCounter(job.world) as counter:
+        _step(engine, *batch)
+    return {
+        "counts": counter.counts,
+        "received_bytes": counter.received,
+        "own_counters": own.counters() if own is not None else None,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The ``fairshard`` command: ``fairshard train`` trains a byte-level GPT with the engine."""

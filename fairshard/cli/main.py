@@ -1,0 +1,52 @@
+"""The ``fairshard`` command and its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import fairshard
+from fairshard.cli.options import OneLineParser, OptionError, add_train_arguments, parsed_options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code: 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
+    parser = build_parser()
+    try:
+        arguments = parser.parse_args(argv)
+        code: int = arguments.run(arguments)
+    except OptionError as error:
+        print(f"fairshard: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; each subcommand sets ``run``, from the parsed arguments to the exit code."""
+    parser = OneLineParser("fairshard", description="ZeRO-3 for PyTorch in plain Python.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fairshard {fairshard.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level GPT on text",
+        description="Train a byte-level GPT on text, on all ranks of this machine. With more machines: "
+        "torchrun ... -m fairshard.cli.train, with the same flags but --nproc.",
+        allow_abbrev=False,
+    )
+    add_train_arguments(train)
+    train.set_defaults(run=_train)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    options = parsed_options(arguments)
+    from fairshard.cli.launch import launch
+
+    return launch(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The files of a run: ``config.json``, ``metrics.jsonl``, and the folder that holds them."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+import fairshard
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of ``metrics.jsonl``; the fields are its keys, in this order.
+
+    ``loss`` is the mean over all ranks; ``tokens`` counts those of all ranks since the start, ``tokens_per_s`` those
+    of all ranks in this step. ``mem_bytes`` is by rank. ``collectives`` and ``comm_bytes`` are those of rank 0 in this
+    step. ``grad_norm`` is None where fp16 gradients overflowed and the step was skipped.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    mem_bytes: tuple[int, ...]
+    collectives: int
+    comm_bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` is by rank."""
+
+    val_loss: float
+    tokens_per_s: float
+    collectives_per_step: float
+    bytes_per_step: float
+    peak_bytes: tuple[int, ...]
+
+
+def summarize(steps: Sequence[StepMetrics], val_loss: float, peak_bytes: tuple[int, ...]) -> Summary:
+    """Boil a run down to one ``Summary``."""
+    seconds = math.fsum(step.step_s for step in steps)
+    return Summary(
+        val_loss=val_loss,
+        tokens_per_s=steps[-1].tokens / seconds,
+        collectives_per_step=sum(step.collectives for step in steps) / len(steps),
+        bytes_per_step=sum(step.comm_bytes for step in steps) / len(steps),
+        peak_bytes=peak_bytes,
+    )
+
+
+class MetricsFile:
+    """Appends one JSON object a line; each line is on disk when its call returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("x", buffering=1, encoding="utf-8")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write one training step."""
+        self._write(asdict(metrics))
+
+    def validation(self, step: int, val_loss: float) -> None:
+        """Write the validation loss after ``step`` steps."""
+        self._write({"step": step, "val_loss": val_loss})
+
+    def summary(self, summary: Summary) -> None:
+        """Write the last line."""
+        self._write({"summary": asdict(summary)})
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+
+
+def make_run_folder(out: Path | None) -> Path:
+    """Make ``out``, or ``runs/<UTC time>``, with ``-2``, ``-3``, ... added where another run has that name."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    number = 1
+    while True:
+        folder = Path("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def write_config(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write ``config.json``: ``entries``, the start of the run, and the versions of what computes it."""
+    versions = {
+        "fairshard": fairshard.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    config = {**entries, "started": started, "command": sys.argv, "versions": versions}
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(config, file, indent=2, default=str)
+        file.write("\n")

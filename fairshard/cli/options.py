@@ -1,0 +1,219 @@
+"""The options of ``fairshard train``: one frozen dataclass, its flags, and every check on them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from fairshard.cli.text import TextError, TextPlan, plan_text
+from fairshard.utils.device import default_device_type, device_count
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
+
+_AT_LEAST_ONE = (
+    "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
+)  # fmt: skip
+_AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb")
+
+
+class OptionError(ValueError):
+    """Options that cannot work; the message is one line for the user."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that raises ``OptionError`` instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the command line."""
+        raise OptionError(f"{message}. See {self.prog} --help.")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a user can set; each field is the flag of its name.
+
+    Raises:
+        OptionError: a value is wrong whatever the number of ranks.
+    """
+
+    nproc: int | None = None
+    device: str = "auto"
+    threads: int | None = None
+    data: Path | None = None
+    out: Path | None = None
+    seed: int = 0
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    context: int = 64
+    steps: int = 500
+    batch_size: int = 32
+    accumulate: int = 1
+    lr: float = 6e-3
+    weight_decay: float = 0.1
+    warmup: int | None = None
+    clip: float = 1.0
+    eval_every: int = 100
+    precision: str = "fp32"
+    bucket_cap_mb: float = 25.0
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            self._check_least(name, 1)
+        for name in _AT_LEAST_ZERO:
+            self._check_least(name, 0)
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise OptionError(f"--lr must be a positive number, but is {self.lr}.")
+        if self.seed >= 2**63:
+            raise OptionError(f"--seed must be below 2**63, but is {self.seed}.")
+        if self.dim % self.heads:
+            raise OptionError(f"--dim must be a multiple of --heads = {self.heads}, but is {self.dim}.")
+        if self.warmup_steps > self.steps:
+            raise OptionError(f"--warmup must be at most --steps = {self.steps}, but is {self.warmup}.")
+        if self.precision not in PRECISIONS:
+            raise OptionError(f"--precision must be one of {', '.join(PRECISIONS)}, but is {self.precision}.")
+        if self.device not in DEVICES:
+            raise OptionError(f"--device must be one of {', '.join(DEVICES)}, but is {self.device}.")
+
+    @property
+    def device_type(self) -> str:
+        """``"cuda"`` or ``"cpu"``, with ``auto`` resolved on this host."""
+        return default_device_type() if self.device == "auto" else self.device
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises: a tenth of all, unless ``warmup`` says."""
+        return self.steps // 10 if self.warmup is None else self.warmup
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks to launch on this host: one a GPU, else 2, unless ``nproc`` says."""
+        if self.nproc is not None:
+            return self.nproc
+        return device_count() if self.device_type == "cuda" else 2
+
+    def _check_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise OptionError(f"--{name.replace('_', '-')} must be at least {least}, but is {value}.")
+
+
+def check_options(options: TrainOptions, world_size: int, local_size: int) -> TextPlan:
+    """Check what depends on the ranks, the host and its files; the same answer on every rank of a host.
+
+    Run before any rank starts, or under torchrun on every rank before the process group is made.
+
+    Returns: the plan of the text, which these checks had to make.
+
+    Raises:
+        OptionError: the first thing that is wrong.
+    """
+    _check_packages()
+    _check_device(options, local_size)
+    _check_batch(options, world_size)
+    if options.out is not None:
+        _check_out(options.out)
+    try:
+        return plan_text(options.data, options.seed, options.context)
+    except TextError as error:
+        raise OptionError(str(error)) from error
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``fairshard train``; their defaults are those of ``TrainOptions``."""
+    ranks = parser.add_argument_group("ranks")
+    _add(ranks, "--nproc", int, "N", "ranks to launch on this machine (default: one a GPU, else 2)")
+    _add(ranks, "--device", str, None, "auto is CUDA where there is a GPU (default: %(default)s)", DEVICES)
+    _add(ranks, "--threads", int, "N", "CPU threads of each rank (default: visible CPUs / ranks here)")
+    files = parser.add_argument_group("files")
+    _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
+    _add(files, "--out", Path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
+    _add(files, "--seed", int, "N", "of weights, split and batches (default: %(default)s)")
+    model = parser.add_argument_group("model")
+    _add(model, "--layers", int, "N", "transformer blocks, each a unit (default: %(default)s)")
+    _add(model, "--dim", int, "N", "width (default: %(default)s)")
+    _add(model, "--heads", int, "N", "attention heads (default: %(default)s)")
+    _add(model, "--context", int, "N", "bytes in a sequence (default: %(default)s)")
+    training = parser.add_argument_group("training")
+    _add(training, "--steps", int, "N", "optimizer steps (default: %(default)s)")
+    _add(training, "--batch-size", int, "N", "sequences a step, over all ranks (default: %(default)s)")
+    _add(training, "--accumulate", int, "N", "passes that a step's batch is cut into (default: %(default)s)")
+    _add(training, "--lr", float, "X", "peak learning rate of AdamW (default: %(default)s)")
+    _add(training, "--weight-decay", float, "X", "of AdamW (default: %(default)s)")
+    _add(training, "--warmup", int, "N", "steps up to the peak, then a cosine (default: a tenth of --steps)")
+    _add(training, "--clip", float, "X", "largest gradient norm, 0 for no clipping (default: %(default)s)")
+    _add(training, "--eval-every", int, "N", "steps between validations (default: %(default)s)")
+    engine = parser.add_argument_group("engine")
+    _add(engine, "--precision", str, None, "of compute; weights stay fp32 (default: %(default)s)", PRECISIONS)
+    _add(engine, "--bucket-cap-mb", float, "X", "size of a reduce-scatter, 0 for none (default: %(default)s)")
+    engine.add_argument(
+        "--reshard-after-forward",
+        action=argparse.BooleanOptionalAction,
+        default=TrainOptions.reshard_after_forward,
+        help="free a unit's full weights between forward and backward (default: yes)",
+    )
+
+
+def parsed_options(arguments: argparse.Namespace) -> TrainOptions:
+    """The options in a parsed command line."""
+    return TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
+
+
+def _add(
+    group: argparse._ArgumentGroup,
+    flag: str,
+    kind: type,
+    metavar: str | None,
+    text: str,
+    choices: Sequence[str] | None = None,
+) -> None:
+    default = getattr(TrainOptions, flag[2:].replace("-", "_"))
+    group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text, choices=choices)
+
+
+def _check_packages() -> None:
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f"{' and '.join(missing)} must be installed. Run: pip install 'fairshard[train]'")
+
+
+def _check_batch(options: TrainOptions, world_size: int) -> None:
+    batch, passes = options.batch_size, options.accumulate
+    share = world_size * passes
+    what = f"{world_size} ranks" + (f" x {passes} passes" if passes > 1 else "")
+    if batch < share:
+        raise OptionError(f"--batch-size {batch} cannot feed {what}: it must be at least {share}.")
+    if batch % share:
+        near = f"{batch - batch % share} or {batch - batch % share + share}"
+        raise OptionError(f"--batch-size must be a multiple of {share}, for {what}, but is {batch}. Pass {near}.")
+
+
+def _check_device(options: TrainOptions, local_size: int) -> None:
+    if options.device_type != "cuda":
+        return
+    gpus = device_count()
+    if not gpus:
+        raise OptionError("--device cuda needs a GPU, but torch sees none. Pass --device cpu.")
+    if local_size > gpus:
+        raise OptionError(f"each rank needs its own GPU, but there are {local_size} ranks and {gpus} GPUs here.")
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a folder that holds a run, and one that cannot be made or written."""
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"--out must be a folder, but {out} is a file.")
+    found = [name for name in RUN_FILES if (out / name).exists()]
+    if found:
+        raise OptionError(f"--out {out} holds another run ({', '.join(found)}). Pass a new folder.")
+    folder = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise OptionError(f"--out {out} cannot be made: {folder} is not a folder that can be written.")

@@ -1,0 +1,110 @@
+"""What a run shows in the terminal: the table of units, the progress, the summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from tqdm import tqdm
+
+from fairshard.cli.metrics import StepMetrics, Summary
+from fairshard.nn.data_parallel.summary import UnitRow
+
+_MAX_RANKS_SHOWN = 4
+_LINES_WITHOUT_TERMINAL = 20
+
+
+def say(text: str) -> None:
+    """Print a line of the log, at once even into a pipe."""
+    print(text, flush=True)
+
+
+def megabytes(nbytes: float) -> str:
+    """A size for people: 1.2 MB is 1,200,000 bytes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
+    """The units as a table, and a warning when one holds more than half of the model."""
+    numel = sum(row.numel for row in rows)
+    whole = UnitRow("all", numel, sum(row.shard_nbytes for row in rows), sum(row.full_nbytes for row in rows))
+    cells = [("unit", "parameters", "shard bytes", "full bytes")]
+    for row in (*rows, whole):
+        cells.append((row.fqn or "(root)", f"{row.numel:,}", f"{row.shard_nbytes:,}", f"{row.full_nbytes:,}"))
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = []
+    for name, *figures in cells:
+        right = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *right]))
+    rule = "-" * len(lines[0])
+    lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+    largest = max(rows, key=lambda row: row.numel)
+    if 2 * largest.numel > numel:
+        lines.append(
+            f"warning: unit {largest.fqn or '(root)'} holds {largest.numel / numel:.0%} of the parameters; all "
+            "of them are in memory while it computes. Wrap parts of it."
+        )
+    return lines
+
+
+def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
+    """The end of a run in words."""
+    peaks = ", ".join(f"{megabytes(nbytes)} on rank {rank}" for rank, nbytes in enumerate(summary.peak_bytes))
+    return [
+        f"validation loss  {summary.val_loss:.3f} nats per byte, from {first_val_loss:.3f} at the start",
+        f"throughput       {summary.tokens_per_s:,.0f} tokens/s over all ranks",
+        f"communication    {summary.collectives_per_step:.4g} collectives and "
+        f"{megabytes(summary.bytes_per_step)} a step and rank",
+        f"peak memory      {peaks}",
+    ]
+
+
+class Progress:
+    """A bar on a terminal; some twenty lines where stderr is a file or a pipe."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        self._every = max(1, num_steps // _LINES_WITHOUT_TERMINAL)
+        self._started = time.monotonic()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        text = f"loss {metrics.loss:.3f}, {metrics.tokens_per_s:,.0f} tokens/s, {_memory(metrics.mem_bytes)}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif metrics.step % self._every == 0 or metrics.step == self._num_steps:
+            elapsed = time.monotonic() - self._started
+            say(f"{self._at(metrics.step)}  {text}, {elapsed:.0f} s")
+
+    def validation(self, step: int, val_loss: float) -> None:
+        """Show a validation loss."""
+        text = f"{self._at(step)}  validation loss {val_loss:.3f}"
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            say(text)
+
+    def _at(self, step: int) -> str:
+        return f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _memory(mem_bytes: Sequence[int]) -> str:
+    if len(mem_bytes) > _MAX_RANKS_SHOWN:
+        return f"memory {megabytes(min(mem_bytes))} to {megabytes(max(mem_bytes))} a rank"
+    return f"memory {' | '.join(megabytes(nbytes) for nbytes in mem_bytes)}"

@@ -1,0 +1,41 @@
+"""Where this process stands among the ranks, and how many CPUs it may use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process's place: its rank among all ``size``, its local rank among the ``local_size`` of this host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks | None:
+        """The place that torchrun or the launcher gave this process; None outside of both."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        values = [os.environ.get(name, "") for name in names]
+        return cls(*map(int, values)) if all(value.isdecimal() for value in values) else None
+
+
+def visible_cpus() -> int:
+    """CPUs this process may run on: its affinity mask, and the cgroup's quota where there is one."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_QUOTA.read_text().split()
+        return min(cpus, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or its quota is "max"
+        return cpus
+
+
+def default_threads(local_size: int) -> int:
+    """Threads for each of ``local_size`` ranks that share this host's CPUs."""
+    return max(1, visible_cpus() // local_size)

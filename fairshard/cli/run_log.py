@@ -1,0 +1,59 @@
+"""Everything that rank 0 shows and writes about a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fairshard.cli.curve import draw_loss
+from fairshard.cli.metrics import MetricsFile, StepMetrics, summarize, write_config
+from fairshard.cli.progress import Progress, say, summary_lines
+
+
+class RunLog:
+    """The files and the progress of one run, in a folder that exists and holds no run yet."""
+
+    def __init__(self, folder: Path, num_steps: int, config: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._steps: list[StepMetrics] = []
+        self._validations: dict[int, float] = {}
+        write_config(folder / "config.json", config)
+        self._stack = contextlib.ExitStack()
+        self._file = self._stack.enter_context(MetricsFile(folder / "metrics.jsonl"))
+        self._progress = self._stack.enter_context(Progress(num_steps))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Note one training step."""
+        self._steps.append(metrics)
+        self._file.step(metrics)
+        self._progress.step(metrics)
+
+    def validation(self, step: int, val_loss: float) -> None:
+        """Note the validation loss after ``step`` steps."""
+        self._validations[step] = val_loss
+        self._file.validation(step, val_loss)
+        self._progress.validation(step, val_loss)
+
+    def finish(self, peak_bytes: tuple[int, ...]) -> None:
+        """Write and show the summary, and draw the curve; the last call."""
+        first, *_, last = self._validations.values()
+        summary = summarize(self._steps, last, peak_bytes)
+        self._file.summary(summary)
+        self._stack.close()
+        losses = [metrics.loss for metrics in self._steps]
+        title = f"fairshard train, {self._folder.name}"
+        draw_loss(self._folder / "loss.png", title, losses, self._validations)
+        for line in summary_lines(summary, first):
+            say(line)
+        say(f"written          {self._folder}: config.json, metrics.jsonl, loss.png")
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()

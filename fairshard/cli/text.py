@@ -1,0 +1,221 @@
+"""Text to train on: which files there are, how they are split, and windows of bytes drawn from them.
+
+A *plan* is made first, from names and sizes alone, so that bad input is reported before any rank starts;
+``load`` then reads the bytes. Everything here is deterministic in the files and the seed, so that every rank
+that sees the same files makes the same split.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+STANDARD_LIBRARY_NBYTES = 10_000_000
+VALIDATION_SHARE = 0.1
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
+_SNIFFED_NBYTES = 8192
+
+
+class TextError(ValueError):
+    """The data cannot be trained on; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file to read and its size in bytes."""
+
+    path: Path
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The bytes ``[begin, end)`` of a file."""
+
+    path: Path
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """What is trained on and what is validated on, before any of it is read."""
+
+    source: str
+    train: tuple[Piece, ...]
+    validation: tuple[Piece, ...]
+
+    @property
+    def train_nbytes(self) -> int:
+        """Bytes to train on."""
+        return sum(piece.end - piece.begin for piece in self.train)
+
+    @property
+    def validation_nbytes(self) -> int:
+        """Bytes to validate on."""
+        return sum(piece.end - piece.begin for piece in self.validation)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Both sides of the split as flat arrays of bytes."""
+
+    train: Bytes
+    validation: Bytes
+
+
+def plan_text(data: Path | None, seed: int, context: int) -> TextPlan:
+    """Choose and split the text: the standard library's sources, or the file or folder ``data``.
+
+    Raises:
+        TextError: there is nothing to read, or a side is shorter than a window of ``context + 1`` bytes.
+    """
+    if data is None:
+        source = "the standard library's source text"
+        files = _standard_library(seed)
+    else:
+        source = str(data)
+        files = _files_at(data)
+    plan = _split(source, files, seed)
+    for side, nbytes in (("train on", plan.train_nbytes), ("validate on", plan.validation_nbytes)):
+        if nbytes < context + 1:
+            raise TextError(
+                f"a context of {context} needs {context + 1} bytes to {side}, but {source} leaves {nbytes}. "
+                "Pass more text or a smaller --context."
+            )
+    return plan
+
+
+def split_files(files: Sequence[TextFile], seed: int) -> tuple[list[TextFile], list[TextFile]]:
+    """Split whole files into (train, validation); needs two files at least.
+
+    The files are shuffled with ``seed``; each goes to validation if that side then still holds at most a tenth of
+    all bytes, else to training. Where no file is that small, the smallest one is the validation side.
+    """
+    shuffled = sorted(files, key=lambda file: file.path)
+    random.Random(seed).shuffle(shuffled)
+    budget = VALIDATION_SHARE * sum(file.nbytes for file in shuffled)
+    train: list[TextFile] = []
+    validation: list[TextFile] = []
+    for file in shuffled:
+        if file.nbytes <= budget:
+            budget -= file.nbytes
+            validation.append(file)
+        else:
+            train.append(file)
+    if not validation:
+        smallest = min(train, key=lambda file: file.nbytes)
+        train.remove(smallest)
+        validation.append(smallest)
+    return train, validation
+
+
+def split_position(nbytes: int) -> int:
+    """Where a single file is cut: its last tenth, rounded up, is for validation."""
+    return nbytes - -(-nbytes // 10)
+
+
+def load(plan: TextPlan) -> Text:
+    """Read both sides of a plan; a side that is one piece of one file is mapped, not copied."""
+    return Text(_read(plan.train), _read(plan.validation))
+
+
+def windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+    """The ``context + 1`` bytes from each start on, as ``[len(starts), context + 1]``."""
+    found: NDArray[np.int64] = text[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    return found
+
+
+def even_starts(nbytes: int, context: int, count: int) -> NDArray[np.int64]:
+    """``count`` starts of windows spread evenly over a text; they overlap where the text is short."""
+    return np.linspace(0, nbytes - context - 1, count).astype(np.int64)
+
+
+def _split(source: str, files: Sequence[TextFile], seed: int) -> TextPlan:
+    if len(files) == 1:
+        file = files[0]
+        cut = split_position(file.nbytes)
+        return TextPlan(source, (Piece(file.path, 0, cut),), (Piece(file.path, cut, file.nbytes),))
+    train, validation = split_files(files, seed)
+    return TextPlan(source, _whole(train), _whole(validation))
+
+
+def _whole(files: Sequence[TextFile]) -> tuple[Piece, ...]:
+    return tuple(Piece(file.path, 0, file.nbytes) for file in files)
+
+
+def _standard_library(seed: int) -> list[TextFile]:
+    """About 10 MB of the running Python's own sources without its tests, whole files chosen with the seed."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.path.suffix == ".py"]
+    if not files:
+        raise TextError(f"this Python has no source text in {root}. Pass --data.")
+    random.Random(seed).shuffle(files)
+    chosen: list[TextFile] = []
+    nbytes = 0
+    for file in files:
+        if nbytes + file.nbytes <= STANDARD_LIBRARY_NBYTES:
+            nbytes += file.nbytes
+            chosen.append(file)
+    return chosen
+
+
+def _files_at(data: Path) -> list[TextFile]:
+    if not data.exists():
+        raise TextError(f"{data} does not exist.")
+    if data.is_file():
+        try:
+            file = TextFile(data, data.stat().st_size)
+            text = _is_text(data)
+        except OSError as error:
+            raise TextError(f"{data} cannot be read: {error.strerror}.") from error
+        if file.nbytes == 0:
+            raise TextError(f"{data} is empty.")
+        if not text:
+            raise TextError(f"{data} is not text: there is a NUL among its first {_SNIFFED_NBYTES} bytes.")
+        return [file]
+    if not data.is_dir():
+        raise TextError(f"{data} is neither a file nor a folder.")
+    files = _walk(data, frozenset({"__pycache__"}))
+    if not files:
+        raise TextError(f"{data} holds no text (hidden, empty and binary files are left out).")
+    return files
+
+
+def _walk(root: Path, skipped: frozenset[str]) -> list[TextFile]:
+    """All non-empty text files below ``root`` in the order of their names, without hidden ones."""
+    found: list[TextFile] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and name[0] != ".")
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name[0] == "." or not path.is_file():
+                continue
+            try:
+                nbytes = path.stat().st_size
+                if nbytes and _is_text(path):
+                    found.append(TextFile(path, nbytes))
+            except OSError as error:
+                raise TextError(f"{path} cannot be read: {error.strerror}.") from error
+    return found
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(_SNIFFED_NBYTES)
+
+
+def _read(pieces: Sequence[Piece]) -> Bytes:
+    if len(pieces) == 1:
+        (piece,) = pieces
+        return np.memmap(piece.path, np.uint8, "r", piece.begin, (piece.end - piece.begin,))
+    return np.concatenate([np.fromfile(p.path, np.uint8, p.end - p.begin, offset=p.begin) for p in pieces])

@@ -1,0 +1,198 @@
+"""``fairshard train`` on one rank: set up, train, validate, report.
+
+Two ways in, which both end in ``train_rank``::
+
+    fairshard train --nproc 2 ...               launches its ranks on this machine (launch.py)
+    torchrun ... -m fairshard.cli.train ...     torchrun has launched them, on many hosts perhaps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard import __version__
+from fairshard.cli.failure import describe, record_failure
+from fairshard.cli.gpt import GPT, GPTConfig, wrap_nested
+from fairshard.cli.metrics import make_run_folder
+from fairshard.cli.options import (
+    OneLineParser,
+    OptionError,
+    TrainOptions,
+    add_train_arguments,
+    check_options,
+    parsed_options,
+)
+from fairshard.cli.progress import megabytes, say, unit_lines
+from fairshard.cli.ranks import Ranks, default_threads, visible_cpus
+from fairshard.cli.run_log import RunLog
+from fairshard.cli.text import TextPlan, load
+from fairshard.cli.trainer import Trainer, TrainingStopped
+from fairshard.nn import FullyShardedDataParallel
+from fairshard.nn.data_parallel.summary import UnitRow, unit_table
+from fairshard.utils.collectives import gather_scalars
+from fairshard.utils.device import peak_memory, set_device
+
+_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NOTICE_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The way in of ``torchrun -m fairshard.cli.train``, else as ``fairshard train``; returns the exit code."""
+    ranks = Ranks.from_environment()
+    try:
+        parser = OneLineParser("fairshard train", description="Train a GPT on bytes.", allow_abbrev=False)
+        add_train_arguments(parser)
+        options = parsed_options(parser.parse_args(argv))
+        if ranks is None:
+            from fairshard.cli.launch import launch
+
+            return launch(options)
+        if options.nproc is not None:
+            raise OptionError("--nproc is for fairshard train: torchrun has launched the ranks already.")
+        plan = check_options(options, ranks.size, ranks.local_size)
+    except OptionError as error:
+        where = "" if ranks is None else f" (rank {ranks.rank})"
+        print(f"fairshard train: error{where}: {error}", file=sys.stderr)
+        return 2
+    train_rank(options, ranks, plan, quiet=False)
+    return 0
+
+
+def launched_rank(options: TrainOptions) -> None:
+    """The way in of the ranks that ``launch`` starts, which checked the options and reports failures itself."""
+    ranks = Ranks.from_environment()
+    assert ranks is not None
+    train_rank(options, ranks, check_options(options, ranks.size, ranks.local_size), quiet=True)
+
+
+def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool) -> None:
+    """Train as one rank. **Collective.** Ends the process with exit code 1 on failure, and 130 on Ctrl-C.
+
+    Args:
+        quiet: leave it to the launcher to say what failed.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        device = _join(options, ranks)
+        _train(options, ranks, plan, device)
+        dist.destroy_process_group()
+    except Exception as error:
+        expected = isinstance(error, TrainingStopped)
+        record_failure(error, ranks.rank, expected)
+        if not quiet:
+            print(f"fairshard train: error (rank {ranks.rank}): {describe(error, expected)}", file=sys.stderr)
+        # A peer that was killed without a word is the better explanation: let the launcher notice it first.
+        time.sleep(_NOTICE_S)
+        _leave(1)
+
+
+def build_model(options: TrainOptions, device: torch.device) -> FullyShardedDataParallel:
+    """The sharded GPT: one unit a block, and one for what is left. **Collective.**"""
+    dtype = _COMPUTE_DTYPES.get(options.precision)
+
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module.to(device),
+            reshard_after_forward=options.reshard_after_forward,
+            mixed_precision=dtype is not None,
+            compute_dtype=dtype,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+
+    torch.manual_seed(options.seed)
+    model = wrap_nested(GPT(GPTConfig(options.layers, options.dim, options.heads, options.context)), wrap)
+    assert isinstance(model, FullyShardedDataParallel)
+    return model
+
+
+def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
+    """Set threads and device, and meet the other ranks. **Collective.**"""
+    torch.set_num_threads(options.threads or default_threads(ranks.local_size))
+    if options.device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", ranks.local_rank)
+    set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.device) -> None:
+    model = build_model(options, device)
+    trainer = Trainer(model, load(plan), options, ranks, device)
+    rows = unit_table(model)
+    with _begin(options, ranks, plan, rows) if ranks.rank == 0 else contextlib.nullcontext() as log:
+        for step in range(options.steps + 1):
+            if step > 0:
+                metrics = trainer.step(step)
+                if log:
+                    log.step(metrics)
+            if step % options.eval_every == 0 or step == options.steps:
+                val_loss = trainer.validate()
+                if log:
+                    log.validation(step, val_loss)
+        peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
+        if log:
+            log.finish(peaks)
+
+
+def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[UnitRow]) -> RunLog:
+    """Say what is about to run, and open its files; on rank 0 only."""
+    folder = make_run_folder(options.out)
+    threads = torch.get_num_threads()
+    backend = dist.get_backend()
+    numel = sum(row.numel for row in rows)
+    sizes = f"{megabytes(plan.train_nbytes)} to train on, {megabytes(plan.validation_nbytes)} to validate on"
+    say(
+        f"fairshard {__version__}: {ranks.size} ranks on {options.device_type} over {backend}, {threads} threads "
+        f"each ({visible_cpus()} CPUs visible)"
+    )
+    say(f"text   {plan.source}: {sizes}")
+    say(
+        f"model  GPT of {options.layers} blocks, width {options.dim}, {options.heads} heads, context "
+        f"{options.context}: {numel:,} parameters, computing in {options.precision}"
+    )
+    say(f"run    {folder}")
+    for line in unit_lines(rows):
+        say(line)
+    config: dict[str, Any] = {
+        "options": asdict(options),
+        "world_size": ranks.size,
+        "device": options.device_type,
+        "backend": backend,
+        "threads": threads,
+        "parameters": numel,
+        "text": {
+            "source": plan.source,
+            "train_bytes": plan.train_nbytes,
+            "validation_bytes": plan.validation_nbytes,
+        },
+    }
+    return RunLog(folder, options.steps, config)
+
+
+def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:
+    _leave(130)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once: dropping a process group whose peers are gone can hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Training steps and validation of a sharded GPT on one rank; every rank calls them in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from fairshard import FairshardError
+from fairshard.cli.loss_scale import LossScale
+from fairshard.cli.metrics import StepMetrics
+from fairshard.cli.options import TrainOptions
+from fairshard.cli.ranks import Ranks
+from fairshard.cli.text import Bytes, Text, even_starts, windows
+from fairshard.nn import FullyShardedDataParallel
+from fairshard.utils.collectives import counters, gather_scalars, reset_counters
+from fairshard.utils.device import memory_allocated
+
+VALIDATION_WINDOWS = 512
+_FINAL_LR = 0.1
+
+
+class TrainingStopped(FairshardError):
+    """Training cannot go on; raised on all ranks at the same step, with the same message."""
+
+
+def learning_rate(options: TrainOptions, step: int) -> float:
+    """Rate of step 1, 2, ...: a line up to the peak, then a cosine down to a tenth of it at the last step."""
+    if step <= options.warmup_steps:
+        return options.lr * step / options.warmup_steps
+    done = (step - options.warmup_steps) / (options.steps - options.warmup_steps)
+    return options.lr * (_FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Batches:
+    """The batches of every step, the same whatever the number of ranks.
+
+    All ranks draw the starts of the whole batch from one seeded generator; each takes its own rows of them.
+    """
+
+    def __init__(self, text: Bytes, options: TrainOptions, ranks: Ranks) -> None:
+        self._text = text
+        self._options = options
+        self._ranks = ranks
+        self._generator = np.random.default_rng(options.seed)
+
+    def next(self) -> list[NDArray[np.int64]]:
+        """This rank's part of the next batch: one ``[rows, context + 1]`` for each pass."""
+        options = self._options
+        starts = self._generator.integers(0, len(self._text) - options.context, options.batch_size)
+        share = starts.reshape(options.accumulate, self._ranks.size, -1)[:, self._ranks.rank]
+        return [windows(self._text, part, options.context) for part in share]
+
+
+class Trainer:
+    """A sharded model, its optimizer and its text. All methods are **collective**."""
+
+    def __init__(
+        self,
+        model: FullyShardedDataParallel,
+        text: Text,
+        options: TrainOptions,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self._options = options
+        self._ranks = ranks
+        self._device = device
+        self._batches = Batches(text.train, options, ranks)
+        rows = options.batch_size // (ranks.size * options.accumulate)
+        count = -(-VALIDATION_WINDOWS // (ranks.size * rows)) * rows
+        starts = even_starts(len(text.validation), options.context, count * ranks.size)
+        own = windows(text.validation, starts[ranks.rank :: ranks.size], options.context)
+        self._validation = np.split(own, count // rows)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=options.lr,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        self._scale = LossScale() if options.precision == "fp16" else None
+        self._tokens = 0
+
+    def step(self, step: int) -> StepMetrics:
+        """Train on one batch.
+
+        Raises:
+            TrainingStopped: the loss or the gradients are not finite.
+        """
+        started = time.perf_counter()
+        reset_counters()
+        lr = learning_rate(self._options, step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        local_loss = self._backward()
+        by_rank = gather_scalars([local_loss, memory_allocated(self._device)], device=self._device)
+        loss = math.fsum(entry[0] for entry in by_rank) / self._ranks.size
+        self._check_loss(step, [entry[0] for entry in by_rank])
+        grad_norm = self._update(step)
+        tokens = self._options.batch_size * self._options.context
+        self._tokens += tokens
+        seconds = time.perf_counter() - started
+        counted = counters().values()
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=self._tokens,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds,
+            mem_bytes=tuple(int(entry[1]) for entry in by_rank),
+            collectives=sum(number for number, _ in counted),
+            comm_bytes=sum(nbytes for _, nbytes in counted),
+        )
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over windows spread evenly over the validation text, the same ones every time."""
+        self.model.eval()
+        total = math.fsum(self._loss(batch).item() for batch in self._validation)
+        self.model.train()
+        by_rank = gather_scalars([total / len(self._validation)], device=self._device)
+        return math.fsum(entry[0] for entry in by_rank) / self._ranks.size
+
+    def _loss(self, batch: NDArray[np.int64]) -> Tensor:
+        """Mean nats per byte over ``[rows, context + 1]``, in fp32 whatever the precision of the model."""
+        tokens = torch.from_numpy(batch).to(self._device)
+        logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _backward(self) -> float:
+        """Accumulate the gradient of this rank's part of the next batch; return its mean loss."""
+        batches = self._batches.next()
+        scale = self._scale.value if self._scale else 1.0
+        total = torch.zeros((), device=self._device)
+        for number, batch in enumerate(batches, start=1):
+            # Only the last pass reduces: the others add up full gradients, W times the memory, no bytes sent.
+            last = number == len(batches)
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                loss = self._loss(batch) / len(batches)
+                torch.autograd.backward(loss * scale)
+            total += loss.detach()
+        return total.item()
+
+    def _update(self, step: int) -> float | None:
+        """Clip and step the optimizer; return the gradient norm, or None where fp16 gradients overflowed."""
+        if self._scale:
+            self._scale.unscale_(self.model.parameters())
+        norm = float(self.model.clip_grad_norm_(self._options.clip or math.inf))
+        finite = math.isfinite(norm)
+        if finite:
+            self._optimizer.step()
+        elif self._scale is None or self._scale.value <= 1:
+            raise TrainingStopped(f"the gradient norm is {norm} at step {step}. Lower --lr or --clip.")
+        if self._scale:
+            self._scale.update(overflowed=not finite)
+        self._optimizer.zero_grad()
+        return norm if finite else None
+
+    def _check_loss(self, step: int, losses: list[float]) -> None:
+        bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            raise TrainingStopped(f"the loss is {', '.join(bad[:4])} at step {step}. Lower --lr or --clip.")

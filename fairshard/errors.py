@@ -1,0 +1,54 @@
+"""What fairshard raises.
+
+Wrong arguments are plain ``ValueError`` / ``TypeError``, raised before any collective. What goes wrong while
+running is one of these::
+
+    FairshardError (RuntimeError)
+    |-- TrainingStateError    (+ ValueError, AssertionError)  called in the wrong phase of training
+    |-- NotRootError          (+ AssertionError)              only the outermost wrapper may do this
+    |-- MixedGroupsError      (+ NotImplementedError)         the units use several process groups
+    |-- GradRequiresGradError                                 a backward with ``create_graph=True``
+    |-- ParameterShardedError                                 an original parameter read outside its unit
+    |-- ShardChangedError                                     weights edited between forward and backward
+    |-- StaleOptimizerError                                   an optimizer built before wrapping
+    `-- RanksDisagreeError                                    ranks built different models
+
+The extra bases are those that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
+keep working.
+"""
+
+
+class FairshardError(RuntimeError):
+    """Base of everything that fairshard raises while running."""
+
+
+class TrainingStateError(FairshardError, ValueError, AssertionError):
+    """A method was called in a phase (forward, backward, summon) that does not allow it."""
+
+
+class NotRootError(FairshardError, AssertionError):
+    """A method of the outermost wrapper was called on an inner one."""
+
+
+class MixedGroupsError(FairshardError, NotImplementedError):
+    """The units of one model use several process groups, and the operation needs a single one."""
+
+
+class GradRequiresGradError(FairshardError):
+    """Gradients themselves require grad (``create_graph=True``), which sharded gradients cannot."""
+
+
+class ParameterShardedError(FairshardError):
+    """An original parameter was read while only its shards exist."""
+
+
+class ShardChangedError(FairshardError):
+    """A shard was modified after a forward that still waits for its backward."""
+
+
+class StaleOptimizerError(FairshardError):
+    """An optimizer holds parameters from before wrapping, or steps before the backward ended."""
+
+
+class RanksDisagreeError(FairshardError):
+    """Ranks of one process group hold different models."""

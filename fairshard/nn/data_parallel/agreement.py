@@ -1,0 +1,51 @@
+"""Whether all ranks of a group have built the same units; compared once, before the first gather."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import zip_longest
+
+import torch
+
+from fairshard.errors import RanksDisagreeError
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.collectives import Communicator
+
+
+def check_agreement(comm: Communicator, units: list[Unit], device: torch.device) -> None:
+    """Compare names, shapes and settings of ``units`` across the ranks of ``comm``. **Collective.**
+
+    Raises:
+        RanksDisagreeError: on every rank, naming the first difference.
+    """
+    own = [line for unit in units for line in _describe(unit)]
+    number = int.from_bytes(hashlib.sha256("\n".join(own).encode()).digest()[:7], "big")
+    if comm.agree(number, device):
+        return
+    every = comm.gather_objects(own)
+    for rank, lines in enumerate(every):
+        for ours, theirs in zip_longest(every[0], lines, fillvalue="nothing more"):
+            if ours != theirs:
+                raise RanksDisagreeError(
+                    "All ranks must wrap the same model in the same way, but the first difference is: rank 0 has "
+                    f"{ours}; rank {rank} has {theirs}. Build the model from the same code and configuration on "
+                    "every rank."
+                )
+    raise RanksDisagreeError("Ranks disagree on the model, yet describe it alike; please report this.")
+
+
+def _describe(unit: Unit) -> list[str]:
+    config = unit.config
+    place = f"unit `{unit.fqn or 'root'}`"
+    lines = [
+        f"{place} with mixed_precision={config.mixed_precision}, compute_dtype={config.compute_dtype}, "
+        f"fp32_reduce_scatter={config.fp32_reduce_scatter}, flatten_parameters={config.flatten_parameters}, "
+        f"bucket_cap_mb={config.bucket_cap_mb}"
+    ]
+    lines += [
+        f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "
+        f"{'trainable' if flat_param.requires_grad else 'frozen'}"
+        for flat_param in unit.flat_params
+        for slot in flat_param.slots
+    ]
+    return lines

@@ -1,0 +1,60 @@
+"""The order in which units run: recorded in one forward, used to look ahead in the next and in the backward."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+UnitT = TypeVar("UnitT")
+
+# Forwards whose outputs are dropped never see a backward; beyond this many calls the oldest are forgotten.
+_MAX_WAITING = 1 << 14
+
+
+class ExecOrder(Generic[UnitT]):
+    """Which unit comes next, going forward, and which came before, going back. A hint, never a contract."""
+
+    def __init__(self) -> None:
+        self._last: list[UnitT] = []
+        self._this: list[UnitT] = []
+        self._waiting: list[UnitT] = []
+        self._cursor = 0
+
+    def begin_forward(self) -> None:
+        """A pass through the model starts."""
+        if self._this:
+            self._last, self._this = self._this, []
+
+    def enter(self, unit: UnitT) -> UnitT | None:
+        """``unit`` starts its forward; returns the one that followed it in the last pass."""
+        position = len(self._this)
+        self._this.append(unit)
+        if position + 1 < len(self._last) and self._last[position] is unit:
+            return self._last[position + 1]
+        return None
+
+    def end_forward(self, backward_follows: bool) -> None:
+        """The pass is over; with ``backward_follows`` its order, reversed, is what that will be."""
+        if backward_follows:
+            self._waiting += self._this
+            del self._waiting[:-_MAX_WAITING]
+
+    def begin_backward(self) -> list[UnitT]:
+        """A backward starts; returns the units that it should reach, each once, in that order."""
+        self._cursor = len(self._waiting)
+        return list(dict.fromkeys(reversed(self._waiting)))
+
+    def reenter(self, unit: UnitT) -> UnitT | None:
+        """The backward has come to ``unit``; returns the one that it should come to next."""
+        for position in range(self._cursor - 1, -1, -1):
+            if self._waiting[position] is unit:
+                self._cursor = position
+                return self._waiting[position - 1] if position else None
+        return None
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        self._waiting = []
+
+    @property
+    def recorded(self) -> Sequence[UnitT]:
+        """The units that entered in the running forward, or the last one, in order."""
+        return self._this

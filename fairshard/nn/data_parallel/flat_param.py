@@ -1,0 +1,293 @@
+"""Parameters as one flat line, of which this rank owns a shard.
+
+What exists when, for ``W`` ranks and ``S`` elements a rank::
+
+    shard    [S]     param dtype     always: the truth; what the optimizer steps
+    buffer   [W*S]   compute dtype   while gathered; the collective writes it, the leaves are views of it
+    leaves   shaped  compute dtype   views of buffer while gathered, else empty; autograd fills their .grad
+    .grad    [S]     param dtype     on the shard, after backward: the mean over ranks, added to what was there
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.errors import FairshardError
+from fairshard.nn.data_parallel.autograd_hooks import accumulate_node
+from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
+from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.utils.collectives import Communicator, Transfer, exchange_tag
+from fairshard.utils.layout import FlatLayout
+from fairshard.utils.storage import alloc_storage_, free_storage_
+
+
+class FlatParam:
+    """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
+
+    def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int) -> None:
+        self.slots = slots
+        self.name = name
+        self._key = name
+        self._holder: nn.Module | None = None
+        self.rank = rank
+        self.layout = FlatLayout([slot.numel for slot in slots], world_size)
+        self.shard_numel = self.layout.shard_numel
+        self.requires_grad = slots[0].leaf.requires_grad
+        self.shard = nn.Parameter(self.cut([slot.leaf for slot in slots]), requires_grad=self.requires_grad)
+        self._forget_runtime()
+
+    def _forget_runtime(self) -> None:
+        """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
+        self.comm: Any = None
+        self.nodes: list[Any] = []
+        self.is_gathered = False
+        self._hooks: list[Any] = []
+        self._views: list[Tensor] = []
+        self._transfer: Transfer | None = None
+        self._uses = 0
+        self._marker: tuple[Tensor, int] | None = None
+        self._accumulated: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "requires_grad", "shard")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.shard.is_shared():
+            self.shard.data = self.shard.data.clone()  # or the sending process would go on changing it
+        self._forget_runtime()
+
+    @torch.no_grad()
+    def cut(self, values: list[Tensor]) -> Tensor:
+        """This rank's shard ``[S]`` of whole parameters, padded with zeros; new memory, no communication."""
+        with torch.inference_mode(False):
+            shard = values[0].new_zeros(self.shard_numel)
+        for piece in self.layout.pieces_of(self.rank):
+            whole = values[piece.index].reshape(-1)
+            shard[piece.target.start : piece.target.stop] = whole[piece.source.start : piece.source.stop]
+        return shard
+
+    def materialize(self, comm: Communicator, config: UnitConfig, on_grad: Any) -> None:
+        """Make the buffer and the leaves, with the dtype and device that the shard has by now.
+
+        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient.
+        """
+        check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
+        self.comm = comm
+        self.tag_id = comm.new_id()
+        self.compute_dtype = config.compute_dtype_of(self.shard.dtype)
+        self.reduce_dtype = config.reduce_dtype_of(self.shard.dtype)
+        self.compute_device = self.shard.device
+        self._on_grad = on_grad
+        # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
+        self._is_whole = comm.world_size == 1 and self.compute_dtype == self.shard.dtype
+        with torch.inference_mode(False), torch.no_grad():
+            if self._is_whole:
+                self._look_at(self.shard.data.view(1, -1))
+            else:
+                self._look_at(self.shard.new_empty(comm.world_size, self.shard_numel, dtype=self.compute_dtype))
+                free_storage_(self.buffer)
+        self._hook_leaves()
+
+    def _look_at(self, buffer: Tensor) -> None:
+        """Make ``buffer`` ``[W, S]`` the memory that the leaves show."""
+        self.buffer = buffer
+        self._row = buffer[self.comm.rank]
+        # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
+        # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
+        self._views = [view.data for view in self._params_of(buffer)]
+
+    def _params_of(self, line: Tensor) -> list[Tensor]:
+        """The parameters, shaped, as views of a whole line of ``W * S`` elements."""
+        line = line.view(-1)
+        spans = map(self.layout.param_span, range(len(self.slots)))
+        return [line[span.start : span.stop].view(slot.shape) for slot, span in zip(self.slots, spans, strict=True)]
+
+    def follow_requires_grad(self) -> bool:
+        """Take over ``shard.requires_grad`` if the user changed it; True when it did change."""
+        wanted = self.shard.requires_grad
+        for slot in self.slots:
+            if slot.leaf.requires_grad != self.requires_grad:
+                raise FairshardError(
+                    f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after "
+                    f"wrapping, but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{self.name}` in "
+                    "named_parameters()), or before wrapping."
+                )
+        if wanted == self.requires_grad:
+            return False
+        self.requires_grad = wanted
+        for slot in self.slots:
+            slot.leaf.requires_grad_(wanted)
+            slot.leaf.grad = None
+        self._hook_leaves()
+        return True
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Start gathering the whole line into the buffer; `wait_unshard` ends it. **Collective.**
+
+        When it is gathered already, its contents are refreshed in place.
+        """
+        self.is_gathered = True
+        if self._is_whole:
+            if self.buffer.data_ptr() != self.shard.data_ptr():  # someone assigned `shard.data`
+                self._look_at(self.shard.data.view(1, -1))
+            return
+        if not self.shard_numel:
+            return
+        alloc_storage_(self.buffer)
+        self._row.copy_(self.shard)
+        self._uses += 1
+        self._transfer = self.comm.all_gather(self.buffer, exchange_tag("all_gather", self.tag_id, self._uses))
+
+    def wait_unshard(self) -> None:
+        """Wait for the gather under way, if any, and hang the leaves into their modules."""
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            transfer.wait()
+        for slot, view in zip(self.slots, self._views, strict=True):
+            slot.attach(view)
+
+    def reshard(self) -> None:
+        """Give the buffer's memory back and take the leaves off their modules."""
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            transfer.wait()
+        for slot in self.slots:
+            slot.detach()
+        if not self._is_whole:
+            free_storage_(self.buffer)
+        self.is_gathered = False
+
+    def bucket_views(self, columns: Tensor) -> list[Tensor]:
+        """The runs of ``columns`` ``[W, S]`` where the gradients go, in the order of the line, then the padding."""
+        if columns.is_contiguous():
+            return [*self._params_of(columns), columns.view(-1)[self.layout.numel :]]
+        return [
+            columns[piece.row, piece.target.start : piece.target.stop]
+            for piece in (*self.layout.pieces, *self.layout.padding)
+        ]
+
+    @torch.no_grad()
+    def write_grads(self, views: list[Tensor], columns: Tensor) -> None:
+        """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
+
+        The leaves' gradients are then dropped. Leaves without one count as zeros.
+        """
+        whole = columns.is_contiguous()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        position = 0
+        for index, slot in enumerate(self.slots):
+            lengths = (slot.numel,) if whole else self.layout.lengths[index]
+            runs = views[position : position + len(lengths)]
+            position += len(lengths)
+            grad = self._take_grad(index, slot)
+            if grad is None:
+                for run in runs:
+                    run.zero_()
+            elif runs:
+                targets += runs
+                sources += (grad,) if whole else grad.reshape(-1).split(lengths)
+        for padding in views[position:]:
+            padding.zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._marker = self._accumulated = None
+
+    @torch.no_grad()
+    def accept_grad(self, reduced: Tensor) -> None:
+        """Set or add the mean over ranks, ``[S]``, to the shard's gradient."""
+        if reduced.dtype != self.shard.dtype:
+            reduced = reduced.to(self.shard.dtype)
+        if self.shard.grad is None:
+            self.shard.grad = reduced
+        else:
+            self.shard.grad.add_(reduced)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Keep this pass's gradients whole, on this rank, for a later pass that reduces (``no_sync``).
+
+        They stay on the leaves, or in ``reduce_dtype`` where that is wider. The shard gets a gradient of zeros if
+        it has none: who sets it to None or zero meanwhile (``zero_grad``) means the accumulated gradients too.
+        """
+        if self.reduce_dtype != self.compute_dtype:
+            if self._accumulated is None:
+                self._accumulated = self.shard.new_zeros(self.layout.numel, dtype=self.reduce_dtype)
+            for index, slot in enumerate(self.slots):
+                self._take_grad(index, slot)
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        self._marker = self.shard.grad, self.shard.grad._version
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether gradients of ``no_sync`` passes wait here to be reduced."""
+        return self._marker is not None
+
+    def forget_zeroed(self) -> None:
+        """Drop accumulated gradients if the user has zeroed the shard's since; called before a pass adds to them."""
+        if self._marker is None:
+            return
+        kept, version = self._marker
+        grad = self.shard.grad
+        if grad is None or ((grad is not kept or grad._version != version) and not grad.any()):
+            self._marker = None
+            self.drop_grads()
+
+    def drop_grads(self) -> None:
+        """Forget the leaves' gradients of an interrupted backward, but not those that ``no_sync`` accumulated."""
+        if self._marker is None:
+            self._accumulated = None
+            for slot in self.slots:
+                slot.leaf.grad = None
+
+    @torch.no_grad()
+    def gather_full(self) -> list[Tensor]:
+        """Every parameter whole, in the shard's dtype, each in memory of its own. **Collective.**"""
+        line = self.shard.new_empty(self.layout.world_size, self.shard_numel)
+        line[self.rank] = self.shard
+        if self.shard_numel:
+            self._uses += 1
+            self.comm.all_gather(line, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
+        return [param.clone() for param in self._params_of(line)]
+
+    def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
+        """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
+        grad, slot.leaf.grad = slot.leaf.grad, None
+        if grad is not None and grad.is_sparse:
+            grad = grad.to_dense()
+        if self._accumulated is None:
+            return grad
+        span = self.layout.param_span(index)
+        kept = self._accumulated[span.start : span.stop].view(slot.shape)
+        return kept if grad is None else kept.add_(grad)
+
+    def register_on(self, module: nn.Module) -> None:
+        """Register the shard as a parameter of ``module``, under this flat param's name."""
+        self._holder = module
+        module.register_parameter(self._key, self.shard)
+
+    def unregister(self) -> Callable[[], None]:
+        """Undo `register_on`, if it was done; the function returned does it again."""
+        holder, key = self._holder, self._key
+        if holder is None:
+            return lambda: None
+        del holder._parameters[key]
+        return lambda: holder._parameters.update({key: self.shard})
+
+    def _hook_leaves(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.nodes = [], []
+        for slot, view in zip(self.slots, self._views, strict=True):
+            slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
+            if self.requires_grad:
+                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
+                self.nodes.append(accumulate_node(slot.leaf))
+            if not self.is_gathered:
+                slot.detach()

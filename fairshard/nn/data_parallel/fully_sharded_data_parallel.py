@@ -1,0 +1,388 @@
+"""Door 1: ``FullyShardedDataParallel``, a module wrapper with fairscale's names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fairshard.errors import NotRootError, TrainingStateError
+from fairshard.nn.data_parallel import grad_norm
+from fairshard.nn.data_parallel.config import resolve
+from fairshard.nn.data_parallel.full_params import show, summon
+from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
+from fairshard.nn.data_parallel.root import Root, claim
+from fairshard.nn.data_parallel.saved_group import MISSING, SavedGroup
+from fairshard.nn.data_parallel.sharding import shard_parameters
+from fairshard.nn.data_parallel.state_dict import Loading, full_state_dict, load_local_state_dict, local_state_dict
+from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.collectives import default_group
+from fairshard.utils.parallel import validate_process_group
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
+
+    Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
+    computes, frees them after, and reduce-scatters the gradients, so that each rank's optimizer steps its own
+    shard. Wrap large submodules on their own, and the whole model last: what inner wrappers have taken, outer ones
+    leave alone.
+
+    >>> import torch
+    >>> from fairshard.nn import FullyShardedDataParallel as FSDP
+    >>> blocks = [FSDP(torch.nn.Linear(8, 8)) for _ in range(2)]
+    >>> model = FSDP(torch.nn.Sequential(*blocks, torch.nn.Linear(8, 1)))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model(torch.ones(4, 8)).mean().backward()
+    >>> optimizer.step()
+
+    Args:
+        module: what to shard; its parameters are replaced in place.
+        process_group: the ranks to shard over; the default group if None.
+        reshard_after_forward: free the whole parameters between forward and backward, and gather them again. The
+            outermost wrapper keeps its own either way.
+        mixed_precision: gather and compute in ``compute_dtype``, fp16 by default, and cast floating inputs to it;
+            shards, gradients of shards and optimizer state stay fp32.
+        fp32_reduce_scatter: send gradients in fp32 under ``mixed_precision``.
+        flatten_parameters: one flat parameter for all of a unit's; False: a 1-D shard for each.
+        cpu_offload: comes with fairshard 0.2.
+        compute_dtype: the dtype to compute in under ``mixed_precision``.
+        move_grads_to_cpu: comes with fairshard 0.2.
+        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are sent; 0 or less
+            sends each unit's on its own. The outermost wrapper's value counts.
+
+    Raises:
+        ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
+        TypeError: a parameter has a dtype that cannot be sharded.
+
+    Source: fairscale's class of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        reshard_after_forward: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        cpu_offload: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: float = 25,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
+        self.config = resolve(
+            reshard_after_forward=reshard_after_forward,
+            mixed_precision=mixed_precision,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            flatten_parameters=flatten_parameters,
+            cpu_offload=cpu_offload,
+            compute_dtype=compute_dtype,
+            move_grads_to_cpu=move_grads_to_cpu,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        group = default_group() if process_group is None else process_group
+        first = next(module.parameters(), None)
+        validate_process_group(torch.device("cpu") if first is None else first.device, group)
+        saved = SavedGroup(group, dist.get_rank(group), dist.get_world_size(group))
+        flat_params = shard_parameters(module, self.config, saved.rank, saved.world_size)
+        unit = Unit(saved, flat_params, self.config)
+        setattr(self, UNIT_ATTRIBUTE, unit)
+        self._loading = Loading(unit)
+        self.module = module
+        if flatten_parameters:
+            for flat_param in flat_params:
+                flat_param.register_on(self)
+        watch_optimizers(flat_params)
+        for fqn, inner in units_below(self):
+            inner.place(fqn)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the parameters, run the wrapped module, free them. **Collective.**"""
+        unit = self._unit
+        if unit.root is None:
+            claim(self)
+        args, kwargs, call = unit.pre_forward(args, kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        except BaseException:
+            unit.abort_forward()
+            raise
+        return unit.post_forward(outputs, call)
+
+    # ---- gradients
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
+
+        The first backward outside reduces the sum. Until then every rank holds whole gradients. ``zero_grad`` drops
+        them. Only the outermost wrapper has it.
+        """
+        root = self._require_root("no_sync")
+        root.assert_idle("no_sync")
+        with root.no_sync():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
+
+        **Collective**, on the outermost wrapper, between backward and step. ``norm_type`` may be ``math.inf``. The
+        norm is 0-d fp32, on the compute device, equal on all ranks.
+
+        Raises:
+            MixedGroupsError: inner wrappers use other process groups.
+            NotRootError: this is an inner wrapper.
+        """
+        root = self._require_root("clip_grad_norm_")
+        root.assert_idle("clip_grad_norm_")
+        return grad_norm.clip_grad_norm_(root.units, float(max_norm), float(norm_type))
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters, as `parameters` yields them, that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    # ---- state
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The whole model under its unwrapped names, in the precision of the shards. **Collective.**
+
+        Every rank gets all of it, in tensors of its own. It loads into the unwrapped module and back.
+        """
+        if args:  # nn.Module still takes them by position
+            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        root = self._claimed()
+        if self._unit is root.units[0]:
+            root.assert_idle("state_dict")
+        return full_state_dict(self, self._unit, destination, prefix, keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+        """Load a whole state dict, given on every rank; returns missing and unexpected keys. **Collective.**"""
+        self._claimed().assert_idle("load_state_dict")
+        try:
+            return super().load_state_dict(state_dict, strict)
+        finally:
+            for _, part in walk(self):
+                if isinstance(part, FullyShardedDataParallel):
+                    part._loading.abandon()
+
+    def local_state_dict(self) -> dict[str, Tensor]:
+        """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
+        return local_state_dict(self)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """Load what `local_state_dict` returned on this rank; returns missing and unexpected keys.
+
+        Raises:
+            RuntimeError: it does not fit; nothing is changed then.
+        """
+        return load_local_state_dict(self, state_dict, strict)
+
+    @contextmanager
+    def summon_full_params(
+        self: nn.Module, recurse: bool = True, writeback: bool = True, volatile: bool = False
+    ) -> Iterator[None]:
+        """Show whole parameters under their own names and shapes inside the ``with`` block. **Collective.**
+
+        Also as ``FullyShardedDataParallel.summon_full_params(module)`` for a module that contains wrappers. With
+        ``writeback`` each rank keeps, of what was written, the part that it owns; ``volatile=True`` is fairscale's
+        ``writeback=False``. Gradients are not shown.
+
+        Raises:
+            TrainingStateError: inside a forward, a backward or another such block.
+        """
+        wrappers = [part for _, part in walk(self) if isinstance(part, FullyShardedDataParallel)]
+        outermost = []
+        for wrapper in wrappers:
+            root = wrapper._claimed()
+            if root.units[0] is wrapper._unit:
+                outermost.append(wrapper)
+            root.assert_idle("summon_full_params")
+        if not recurse:
+            wrappers = [self] if isinstance(self, FullyShardedDataParallel) else outermost
+        with summon([wrapper._unit for wrapper in wrappers], writeback and not volatile):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to every module below, and to this one, with whole parameters. **Collective.**"""
+        unit = self._unit
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return super().apply(fn)
+        self._claimed()
+        with show(unit, writeback=True):
+            return super().apply(fn)
+
+    # ---- what it looks like
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, 1-D: ``<unit>.flat_param_<i>``, or original names without flattening.
+
+        Inside `summon_full_params` the original names and shapes.
+        """
+        return self._named("_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers under their unwrapped names."""
+        return self._named("_buffers", prefix, recurse, remove_duplicate)
+
+    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise unless this unit is in ``state``, or in one of several.
+
+        Raises:
+            TrainingStateError: it is in another.
+        """
+        wanted = [state] if isinstance(state, TrainingState) else list(state)
+        if not any(one.includes(self.training_state) for one in wanted):
+            names = " or ".join(one.name for one in wanted)
+            raise TrainingStateError(
+                f"Unit `{self._unit.fqn or 'root'}` must be in state {names}, but is in {self.training_state.name} "
+                f"(rank {self.rank})."
+            )
+
+    def extra_repr(self) -> str:
+        """The settings, in fairscale's order."""
+        names = "rank world_size reshard_after_forward mixed_precision fp32_reduce_scatter flatten_parameters"
+        names += " cpu_offload compute_dtype move_grads_to_cpu bucket_cap_mb"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names.split())
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This unit's own shards."""
+        return [flat_param.shard for flat_param in self._unit.flat_params]
+
+    @property
+    def process_group(self) -> ProcessGroup | str:
+        """The ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
+        return self._unit.group.group or MISSING
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        self._unit.group.group = group
+        self._unit.root = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the unit's group."""
+        return self._unit.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the unit's group."""
+        return self._unit.group.world_size
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The phase that this unit is in."""
+        return self._unit.state
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward reduces this unit's gradients; `no_sync` sets it for a whole model."""
+        return self._unit.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._unit.sync = sync
+
+    @property
+    def children_share_process_group(self) -> bool:
+        """Whether all units below use this one's group."""
+        return all(unit.group.group is self._unit.group.group for _, unit in units_below(self))
+
+    # ---- nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        """Look where ``nn.Module`` looks, then on the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Length of the wrapped module."""
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        unit = self._unit
+        if unit.root is not None:
+            unit.root.assert_idle("pickle or deepcopy")
+        if unit.is_gathered:
+            unit.reshard()
+        return self.__dict__.copy()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        if self._unit.root is not None:
+            for flat_param in self._unit.flat_params:
+                shard = flat_param.shard
+                changed = fn(shard.data.new_empty(0))
+                if changed.dtype != shard.dtype or changed.device != shard.device:
+                    raise TypeError(
+                        f"Dtype and device must be settled before the first forward, but `{flat_param.name}` would "
+                        f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
+                        "the module before wrapping it, or use `mixed_precision` and `compute_dtype`."
+                    )
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        self._claimed()
+        self._loading.begin(state_dict, prefix)
+
+    def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for fqn, part in walk(self) if recurse else [("", self)]:
+            for name, value in getattr(part, kind).items():
+                if value is not None and not (remove_duplicate and id(value) in seen):
+                    seen.add(id(value))
+                    yield join(prefix, join(fqn, name)), value
+
+    @property
+    def _unit(self) -> Unit:
+        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
+        return unit
+
+    def _claimed(self) -> Root:
+        """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
+        return self._unit.root or claim(self)
+
+    def _require_root(self, what: str) -> Root:
+        root = self._claimed()
+        if root.units[0] is not self._unit:
+            raise NotRootError(
+                f"`{what}` must be called on the outermost wrapper, but this is the inner unit `{self._unit.fqn}`. "
+                "Call it on the model that wraps this one."
+            )
+        return root
+
+
+def _setting(name: str) -> property:
+    return property(lambda self: getattr(self.config, name), doc=f"The argument ``{name}`` as resolved.")
+
+
+for _name in (
+    ["reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters", "compute_dtype", "bucket_cap_mb"]
+):
+    setattr(FullyShardedDataParallel, _name, _setting(_name))
+FullyShardedDataParallel.cpu_offload = False  # type: ignore[attr-defined]
+FullyShardedDataParallel.move_grads_to_cpu = False  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""Clipping gradients whose shards lie on many ranks."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fairshard.errors import MixedGroupsError
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.tensors import norm_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
+    """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return that norm.
+
+    **Collective.** The norm is fp32 (fp64 for fp64 gradients), 0-d, on the compute device, equal on all ranks.
+    Nothing is changed when it is below ``max_norm``.
+
+    Raises:
+        MixedGroupsError: the units use several process groups.
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"`norm_type` must be positive or math.inf, but is {norm_type}. Pass 2.0 for the usual norm.")
+    comm = units[0].comm
+    assert comm is not None
+    for unit in units:
+        if unit.comm is not comm:
+            raise MixedGroupsError(
+                "clip_grad_norm_ needs one process group for all units, but "
+                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or take the "
+                "norms group by group."
+            )
+    grads: list[Tensor] = []
+    filled: list[Tensor] = []
+    for unit in units:
+        for flat_param in unit.flat_params:
+            grad = flat_param.shard.grad
+            if grad is not None:
+                grads.append(grad)
+                filled.append(grad[: flat_param.layout.filled(comm.rank)])
+    # From the shards, not the gradients: a rank without any must reduce in the same dtype as the others.
+    is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
+    dtype = torch.float64 if is_double else torch.float32
+    own = norm_of(filled, norm_type).to(units[0].device, dtype)
+    if math.isinf(norm_type):
+        comm.all_reduce(own, "max").wait()
+        total = own
+    else:
+        power = own**norm_type
+        comm.all_reduce(power, "sum").wait()
+        total = power ** (1.0 / norm_type)
+    factor = max_norm / (total + 1e-6)
+    if grads and factor < 1:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    return total

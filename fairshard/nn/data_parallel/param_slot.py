@@ -1,0 +1,152 @@
+"""Where a parameter hangs in the module tree, under all its names, and what hangs there while it is sharded."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.errors import FairshardError, ParameterShardedError
+
+
+class ShardedParameter:
+    """Stands where a parameter was while only its shards exist; reading it raises `ParameterShardedError`.
+
+    An empty tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
+    """
+
+    __slots__ = ("fqn", "shape")
+
+    def __init__(self, fqn: str, shape: torch.Size) -> None:
+        self.fqn = fqn
+        self.shape = shape
+
+    def __repr__(self) -> str:
+        return f"<sharded parameter {self.fqn} {tuple(self.shape)}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):  # protocols probe for these; absence is the answer
+            raise AttributeError(name)
+        self._refuse()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        return ShardedParameter(self.fqn, self.shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedParameter, (self.fqn, self.shape)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse every torch function, naming the first sharded parameter among its arguments."""
+        for arg in (*args, *(kwargs or {}).values()):
+            if isinstance(arg, cls):
+                arg._refuse()
+        raise ParameterShardedError("A parameter was read while it is sharded.")
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ParameterShardedError(
+            f"Parameter `{self.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
+            "forward and backward. Call the wrapped module itself, or read it inside "
+            "`with FullyShardedDataParallel.summon_full_params(model):`."
+        )
+
+
+def _refuse_operators() -> None:
+    binary = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+    names = [f"__{prefix}{name}__" for name in binary for prefix in ("", "r", "i")]
+    names += ["__neg__", "__pos__", "__abs__", "__invert__", "__lt__", "__le__", "__gt__", "__ge__", "__len__", "__iter__", "__getitem__"]
+    names += ["__setitem__", "__float__", "__int__", "__index__", "__bool__", "__array__", "__contains__"]
+    for name in names:
+        setattr(ShardedParameter, name, ShardedParameter._refuse)
+
+
+_refuse_operators()
+
+
+class ParamSlot:
+    """One parameter, the modules that refer to it, and the leaf that stands there while it is gathered.
+
+    The leaf *is* the original ``nn.Parameter``: references that modules saved (``nn.RNNBase._flat_weights``),
+    hooks and initialisation flags stay valid. While sharded it holds no elements.
+    """
+
+    def __init__(self, leaf: nn.Parameter, fqn: str) -> None:
+        self.leaf = leaf
+        self.fqn = fqn
+        self.shape = leaf.shape
+        self.numel = leaf.numel()
+        self.owners: list[tuple[nn.Module, str]] = []
+        self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
+        self._registered: nn.Parameter | None = None
+        self._empty: Tensor | None = None
+
+    def add_owner(self, module: nn.Module, name: str) -> None:
+        """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
+        self.owners.append((module, name))
+
+    def rename(self, fqn: str) -> None:
+        """Take ``fqn``, the name in the whole model, for messages."""
+        self.fqn = fqn
+        if self._placeholder is not None:
+            self._placeholder.fqn = fqn
+
+    def register(self, shard: nn.Parameter | None) -> None:
+        """Take the parameter out of its modules; put ``shard`` in its place, or a placeholder that raises."""
+        self._registered = shard
+        if shard is not None:
+            self._placeholder = None
+        self.leaf.grad = None
+        for module, name in self.owners:
+            if shard is None:
+                del module._parameters[name]
+            else:
+                module._parameters[name] = shard
+        self.detach()
+
+    def attach(self, view: Tensor) -> None:
+        """Let the leaf show ``view`` and hang it where the modules look for it."""
+        self.leaf.data = view
+        for module, name in self.owners:
+            if module._parameters.get(name) is self._registered:  # else a user (functional_call) put another there
+                module.__dict__[name] = self.leaf
+
+    def detach(self) -> None:
+        """Empty the leaf and take it off the modules."""
+        if self._empty is None or self._empty.dtype != self.leaf.dtype or self._empty.device != self.leaf.device:
+            self._empty = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
+        self.leaf.data = self._empty
+        placeholder = self._placeholder
+        for module, name in self.owners:
+            if module._parameters.get(name) is not self._registered or placeholder is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = placeholder
+
+    def expose(self, full: nn.Parameter) -> Callable[[], None]:
+        """Register ``full``, the whole parameter, under every name; the function returned undoes it."""
+        for module, name in self.owners:
+            module.__dict__.pop(name, None)
+            module._parameters[name] = full
+
+        def conceal() -> None:
+            for module, name in self.owners:
+                if module._parameters.get(name) is not full:
+                    raise FairshardError(
+                        f"Parameter `{self.fqn}` was replaced while its full value was shown; only its elements may "
+                        "be changed there, in place (`with torch.no_grad(): param.copy_(...)`)."
+                    )
+                if self._registered is None:
+                    del module._parameters[name]
+                else:
+                    module._parameters[name] = self._registered
+            self.detach()
+
+        return conceal
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = copy.copy(self.__dict__)
+        state["_empty"] = None
+        return state

@@ -1,0 +1,196 @@
+"""What the units of one model share: streams, bucketer, order; where a pass begins and where it ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fairshard.errors import TrainingStateError
+from fairshard.nn.data_parallel.agreement import check_agreement
+from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
+from fairshard.nn.data_parallel.exec_order import ExecOrder
+from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.collectives import communicator
+from fairshard.utils.device import Stream, now
+from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+
+
+def claim(module: nn.Module) -> Root:
+    """Make ``module``, just called and in no model yet, the outermost of all units below it. **Collective.**
+
+    Sets up the groups' communicators and compares the units across ranks.
+    """
+    found = units_below(module)
+    for fqn, unit in found:
+        if unit.root is not None:
+            unit.root.assert_idle("forward of an outer unit")
+        unit.place(fqn)
+    units = [unit for _, unit in found]
+    comms = {unit: communicator(unit.group.resolve()) for unit in units}
+    shards = [flat_param.shard for unit in units for flat_param in unit.flat_params]
+    device = shards[0].device if shards else torch.device("cpu")
+    for comm in dict.fromkeys(comms.values()):
+        check_agreement(comm, [unit for unit in units if comms[unit] is comm], device)
+    root = Root(units, device)
+    for part in module.modules():
+        wrapped = unit_of(part)
+        if wrapped is not None:
+            wrapped.materialize(root, comms[wrapped], modules_of(part))
+    return root
+
+
+class Root:
+    """The outermost unit's view of all units.
+
+    A *pass* through the model is opened by whichever unit is called first, normally the outermost, and may be
+    followed by a backward. Invariant: outside of passes nothing is under way, and after a backward nothing is
+    gathered.
+    """
+
+    def __init__(self, units: list[Unit], device: torch.device) -> None:
+        self.units = units
+        self.device = device
+        self.order: ExecOrder[Unit] = ExecOrder()
+        self.unshard_stream = Stream(device, priority=-1)
+        self.reduce_stream = Stream(device, priority=-1)
+        self.bucketer = ReduceScatterBucketer(units[0].config.bucket_cap_mb, self.reduce_stream)
+        self.free = now(device)
+        self.in_backward = False
+        self._depth = 0
+        self._ahead: set[Unit] = set()
+        self._warned_autocast = False
+
+    # ---- forward
+
+    def enter_forward(self, unit: Unit) -> Unit | None:
+        """``unit`` is called; returns the one to gather ahead, if the order is known."""
+        if self._depth == 0 and not (self.in_backward and current_task() != NO_BACKWARD):
+            self._begin_pass(unit)
+        self._depth += 1
+        if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
+            return None
+        self._ahead.discard(unit)
+        ahead = self.order.enter(unit)
+        if ahead is not None and not ahead.is_gathered:
+            self._ahead.add(ahead)
+        return ahead
+
+    def exit_forward(self, completed: bool) -> None:
+        """A unit's forward is over, ``completed`` unless it raised."""
+        self._depth -= 1
+        if self._depth or self.in_backward:
+            return
+        backward_follows = completed and torch.is_grad_enabled()
+        self.order.end_forward(backward_follows)
+        for unit in self._ahead if backward_follows else self.units:
+            if unit.is_gathered and not unit.is_pinned:
+                unit.reshard()
+        self._ahead.clear()
+
+    def keeps_gathered(self, unit: Unit) -> bool:
+        """Whether ``unit`` stays gathered after its forward: the outermost does, its backward comes first."""
+        return self.in_backward or unit is self.units[0] or not unit.reshard_after_forward
+
+    def _begin_pass(self, unit: Unit) -> None:
+        if self.in_backward:  # its end never came: it raised
+            self.reset()
+        for other in self.units:
+            if other.state is TrainingState.SUMMON_FULL_PARAMS:
+                raise TrainingStateError(
+                    "A forward must not run inside summon_full_params, but unit "
+                    f"`{other.fqn or 'root'}` is summoned. Leave the `with` block first."
+                )
+            other.is_stale = other.is_gathered
+            for flat_param in other.flat_params:
+                flat_param.follow_requires_grad()
+        self.order.begin_forward()
+        self.unshard_stream.wait(now(self.device))  # the optimizer's step
+        self._warn_autocast()
+
+    # ---- backward
+
+    def enter_backward(self, unit: Unit) -> Unit | None:
+        """The backward has come to ``unit``; returns the one to gather ahead."""
+        if not self.in_backward:
+            self.in_backward = True
+            at_end_of_task(self._end_backward)
+            expected = self.order.begin_backward()
+            self.bucketer.plan(
+                [
+                    flat_param
+                    for other in expected
+                    if other.sync
+                    for flat_param in other.flat_params
+                    if flat_param.requires_grad and flat_param.shard_numel and flat_param.comm.world_size > 1
+                ]
+            )
+        return self.order.reenter(unit)
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            unit.finish_backward()
+        self.bucketer.flush()
+        self.order.end_backward()
+        self.in_backward = False
+
+    def reset(self) -> None:
+        """Drop what a pass left behind that ended in an exception."""
+        self.bucketer.reset()
+        for unit in self.units:
+            unit.reset()
+        self.order.end_backward()
+        self.in_backward = False
+        self._depth = 0
+
+    # ---- memory, state
+
+    def note_free(self) -> None:
+        """A unit has given its memory back: gathers from now on wait until compute has passed this moment."""
+        self.free = now(self.device)
+        if self._depth and torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would be taken for unchanged
+
+    def assert_idle(self, what: str) -> None:
+        """Raise unless no pass is under way.
+
+        Raises:
+            TrainingStateError: one is.
+        """
+        if self.in_backward and current_task() == NO_BACKWARD:  # it raised, and nobody has cleaned up yet
+            self.reset()
+        for unit in self.units:
+            if unit.state is not TrainingState.IDLE:
+                raise TrainingStateError(
+                    f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "
+                    f"{unit.state.name}. Call it after the backward has returned."
+                )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients whole on each rank instead of reducing them, for the backwards inside."""
+        before = [unit.sync for unit in self.units]
+        for unit in self.units:
+            unit.sync = False
+        try:
+            yield
+        finally:
+            for unit, sync in zip(self.units, before, strict=True):
+                unit.sync = sync
+
+    def _warn_autocast(self) -> None:
+        if self._warned_autocast or not torch.is_autocast_enabled(self.device.type):
+            return
+        if any(fp.compute_dtype == torch.float32 for unit in self.units for fp in unit.flat_params):
+            self._warned_autocast = True
+            warnings.warn(
+                "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
+                "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
+                "gathers half the bytes and keeps none.",
+                stacklevel=4,
+            )

@@ -1,0 +1,80 @@
+"""Taking the parameters of a module that no inner unit owns, and cutting them into flat params."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.tree import join, units_below, walk
+
+_OTHER_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "fairscale.nn.data_parallel", "deepspeed.runtime")
+
+
+def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_size: int) -> list[FlatParam]:
+    """Cut the parameters that ``module`` and its inner units have left; the originals become empty leaves.
+
+    No communication: every rank cuts its span out of the values it holds. Each parameter occurs once, however
+    many names it has.
+
+    Raises:
+        TypeError: a parameter's dtype cannot be sharded.
+        ValueError: a parameter is sharded already, or shared with an inner unit.
+    """
+    slots = _take_slots(module)
+    for slot in slots:
+        check_param_dtype(config, slot.leaf.dtype, slot.fqn)
+    groups: list[list[ParamSlot]]
+    if config.flatten_parameters:
+        by_kind: dict[tuple[torch.dtype, torch.device, bool], list[ParamSlot]] = {}
+        for slot in slots:
+            by_kind.setdefault((slot.leaf.dtype, slot.leaf.device, slot.leaf.requires_grad), []).append(slot)
+        groups = list(by_kind.values())
+    else:
+        groups = [[slot] for slot in slots]
+    flat_params = []
+    for index, group in enumerate(groups):
+        name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
+        flat_param = FlatParam(group, name, rank, world_size)
+        for slot in group:
+            slot.register(None if config.flatten_parameters else flat_param.shard)
+        flat_params.append(flat_param)
+    return flat_params
+
+
+def _take_slots(module: nn.Module) -> list[ParamSlot]:
+    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
+    shards = {id(flat_param.shard) for flat_param in inner}
+    leaves = {id(slot.leaf): slot for flat_param in inner for slot in flat_param.slots}
+    slots: dict[int, ParamSlot] = {}
+    for fqn, part in walk(module):
+        _check_not_sharded(fqn, part)
+        for name, param in part._parameters.items():
+            if param is None or id(param) in shards:
+                continue
+            full_name = join(fqn, name)
+            if id(param) in leaves:
+                raise ValueError(
+                    f"A parameter must belong to one unit, but `{full_name}` is shared with `{leaves[id(param)].fqn}` "
+                    "of a unit that is wrapped already. Wrap the two modules together in one unit, or wrap neither "
+                    "on its own."
+                )
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"Parameters must be whole to be sharded, but `{full_name}` is a DTensor. Wrap the module before "
+                    "distributing it, or leave it out of this unit."
+                )
+            slots.setdefault(id(param), ParamSlot(param, full_name)).add_owner(part, name)
+    return list(slots.values())
+
+
+def _check_not_sharded(fqn: str, module: nn.Module) -> None:
+    for base in type(module).__mro__:
+        if base.__module__.startswith(_OTHER_ENGINES):
+            raise ValueError(
+                f"A module must not be sharded twice, but `{fqn or type(module).__name__}` is wrapped by "
+                f"{base.__module__}.{base.__name__}. Build the model again without that wrapper."
+            )

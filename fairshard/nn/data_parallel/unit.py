@@ -1,0 +1,339 @@
+"""The state machine of one wrapped module: when its parameters are whole, and when its gradients leave.
+
+A backward is one or more *graph tasks* (autograd's word): a reentrant checkpoint runs its segment as a task of
+its own inside the outer one. Gradients are counted per task: when the leaves that a task reaches have theirs, they
+are sent. The parameters are given back when no task still needs them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.errors import GradRequiresGradError, ShardChangedError
+from fairshard.nn.data_parallel.autograd_hooks import current_task, input_node, num_reached
+from fairshard.nn.data_parallel.buffers import ComputeBuffers
+from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.saved_group import SavedGroup
+from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.tree import join
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
+
+if TYPE_CHECKING:
+    from fairshard.nn.data_parallel.root import Root
+
+
+class Unit:
+    """One wrapped module, the flat params cut from it, and the phase it is in."""
+
+    def __init__(self, group: SavedGroup, flat_params: list[FlatParam], config: UnitConfig) -> None:
+        self.group = group
+        self.flat_params = flat_params
+        self.config = config
+        self.fqn = ""
+        self.sync = True
+        self.reshard_after_forward = config.reshard_after_forward
+        self._forget_runtime()
+
+    def _forget_runtime(self) -> None:
+        self.state = TrainingState.IDLE
+        self.root: Root | None = None
+        self.comm: Communicator | None = None
+        self.buffers: ComputeBuffers | None = None
+        self.is_gathered = False
+        self.is_stale = False
+        self._versions: list[int] = []
+        self._counted: dict[int, int] = {}  # graph task -> leaves that it reaches and has not come to yet
+        self._open_calls: set[Call] = set()  # calls whose inputs' gradients are awaited
+        self._hooks_inputs = True
+        self._is_reached = False  # by the running backward
+        self._has_sent = False
+        self.is_pinned = False  # gathered until its backward is over: no hook would gather it again
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("group", "flat_params", "config", "fqn", "reshard_after_forward")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.sync = True
+        self._forget_runtime()
+
+    def place(self, fqn: str) -> None:
+        """Take the name that the unit has in the whole model, and give its parameters theirs."""
+        if fqn == self.fqn:
+            return
+        for flat_param in self.flat_params:
+            flat_param.name = join(fqn, flat_param.name.removeprefix(f"{self.fqn}.") if self.fqn else flat_param.name)
+            for slot in flat_param.slots:
+                slot.rename(join(fqn, slot.fqn.removeprefix(f"{self.fqn}.") if self.fqn else slot.fqn))
+        self.fqn = fqn
+
+    def materialize(self, root: Root, comm: Communicator, modules: list[nn.Module]) -> None:
+        """Join ``root``, and make what the first forward needs; ``modules`` are those that no inner unit owns."""
+        self.root = root
+        self.comm = comm
+        self.device = root.device
+        for flat_param in self.flat_params:
+            flat_param.materialize(comm, self.config, self._on_grad)
+        if self.config.mixed_precision and self.config.compute_dtype is not None:
+            self.buffers = ComputeBuffers(modules, self.config.compute_dtype)
+
+    # ---- forward
+
+    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
+        """Gather, look ahead, cast the inputs; returns the inputs and, with grad enabled, what tracks the call."""
+        root = self.root
+        assert root is not None
+        ahead = root.enter_forward(self)
+        try:
+            self.state = TrainingState.FORWARD
+            self.unshard()
+            if ahead is not None:
+                ahead.unshard()
+            self.wait_unshard()
+            if self.buffers is not None:
+                self.buffers.attach()
+            call = None
+            if torch.is_grad_enabled():
+                self._versions = [flat_param.shard._version for flat_param in self.flat_params]
+                call = Call(self)
+                if self._hooks_inputs:
+                    apply_to_tensors(call.watch_input, (args, kwargs))
+            if self.config.mixed_precision and self.config.compute_dtype is not None:
+                args, kwargs = cast_inputs_to_fp16(*args, dtype=self.config.compute_dtype, **kwargs)
+            return args, kwargs, call
+        except BaseException:
+            self.abort_forward()
+            raise
+
+    def post_forward(self, outputs: Any, call: Call | None) -> Any:
+        """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once."""
+        root = self.root
+        assert root is not None
+        try:
+            if call is not None:
+                outputs = apply_to_tensors(call.watch_output, outputs)
+                self.is_pinned |= not is_transparent(outputs) or call.lacks_outputs
+        except BaseException:
+            self.abort_forward()
+            raise
+        self._leave_forward(keep=self.is_pinned or root.keeps_gathered(self))
+        root.exit_forward(completed=True)
+        return outputs
+
+    def abort_forward(self) -> None:
+        """The forward raised: leave everything as if it had not been called."""
+        root = self.root
+        assert root is not None
+        self._leave_forward(keep=root.in_backward)  # a checkpoint may stop its recomputation by raising
+        root.exit_forward(completed=False)
+
+    def _leave_forward(self, keep: bool) -> None:
+        root = self.root
+        assert root is not None
+        if self.buffers is not None and not root.in_backward:
+            self.buffers.detach()
+        if not keep:
+            self.reshard()
+        self.state = TrainingState.BACKWARD_PRE if root.in_backward else TrainingState.IDLE
+
+    # ---- backward
+
+    def pre_backward(self, call: Call, task: int) -> None:
+        """The backward has come to one call's outputs: gather, look ahead, count the leaves it will reach."""
+        root = self.root
+        assert root is not None
+        if torch.is_grad_enabled():
+            raise GradRequiresGradError(
+                f"Gradients of a sharded unit must not require grad, but the backward of `{self.fqn or 'the root'}` "
+                "was started with create_graph=True. Sharded gradients cannot be differentiated again; compute "
+                "such terms on an unwrapped module."
+            )
+        ahead = root.enter_backward(self)
+        self._check_versions()
+        self._reach()
+        self.unshard()
+        if ahead is not None:
+            ahead.unshard()
+        self.wait_unshard()
+        if self.buffers is not None:
+            self.buffers.attach()
+        if task not in self._counted:
+            reached = self._num_reached()
+            if reached:
+                self._counted[task] = reached
+            # Frozen parameters, and leaves inside reentrant segments, are used until the inputs' gradients are done.
+            frozen = any(not flat_param.requires_grad for flat_param in self.flat_params)
+            self._hooks_inputs = frozen or not reached
+        if self._hooks_inputs:
+            call.await_inputs()
+            self._open_calls.add(call)
+
+    def _on_grad(self, leaf: Tensor) -> None:
+        """Autograd has accumulated one leaf's gradient."""
+        task = current_task()
+        left = self._counted.get(task)
+        if left is None:  # a task that began inside this unit: a reentrant segment
+            root = self.root
+            assert root is not None
+            root.enter_backward(self)
+            self._reach()
+            left = self._num_reached()
+        if left > 1:
+            self._counted[task] = left - 1
+            return
+        self._counted.pop(task, None)
+        self.send_grads()
+        self._reshard_when_done()
+
+    def _reach(self) -> None:
+        if not self._is_reached:
+            self._is_reached = True
+            for flat_param in self.flat_params:
+                flat_param.forget_zeroed()
+        self.state = TrainingState.BACKWARD_PRE
+
+    def _num_reached(self) -> int:
+        return num_reached(node for flat_param in self.flat_params for node in flat_param.nodes)
+
+    def close_call(self, call: Call) -> None:
+        """The gradients of one call's inputs are done."""
+        self._open_calls.discard(call)
+        if self._is_reached:
+            self._reshard_when_done()
+
+    def send_grads(self) -> None:
+        """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
+        root = self.root
+        assert root is not None
+        self.state = TrainingState.BACKWARD_POST
+        self._has_sent = True
+        for flat_param in self.flat_params:
+            if flat_param.requires_grad and flat_param.shard_numel:
+                if self.sync:
+                    root.bucketer.reduce(flat_param)
+                else:
+                    flat_param.accumulate()
+
+    def finish_backward(self) -> None:
+        """The backward is over: send what was left, reshard, be idle."""
+        owed = self._is_reached and (not self._has_sent or bool(self._counted))
+        waiting = self.sync and any(flat_param.has_accumulated for flat_param in self.flat_params)
+        if waiting and not self._is_reached:
+            self._reach()
+            waiting = any(flat_param.has_accumulated for flat_param in self.flat_params)
+        if owed or waiting:
+            self.send_grads()
+        self._rest()
+
+    def reset(self) -> None:
+        """Leave an interrupted pass: drop its gradients, reshard, be idle."""
+        for flat_param in self.flat_params:
+            flat_param.drop_grads()
+        self._rest()
+
+    def _rest(self) -> None:
+        if self.buffers is not None:
+            self.buffers.detach()
+        self._counted.clear()
+        self._open_calls.clear()
+        self._is_reached = self._has_sent = self.is_pinned = False
+        if self.is_gathered:
+            self.reshard()
+        self.state = TrainingState.IDLE
+
+    def _reshard_when_done(self) -> None:
+        if self.is_gathered and not self._counted and not self._open_calls:
+            if self.buffers is not None:
+                self.buffers.detach()
+            self.reshard()
+
+    # ---- parameters
+
+    def unshard(self) -> None:
+        """Start gathering; nothing to do when gathered in this pass already. **Collective.**"""
+        if self.is_gathered and not self.is_stale:
+            return
+        root = self.root
+        assert root is not None
+        with root.unshard_stream.use():
+            root.unshard_stream.wait(root.free)
+            for flat_param in self.flat_params:
+                flat_param.unshard()
+        self.is_gathered = True
+        self.is_stale = False
+
+    def wait_unshard(self) -> None:
+        """Wait until the parameters are whole, and hang them into the modules."""
+        for flat_param in self.flat_params:
+            flat_param.wait_unshard()
+
+    def reshard(self) -> None:
+        """Free the whole parameters; what is left is the shards."""
+        for flat_param in self.flat_params:
+            flat_param.reshard()
+        self.is_gathered = False
+        root = self.root
+        if root is not None:
+            root.note_free()
+
+    def _check_versions(self) -> None:
+        for flat_param, version in zip(self.flat_params, self._versions, strict=True):
+            if flat_param.shard._version != version:
+                raise ShardChangedError(
+                    f"The weights of a unit must not change between its forward and its backward, but those of "
+                    f"`{flat_param.name}` (rank {flat_param.rank}) did. Run the backward before the optimizer's step, "
+                    "load_state_dict or any other change of the parameters, or run the forward again after it."
+                )
+
+
+class Call:
+    """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs."""
+
+    __slots__ = ("_awaited", "_input_nodes", "_task", "num_outputs", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.num_outputs = 0
+        self._input_nodes: list[Any] = []
+        self._awaited = 0
+        self._task: int | None = None
+
+    def watch_output(self, tensor: Tensor) -> Tensor:
+        """Tell the unit when a backward comes to ``tensor``."""
+        if tensor.requires_grad:
+            tensor.register_hook(self._on_output)
+            self.num_outputs += 1
+        return tensor
+
+    def watch_input(self, tensor: Tensor) -> Tensor:
+        """Tell the unit when the gradient of ``tensor`` is done."""
+        if tensor.requires_grad:
+            tensor.register_hook(self._on_input)
+            self._input_nodes.append(input_node(tensor))
+        return tensor
+
+    @property
+    def lacks_outputs(self) -> bool:
+        """Whether a backward could come to the unit without passing any output seen here."""
+        trainable = any(flat_param.requires_grad for flat_param in self.unit.flat_params)
+        return not self.num_outputs and (trainable or bool(self._input_nodes))
+
+    def await_inputs(self) -> None:
+        """Count the inputs that the running backward computes gradients of; without any, its end closes the call."""
+        self._awaited = num_reached(self._input_nodes)
+
+    def _on_output(self, grad: Tensor) -> None:
+        task = current_task()
+        if task != self._task:
+            self._task = task
+            self.unit.pre_backward(self, task)
+
+    def _on_input(self, grad: Tensor) -> None:
+        self._awaited -= 1
+        if self._awaited == 0:
+            self.unit.close_call(self)

@@ -1,0 +1,1 @@
+"""Tensors, groups and devices: everything here has never heard of ``nn.Module``."""

@@ -1,0 +1,297 @@
+"""Every collective of fairshard, chosen by backend and world size. The only file that calls torch.distributed's.
+
+======================  =========================================  =======================================
+backend, ranks          all-gather                                 reduce-scatter (always a *sum*)
+======================  =========================================  =======================================
+any, 1                  nothing                                    nothing
+gloo, 2 to 4            direct exchange of rows                    direct exchange, local sum in rank order
+gloo, more              all_gather_single                          all_to_all_single, local sum
+NCCL and others         all_gather_single                          reduce_scatter_single
+======================  =========================================  =======================================
+
+A direct exchange is one ``isend`` and one ``irecv`` per peer, straight between rows: gloo's own all-gather and
+reduce-scatter copy more and take two to five times as long (``benchmarks/micro/collectives.py``). It runs in a
+process group of its own. Local sums add in rank order, in fp32 for narrower dtypes, so that they do not depend on
+who waits for whom.
+"""
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fairshard.errors import FairshardError
+
+# Renamed in torch 2.13, where the old names warn; the old ones can go with support for torch < 2.13.
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_EXCHANGE_RANKS = range(2, 5)
+# Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
+_EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
+    """31 bits that tell one exchange under way from another, the same on every rank.
+
+    ``source`` names what travels, ``uses`` counts how often it has, ``members`` is a hash of what travels with it.
+    Never a sequence number: ranks that start exchanges in another order would silently get each other's data.
+    """
+    return (kind == "reduce_scatter") << 30 | (source & 0x3FFF) << 16 | (members & 0xFF) << 8 | uses & 0xFF
+
+
+class Transfer:
+    """A collective under way, with the tensors it still reads or writes.
+
+    ``wait`` makes the current stream (on CPU: the calling thread) wait for it and hands out ``result``. Every
+    work is waited for even when one of them fails: a dropped one would make the next collective time out.
+    """
+
+    __slots__ = ("_finish", "_held", "_works", "result")
+
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        held: Sequence[Tensor] = (),
+        result: Tensor | None = None,
+        finish: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._works = works
+        self._held = held
+        self._finish = finish
+        self.result = result
+
+    def wait(self) -> Tensor | None:
+        """Wait, then return the tensor that the collective made, if it makes one. May be called again."""
+        failure: Exception | None = None
+        for work in self._works:
+            try:
+                work.wait()
+            except Exception as error:
+                failure = failure or error
+        self._works = ()
+        if failure is not None:
+            raise FairshardError(f"A collective failed: {failure}") from failure
+        if self._finish is not None:
+            self.result, self._finish = self._finish(), None
+        self._held = ()
+        return self.result
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+
+class Communicator:
+    """One process group as the engine uses it: this rank's place in it, its collectives, their counts.
+
+    Made once per group by `communicator`, **collectively**: with gloo it sets up the group for direct exchange.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.counts: dict[str, list[int]] = {}
+        self.is_real = backend_name(group, torch.device("cpu")) != "fake"
+        self._next_id = 0
+        self._exchange: ProcessGroup | None = None
+        self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
+        if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
+            self._exchange = dist.new_group(
+                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+            )
+
+    def new_id(self) -> int:
+        """A number for one flat param; the same on every rank that builds its models in the same order."""
+        self._next_id += 1
+        return self._next_id
+
+    def all_gather(self, buffer: Tensor, tag: int) -> Transfer:
+        """Fill every row of ``buffer`` ``[world_size, shard_numel]`` from the rank that owns it, in place.
+
+        **Collective.** This rank's row is already written. ``tag`` names the exchange; it is the same on all
+        ranks and differs from that of any other one under way.
+        """
+        if self.world_size == 1:
+            return Transfer(result=buffer)
+        self._count("all_gather", buffer.nbytes - buffer.nbytes // self.world_size)
+        own = buffer[self.rank]
+        exchange = self._exchange
+        if exchange is None or not buffer.is_cpu or (
+            self.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
+        ):
+            work = _gather_single(buffer.view(-1), own, group=self.group, async_op=True)
+            return Transfer((work,), (buffer, own), buffer)
+        works: list[Any] = []
+        try:
+            for step in range(1, self.world_size):
+                source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
+                works.append(dist.irecv(buffer[source], group=exchange, group_src=source, tag=tag))
+                works.append(dist.isend(own, group=exchange, group_dst=target, tag=tag))
+        except Exception:
+            Transfer(works).wait()
+            raise
+        return Transfer(works, (buffer,), buffer)
+
+    def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
+        """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, new memory.
+
+        **Collective.** For fp16 and bf16 the sum is fp32 (except for bf16 on backends that sum themselves).
+        ``bucket`` belongs to the transfer until that is waited for. ``tag`` as for `all_gather`.
+        """
+        self._count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
+        if self.world_size == 1:
+            return Transfer(result=bucket[0])
+        if not self._sums_locally or not bucket.is_cpu:
+            return self._scatter_native(bucket)
+        if self._exchange is None:
+            received = torch.empty_like(bucket)
+            works = [dist.all_to_all_single(received.view(-1), bucket.view(-1), group=self.group, async_op=True)]
+            rows = list(received)
+        else:
+            works, rows = self._exchange_rows(self._exchange, bucket, tag)
+        return Transfer(works, (bucket,), finish=lambda: _sum_in_order(rows))
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
+        """Combine ``tensor`` over all ranks, in place. **Collective.**"""
+        self._count("all_reduce", tensor.nbytes)
+        if self.world_size == 1:
+            return Transfer(result=tensor)
+        work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
+        return Transfer((work,), (tensor,), tensor)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of every rank, pickled. **Collective**; for messages about errors, never on the fast path."""
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, number: int, device: torch.device) -> bool:
+        """Whether every rank passed the same 63-bit ``number``. **Collective.**"""
+        if self.world_size == 1 or not self.is_real:
+            return True
+        both = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        largest = self.all_reduce(both, "max").wait()
+        assert largest is not None
+        return largest[0].item() == number and -largest[1].item() == number
+
+    def _scatter_native(self, bucket: Tensor) -> Transfer:
+        """The backend's own reduce-scatter; fp16 travels divided by a power of two, which is exact, lest it overflow."""
+        reduced = bucket.new_empty(bucket.size(1))
+        power = 2.0 ** math.ceil(math.log2(self.world_size)) if bucket.dtype == torch.float16 else 1.0
+        if power > 1:
+            bucket.div_(power)
+        work = _scatter_single(reduced, bucket.view(-1), group=self.group, async_op=True)
+        if power > 1:
+            return Transfer((work,), (bucket, reduced), finish=lambda: reduced.float().mul_(power))
+        return Transfer((work,), (bucket,), reduced)
+
+    def _exchange_rows(self, exchange: ProcessGroup, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
+        """Send row ``i`` to rank ``i``; return the works and the rows to add up, in rank order."""
+        received = bucket.new_empty(self.world_size - 1, bucket.size(1))
+        rows = list(received)
+        works: list[Any] = []
+        try:
+            for step in range(1, self.world_size):
+                source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
+                row = rows[source if source < self.rank else source - 1]
+                works.append(dist.irecv(row, group=exchange, group_src=source, tag=tag))
+                works.append(dist.isend(bucket[target], group=exchange, group_dst=target, tag=tag))
+        except Exception:
+            Transfer(works).wait()
+            raise
+        rows.insert(self.rank, bucket[self.rank])
+        return works, rows
+
+    def _count(self, kind: Kind, nbytes: int) -> None:
+        if self.world_size > 1:
+            count = self.counts.setdefault(kind, [0, 0])
+            count[0] += 1
+            count[1] += nbytes
+
+
+_communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
+
+
+def communicator(group: ProcessGroup) -> Communicator:
+    """The one `Communicator` of ``group``; **collective** the first time."""
+    found = _communicators.get(group)
+    if found is None:
+        found = _communicators[group] = Communicator(group)
+    return found
+
+
+def default_group() -> ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ValueError: there is none yet.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "torch.distributed must be initialised before a module is wrapped, but there is no default process "
+            "group. Call torch.distributed.init_process_group(...) first (torchrun sets what it needs)."
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
+    """Name of the backend that ``group`` uses for tensors of ``device``; None where it has none."""
+    config = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
+    return config.get(device.type)
+
+
+def counters() -> dict[str, tuple[int, int]]:
+    """Collectives of this process since the last `reset_counters`: ``{kind: (number, bytes)}``.
+
+    Bytes are those this rank receives for an all-gather, sends for a reduce-scatter, and the tensor's size for an
+    all-reduce. A direct exchange counts once. Groups of one rank move nothing and count nothing.
+    """
+    totals: dict[str, tuple[int, int]] = {}
+    for comm in _communicators.values():
+        for kind, (number, nbytes) in comm.counts.items():
+            before = totals.get(kind, (0, 0))
+            totals[kind] = (before[0] + number, before[1] + nbytes)
+    return totals
+
+
+def reset_counters() -> None:
+    """Start `counters` again from zero."""
+    for comm in _communicators.values():
+        comm.counts.clear()
+
+
+def gather_scalars(
+    values: Sequence[float], group: ProcessGroup | None = None, device: torch.device | None = None
+) -> list[list[float]]:
+    """``values`` of every rank, by rank, in fp64. **Collective**; not counted, meant for logs."""
+    group = group or default_group()
+    own = torch.tensor(list(values), dtype=torch.float64, device=device)
+    every = own.new_empty(dist.get_world_size(group) * own.numel())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _gather_single(every, own, group=group)
+    return every.view(-1, max(own.numel(), 1)).tolist()
+
+
+def _sum_in_order(rows: list[Tensor]) -> Tensor:
+    """The sum of ``rows`` in the order given, in fp32 or wider, in memory that is not theirs."""
+    wide = torch.promote_types(rows[0].dtype, torch.float32)
+    if rows[0].dtype == wide:
+        total = torch.add(rows[0], rows[1])
+    else:
+        total = rows[0].to(wide).add_(rows[1])
+    for row in rows[2:]:
+        total.add_(row)
+    return total

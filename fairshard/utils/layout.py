@@ -1,0 +1,89 @@
+r"""Where each parameter of a flat line lies, and what each rank owns of it.
+
+The parameters of one flat param are laid end to end and padded to ``world_size * shard_numel`` elements. Rank
+``r`` owns row ``r`` of the line seen as ``[world_size, shard_numel]``::
+
+    line      | weight ------------------- | bias - | pad |        numel = 21, padded to 24
+    rows      |   rank 0   |   rank 1   |   rank 2   |             3 ranks, shard_numel = 8
+    bucket    row 0: weight[0:8]                                   a row may carry the shards of
+              row 1: weight[8:16]                                  several flat params side by side,
+              row 2: weight[16:18] bias[0:3] pad                   each in its own columns
+
+All of it is integers: tested without a process group, used by the shards, the buckets and the state dicts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from fairshard.utils.span import Span, cut, overlap, part
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements that lies both in one parameter and in one row.
+
+    ``source`` counts from the parameter's first element, ``target`` from the row's first column; both have the
+    same length.
+    """
+
+    index: int
+    row: int
+    source: Span
+    target: Span
+
+
+class FlatLayout:
+    """Parameters of given sizes laid end to end on a line that is cut among ``world_size`` ranks."""
+
+    def __init__(self, numels: Sequence[int], world_size: int) -> None:
+        self.numels = tuple(numels)
+        self.world_size = world_size
+        self.numel = sum(self.numels)
+        self.shard_numel = cut(self.numel, world_size)
+        self.padded_numel = self.shard_numel * world_size
+        self.offsets = tuple(accumulate(self.numels, initial=0))[:-1]
+
+    def param_span(self, index: int) -> Span:
+        """Where parameter ``index`` lies on the line."""
+        return Span(0, self.numels[index]).shift(self.offsets[index])
+
+    def filled(self, rank: int) -> int:
+        """How many leading elements of row ``rank`` are parameters; the rest is padding."""
+        return overlap(part(rank, self.shard_numel), Span(0, self.numel)).numel
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every (parameter, row) overlap, in the order of the line."""
+        return tuple(
+            piece for index in range(len(self.numels)) for piece in self._cut(index, self.param_span(index))
+        )
+
+    @cached_property
+    def padding(self) -> tuple[Piece, ...]:
+        """The rows' columns that no parameter fills (``index`` -1); they are zero wherever they travel."""
+        return tuple(self._cut(-1, Span(self.numel, self.padded_numel)))
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """For every parameter, the lengths of the runs into which the rows cut it."""
+        runs: list[list[int]] = [[] for _ in self.numels]
+        for piece in self.pieces:
+            runs[piece.index].append(piece.source.numel)
+        return tuple(map(tuple, runs))
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """What rank ``rank`` owns, parameter by parameter."""
+        return [piece for piece in self.pieces if piece.row == rank]
+
+    def _cut(self, index: int, span: Span) -> list[Piece]:
+        if not span.numel:
+            return []
+        first, last = span.start // self.shard_numel, (span.stop - 1) // self.shard_numel
+        pieces = []
+        for row in range(first, last + 1):
+            columns = part(row, self.shard_numel)
+            shared = overlap(span, columns)
+            pieces.append(Piece(index, row, shared.shift(-span.start), shared.shift(-columns.start)))
+        return pieces

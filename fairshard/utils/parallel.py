@@ -1,0 +1,42 @@
+"""Checks of process groups, and cutting a tensor among ranks the way ``torch.chunk`` does."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fairshard.utils.collectives import backend_name
+
+
+def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:
+    """Cut ``tensor``, flattened, into ``num_chunks`` pieces of equal size, the last ones padded with zeros.
+
+    Full pieces are views of ``tensor``; only those that need padding are new memory.
+    """
+    flat = tensor.reshape(-1)
+    width = -(-flat.numel() // num_chunks)
+    chunks = []
+    for index in range(num_chunks):
+        chunk = flat[index * width : (index + 1) * width]
+        chunks.append(chunk if chunk.numel() == width else F.pad(chunk, [0, width - chunk.numel()]))
+    return chunks
+
+
+def validate_process_group(device: torch.device, process_group: ProcessGroup) -> None:
+    """Raise unless ``process_group`` can move tensors of ``device``; no communication.
+
+    Raises:
+        TypeError: ``process_group`` is not a process group of this rank.
+        ValueError: its backend cannot handle ``device``.
+    """
+    if not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            "`process_group` must be a torch.distributed.ProcessGroup that this rank belongs to, but is "
+            f"{process_group!r}. Create it with torch.distributed.new_group() on all ranks."
+        )
+    name = backend_name(process_group, device)
+    if name is None or (device.type != "cpu" and name == "mpi"):
+        raise ValueError(
+            f"`process_group` must have a backend for {device.type} tensors, but none is set up for it. "
+            'Pass a group made with backend="gloo" (CPU) or backend="nccl" (CUDA).'
+        )

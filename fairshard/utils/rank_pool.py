@@ -1,0 +1,315 @@
+"""Run a function of a test on several ranks, in worker processes that are kept.
+
+A :class:`RankPool` keeps its worker processes, so that a test on two ranks costs tens of milliseconds and
+torch is imported once per worker. Each call gets a fresh default process group; nothing else is shared with
+the call before.
+
+    parent                         worker 0 ... worker W-1
+    run(W, fn, x)  -- pickle -->   init_process_group; seed; fn(x)
+                   <-- pickle --   result or traceback; destroy_process_group
+
+A rank that raises, dies or does not come back makes :meth:`RankPool.run` raise :class:`RanksFailed`, with the
+traceback of each rank that raised and the stack of each rank that hung; the workers that hung are killed and
+replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+_TIMEOUT_S = 60.0
+"""How long a call may take. The groups' own timeout is longer, so that it is the pool that reports a hang."""
+
+_GRACE_S = 5.0
+"""After one rank failed, how long the others get to come back before they count as hung."""
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or hung; ``failures`` maps each such rank to what it left behind."""
+
+    def __init__(self, failures: dict[int, str]):
+        self.failures = failures
+        super().__init__("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
+
+
+class RankPool:
+    """Worker processes that serve as the ranks of one call after another.
+
+    ``device`` is ``"cpu"`` (gloo) or ``"cuda"`` (NCCL for CUDA tensors, gloo for the others; rank ``r`` uses
+    GPU ``r``). Not thread-safe: one call at a time.
+    """
+
+    def __init__(self, device: str = "cpu"):
+        self.device = device
+        self._workers: list[_Worker] = []
+        self._store: TCPStore | None = None
+        self._num_calls = 0
+
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = _TIMEOUT_S,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on ranks ``0 .. world_size-1`` and return their results in rank order.
+
+        ``fn``, its arguments and its results are pickled, so ``fn`` is a function of a module, or a
+        ``partial`` of one.
+        """
+        self._num_calls += 1
+        body = pickle.dumps((fn, args, kwargs))
+        self.start(world_size)
+        workers = self._workers[:world_size]
+        for rank, worker in enumerate(workers):
+            worker.send(_Call(self._num_calls, rank, world_size, self.device, sys.path, body))
+        waiting = _Waiting(workers, timeout)
+        while waiting.receive():
+            pass
+        if waiting.failures or waiting.pending:
+            waiting.give_up()
+            raise RanksFailed(waiting.failures)
+        return [waiting.results[rank] for rank in range(world_size)]
+
+    def start(self, world_size: int) -> None:
+        """Start what lacks of workers ``0 .. world_size-1``, without waiting; :meth:`run` does it too."""
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank, worker in enumerate(self._workers[:world_size]):
+            if worker.process.poll() is not None:
+                worker.kill()
+                self._workers[rank] = _Worker(self._store.port)
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker(self._store.port))
+
+    def pids(self) -> list[int]:
+        """The process id of each worker, in rank order."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End every worker. The pool starts new ones when it is used again."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        self._store = None
+
+
+_default_pool: RankPool | None = None
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT_S, **kwargs: Any
+) -> list[Any]:
+    """:meth:`RankPool.run` on one pool that lives as long as this process."""
+    return default_pool().run(world_size, fn, *args, timeout=timeout, **kwargs)
+
+
+def default_pool(device: str | None = None) -> RankPool:
+    """The pool of :func:`run_ranks`; ``device`` other than the present one replaces it."""
+    global _default_pool
+    if _default_pool is None or device not in (None, _default_pool.device):
+        if _default_pool is not None:
+            _default_pool.close()
+        _default_pool = RankPool(device or "cpu")
+        atexit.register(_default_pool.close)
+    return _default_pool
+
+
+def rank_device() -> torch.device:
+    """The device that a function under :func:`run_ranks` puts its model on."""
+    return torch.device(_rank_device)
+
+
+_rank_device = "cpu"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one worker needs to play one rank of one call; ``body`` is pickled ``(fn, args, kwargs)``."""
+
+    number: int
+    rank: int
+    world_size: int
+    device: str
+    path: list[str]
+    body: bytes
+
+
+class _Worker:
+    """One process, the pipe to it, and the file that its output goes to."""
+
+    def __init__(self, port: int):
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process lives)
+        self.pipe, theirs = connection.Pipe()
+        environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        main = f"from {__name__} import _serve; _serve({theirs.fileno()}, {port})"
+        # Its standard input is a lifeline: nothing is ever written, and it closes when this process is gone.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", main],
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=environ,
+        )
+        theirs.close()
+        self._log_start = 0
+
+    def send(self, call: _Call) -> None:
+        """Start ``call``; what the worker prints from here on belongs to it."""
+        self._log_start = os.fstat(self.log.fileno()).st_size
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is reported when its answer is awaited
+            self.pipe.send_bytes(pickle.dumps(call))
+
+    def output(self, limit: int = 8000) -> str:
+        """The end of what the worker printed since the last :meth:`send`."""
+        size = os.fstat(self.log.fileno()).st_size
+        start = max(self._log_start, size - limit)
+        return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
+
+    def stack(self) -> str:
+        """Every thread's Python stack, written by :mod:`faulthandler` even while the worker hangs in C."""
+        before = os.fstat(self.log.fileno()).st_size
+        self.process.send_signal(signal.SIGUSR1)
+        for _ in range(100):
+            time.sleep(0.01)
+            if os.fstat(self.log.fileno()).st_size > before or self.process.poll() is not None:
+                time.sleep(0.05)
+                break
+        return self.output()
+
+    def kill(self) -> None:
+        """End the process at once and close what belongs to it."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.pipe.close()
+        self.log.close()
+
+
+class _Waiting:
+    """The answers to one call: those received, and those still awaited until the deadline."""
+
+    def __init__(self, workers: Sequence[_Worker], timeout: float):
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.pending = dict(enumerate(workers))
+        self.results: dict[int, Any] = {}
+        self.failures: dict[int, str] = {}
+
+    def receive(self) -> bool:
+        """Take the answers that are there; ``False`` when none is awaited any more or none came in time."""
+        ranks = {id(worker.pipe): rank for rank, worker in self.pending.items()}
+        left = self.deadline - time.monotonic()
+        ready = connection.wait([worker.pipe for worker in self.pending.values()], max(0.0, left))
+        for pipe in ready:
+            rank = ranks[id(pipe)]
+            worker = self.pending.pop(rank)
+            try:
+                ok, value = pickle.loads(worker.pipe.recv_bytes())
+            except (EOFError, OSError):
+                ok, value = False, f"died with exit code {worker.process.wait()}"
+            except Exception as error:
+                ok, value = False, f"returned what cannot be unpickled here: {error!r}"
+            if ok:
+                self.results[rank] = value
+            else:
+                self.failures[rank] = f"{value}\n{worker.output()}"
+                self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
+        return bool(ready) and bool(self.pending)
+
+    def give_up(self) -> None:
+        """Report the ranks that did not answer by their stacks, and end them."""
+        cause = (
+            "did not come back after another rank failed" if self.failures else f"hung for {self.timeout} s"
+        )
+        for rank, worker in self.pending.items():
+            self.failures[rank] = f"{cause}; its stack:\n{worker.stack()}"
+        for worker in self.pending.values():
+            worker.process.kill()
+            worker.process.wait()
+
+
+def _serve(fd: int, port: int) -> None:
+    """The main function of a worker: answer calls until the pipe closes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    pipe = connection.Connection(fd)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    gc.freeze()
+    try:
+        while True:
+            call = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(_answer(call, store))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()
+    except (EOFError, ConnectionResetError):
+        _exit(0)
+    except BaseException:
+        traceback.print_exc()
+        _exit(1)
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()
+    _exit(1)
+
+
+def _exit(code: int) -> None:
+    """Leave without running destructors: gloo groups sometimes hang while Python drops the last reference."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _answer(call: _Call, store: TCPStore) -> bytes:
+    """Play one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
+    global _rank_device
+    try:
+        sys.path[:] = call.path
+        fn, args, kwargs = pickle.loads(call.body)
+        _rank_device = call.device
+        backend = "gloo"
+        if call.device == "cuda":
+            torch.get_device_module("cuda").set_device(call.rank)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(str(call.number), store),
+            rank=call.rank,
+            world_size=call.world_size,
+            timeout=datetime.timedelta(minutes=10),
+        )
+        random.seed(0)
+        torch.manual_seed(0)
+        return pickle.dumps((True, fn(*args, **kwargs)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))

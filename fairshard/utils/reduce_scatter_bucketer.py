@@ -1,0 +1,291 @@
+"""Reduce-scatter of many small tensors as few large ones.
+
+Two ways in. `ReduceScatterBucketer.reduce_scatter_async` and ``flush`` take chunks as they come (fairscale's
+interface): copies in, and on a partial flush one more copy. The engine's way is planned: it says beforehand which
+gradients will come in which order, each bucket is opened at its exact width, and the gradients are written
+straight into what the collective sends::
+
+    bucket [world_size, width]        | A: columns 0..a | B: columns a..a+b |
+                              row 0   |  to rank 0      |  to rank 0        |
+                              row 1   |  to rank 1      |  to rank 1        |
+
+A plan is a hint: a gradient that was not planned, or comes twice, gets a bucket of its own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fairshard.utils.collectives import Communicator, Transfer, communicator, exchange_tag
+from fairshard.utils.device import Event, Stream, now
+from fairshard.utils.storage import alloc_storage_, free_storage_
+
+_MAX_IN_FLIGHT = 2
+_MB = 1024 * 1024
+
+
+class GradSource(Protocol):
+    """One flat gradient as the bucketer sees it; the engine's flat params are such."""
+
+    comm: Communicator
+    reduce_dtype: torch.dtype
+    compute_device: torch.device
+    shard_numel: int
+    tag_id: int
+
+    def bucket_views(self, columns: Tensor) -> list[Tensor]:
+        """The parts of ``columns`` ``[world_size, shard_numel]`` that gradients are copied to."""
+
+    def write_grads(self, views: list[Tensor], columns: Tensor) -> None:
+        """Copy the gradients into ``views``, made by `bucket_views` from the same ``columns``."""
+
+    def accept_grad(self, reduced: Tensor) -> None:
+        """Take the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
+
+
+class Bucket:
+    """Columns for the gradients of some sources, sent by one reduce-scatter; memory only while it is filled."""
+
+    def __init__(self, sources: Sequence[GradSource]) -> None:
+        first = sources[0]
+        self.comm = first.comm
+        self.sources = tuple(sources)
+        self._missing = set(range(len(sources)))
+        width = sum(source.shard_numel for source in sources)
+        self.data = torch.empty(
+            first.comm.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
+        )
+        self._columns = self.data.split([source.shard_numel for source in sources], dim=1)
+        self._views = [source.bucket_views(part) for source, part in zip(sources, self._columns, strict=True)]
+        self._members = hash(tuple(source.tag_id for source in sources)) & 0xFF
+        self._uses = 0
+        free_storage_(self.data)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some gradients are written and others are missing."""
+        return self.data.untyped_storage().size() > 0
+
+    def lacks(self, index: int) -> bool:
+        """Whether the source at ``index`` has not been written since the bucket was opened."""
+        return index in self._missing
+
+    def write(self, index: int) -> bool:
+        """Let the source at ``index`` write its gradients; True when the bucket is then complete."""
+        alloc_storage_(self.data)
+        self.sources[index].write_grads(self._views[index], self._columns[index])
+        self._missing.discard(index)
+        return not self._missing
+
+    def launch(self) -> Transfer:
+        """Start the reduce-scatter; columns that nobody wrote count as zero."""
+        for index in self._missing:
+            self._columns[index].zero_()
+        self._uses += 1
+        tag = exchange_tag("reduce_scatter", self.sources[0].tag_id, self._uses, self._members)
+        return self.comm.reduce_scatter(self.data, tag)
+
+    def deliver(self, reduced: Tensor) -> None:
+        """Divide ``reduced`` ``[width]``, a sum, by the number of ranks; give every source that wrote its part."""
+        if self.comm.world_size > 1:
+            reduced.div_(self.comm.world_size)
+        parts = reduced.split([source.shard_numel for source in self.sources])
+        for index, source in enumerate(self.sources):
+            if index not in self._missing:
+                source.accept_grad(parts[index])
+
+    def close(self) -> None:
+        """Give the memory back and wait for the next pass."""
+        free_storage_(self.data)
+        self._missing = set(range(len(self.sources)))
+
+
+class ReduceScatterBucketer:
+    """Collects gradients into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together).
+
+    ``bucket_cap_mb <= 0`` turns bucketing off. One bucketer serves all units of a model; gradients of different
+    process groups, dtypes or devices never share a bucket.
+    """
+
+    def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
+        self.bucket_cap_mb = bucket_cap_mb
+        self._stream = stream or Stream(torch.device("cpu"))
+        self._chunks: dict[tuple[ProcessGroup, torch.dtype, torch.device], _ChunkBucket] = {}
+        self._order: list[GradSource] = []
+        self._place: dict[GradSource, tuple[Bucket, int]] = {}
+        self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
+
+    @torch.no_grad()
+    def reduce_scatter_async(
+        self,
+        input_list: Sequence[Tensor],
+        group: ProcessGroup,
+        callback_fn: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        """Sum ``input_list[rank]`` over ranks; ``callback_fn(reduced)`` gets this rank's sum, not the mean.
+
+        Inputs smaller than the cap wait until their bucket is full or `flush` is called; one of exactly the cap
+        or more goes at once, ahead of those that wait. When this or `flush` returns, the callbacks of everything
+        that was sent have run.
+
+        **Collective**: every rank of ``group`` passes tensors of the same sizes, in the same order.
+
+        Raises:
+            ValueError: there is not one tensor per rank, or their sizes differ.
+        """
+        world_size = communicator(group).world_size
+        if len(input_list) != world_size:
+            raise ValueError(
+                f"`input_list` must hold one tensor for each rank of the group, but holds {len(input_list)} for "
+                f"{world_size} ranks. Cut the gradient with fairshard.utils.parallel.chunk_and_pad."
+            )
+        first = input_list[0]
+        if any(chunk.numel() != first.numel() for chunk in input_list):
+            raise ValueError(
+                "The tensors of `input_list` must all have the same number of elements, but have "
+                f"{[chunk.numel() for chunk in input_list]}. Pad them (chunk_and_pad does)."
+            )
+        cap = self.bucket_cap_mb * _MB
+        if cap <= 0 or first.nbytes * world_size >= cap:
+            bucket = _ChunkBucket(group, first, first.numel())
+            bucket.add(input_list, callback_fn)
+            bucket.reduce()
+            return
+        key = (group, first.dtype, first.device)
+        waiting = self._chunks.get(key)
+        if waiting is not None and first.numel() > waiting.room:
+            waiting.reduce()
+            waiting = None
+        if waiting is None:
+            capacity = int(cap / (first.element_size() * world_size))
+            waiting = self._chunks[key] = _ChunkBucket(group, first, capacity)
+        waiting.add(input_list, callback_fn)
+
+    def plan(self, order: Sequence[GradSource]) -> None:
+        """Expect the gradients of ``order``, in that order; the same plan as last time costs nothing."""
+        if self._order == order:
+            return
+        self._order = list(order)
+        self._place = {}
+        packed: dict[tuple[Communicator, torch.dtype, torch.device], list[GradSource]] = {}
+        for source in self._order:
+            key = (source.comm, source.reduce_dtype, source.compute_device)
+            waiting = packed.setdefault(key, [])
+            if waiting and self._nbytes([*waiting, source]) > self.bucket_cap_mb * _MB:
+                self._settle(waiting)
+                waiting = packed[key] = []
+            waiting.append(source)
+        for waiting in packed.values():
+            self._settle(waiting)
+
+    def reduce(self, source: GradSource) -> None:
+        """Take the gradients of ``source`` now; send its bucket when that completes it.
+
+        Its sum is handed to ``source.accept_grad`` once the transfer has been waited for: when more than two are
+        under way, or in `drain`.
+        """
+        if source.comm.world_size == 1:
+            alone = Bucket([source])
+            alone.write(0)
+            alone.deliver(alone.data[0])
+            return
+        bucket, index = self._place.get(source, (None, 0))
+        if bucket is None or not bucket.lacks(index):
+            bucket, index = Bucket([source]), 0
+        while self._flying and (
+            self._flying[0][1].is_completed() or (not bucket.is_open and len(self._flying) >= _MAX_IN_FLIGHT)
+        ):
+            self._land()
+        if bucket.write(index):
+            self._launch(bucket)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Send every bucket that waits, full or not, and run the callbacks of all that was ever sent."""
+        for waiting in self._chunks.values():
+            waiting.reduce()
+        self._chunks.clear()
+        for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
+            if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
+                self._launch(bucket)
+        while self._flying:
+            self._land()
+
+    def reset(self) -> None:
+        """Forget what an interrupted backward left behind, after waiting for what is under way."""
+        self._chunks.clear()
+        while self._flying:
+            bucket, transfer, done = self._flying.popleft()
+            transfer.wait()
+            done.wait()
+            bucket.close()
+        for bucket, _ in self._place.values():
+            bucket.close()
+
+    def _nbytes(self, sources: Sequence[GradSource]) -> int:
+        return sum(source.shard_numel * source.comm.world_size * source.reduce_dtype.itemsize for source in sources)
+
+    def _settle(self, sources: Sequence[GradSource]) -> None:
+        bucket = Bucket(sources)
+        for index, source in enumerate(sources):
+            self._place[source] = bucket, index
+
+    def _launch(self, bucket: Bucket) -> None:
+        written = now(bucket.data.device)
+        with self._stream.use():
+            self._stream.wait(written)
+            transfer = bucket.launch()
+            if bucket.data.is_cuda:  # ordered by the stream: the rest is queued now, and the host never waits
+                self._deliver(bucket, transfer)
+        self._flying.append((bucket, transfer, self._stream.record()))
+
+    def _land(self) -> None:
+        """Finish the oldest transfer under way."""
+        bucket, transfer, done = self._flying.popleft()
+        if not bucket.data.is_cuda:
+            self._deliver(bucket, transfer)
+        done.wait()  # invariant: nobody reuses the bucket's memory before the reduce stream has read it
+        bucket.close()
+
+    def _deliver(self, bucket: Bucket, transfer: Transfer) -> None:
+        reduced = transfer.wait()
+        assert reduced is not None
+        bucket.deliver(reduced)
+
+
+class _ChunkBucket:
+    """Chunks that came through the public interface, copied side by side."""
+
+    def __init__(self, group: ProcessGroup, like: Tensor, capacity: int) -> None:
+        self._comm = communicator(group)
+        self._data = like.new_empty(self._comm.world_size, capacity)
+        self._used = 0
+        self._callbacks: list[tuple[int, torch.Size, Callable[[Tensor], object] | None]] = []
+
+    @property
+    def room(self) -> int:
+        return self._data.size(1) - self._used
+
+    def add(self, chunks: Sequence[Tensor], callback: Callable[[Tensor], object] | None) -> None:
+        stop = self._used + chunks[0].numel()
+        torch._foreach_copy_(
+            [row[self._used : stop] for row in self._data.unbind()], [chunk.reshape(-1) for chunk in chunks]
+        )
+        self._callbacks.append((self._used, chunks[0].shape, callback))
+        self._used = stop
+
+    def reduce(self) -> None:
+        if not self._callbacks:
+            return
+        full = self._data if not self.room else self._data[:, : self._used].contiguous()
+        reduced = self._comm.reduce_scatter(full, exchange_tag("reduce_scatter", self._comm.new_id(), 0)).wait()
+        assert reduced is not None
+        reduced = reduced.to(self._data.dtype)
+        for start, shape, callback in self._callbacks:
+            if callback is not None:
+                callback(reduced[start : start + shape.numel()].view(shape))
+        self._callbacks.clear()

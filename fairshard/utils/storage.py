@@ -1,0 +1,32 @@
+"""Allocate and free the memory behind a tensor in place, keeping every view of it valid."""
+
+import torch
+from torch import Tensor
+
+
+def free_storage_(data: Tensor) -> None:
+    """Give back the memory of ``data``; its shape, strides and views stay, and must not be read until refilled."""
+    storage = data.untyped_storage()
+    if storage.size() and data.storage_offset():
+        raise ValueError(
+            "`data` must start at the beginning of its storage, but starts at element "
+            f"{data.storage_offset()}: freeing it would take memory from a tensor that shares it."
+        )
+    storage.resize_(0)
+
+
+def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
+    """Give ``data`` memory for ``size`` elements (default: its own), uninitialised; no-op when it has it."""
+    if size is None:
+        size = data.size()
+    numel = size if isinstance(size, int) else size.numel()
+    storage = data.untyped_storage()
+    nbytes = numel * data.element_size()
+    if storage.size() == nbytes:
+        return
+    if storage.size():
+        raise ValueError(
+            f"`data` must have been freed before it gets memory of another size, but holds {storage.size()} bytes "
+            f"and {nbytes} were asked for. Call free_storage_(data) first."
+        )
+    storage.resize_(nbytes)

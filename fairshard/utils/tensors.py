@@ -1,0 +1,33 @@
+"""Arithmetic over collections of tensors."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def calc_grad_norm(parameters: Iterable[Tensor], p: float) -> Tensor:
+    """The ``p``-norm (``math.inf`` allowed) of all gradients of ``parameters`` seen as one vector.
+
+    Taken in fp32 (fp64 for fp64 gradients), whatever the gradients' dtype; a 0-d tensor on the gradients' device.
+    Parameters without a gradient are left out; without any, the norm is 0.
+    """
+    return norm_of([param.grad for param in parameters if param.grad is not None], p)
+
+
+def norm_of(tensors: list[Tensor], p: float) -> Tensor:
+    """The ``p``-norm of ``tensors`` seen as one vector, in fp32 or wider; 0-d, 0 when there are none."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return torch.tensor(0.0)
+    norms = [
+        torch.linalg.vector_norm(
+            tensor, p, dtype=torch.promote_types(tensor.dtype, torch.float32)
+        )
+        for tensor in tensors
+    ]
+    widest = norms[0].dtype
+    for norm in norms:
+        widest = torch.promote_types(widest, norm.dtype)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p)
+    return total

@@ -1,0 +1,49 @@
+"""Options and markers of the whole test run: ``--device``, ``full``; and the end of the pool of ranks."""
+
+import hypothesis
+import pytest
+import torch
+
+from fairshard.utils.testing import default_pool
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the ranks of tests put their models: cpu (gloo, default) or cuda (NCCL, one GPU a rank)",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
+    config.addinivalue_line("markers", "cpu_only: states what holds for gloo or for CPU memory only")
+    hypothesis.settings.register_profile("fairshard", derandomize=True, deadline=None, max_examples=50)
+    hypothesis.settings.load_profile("fairshard")
+    config.option.markexpr = config.option.markexpr or "not full"
+    default_pool(config.getoption("--device"))
+
+
+def pytest_unconfigure():
+    default_pool().close()
+
+
+def pytest_collection_modifyitems(config, items):
+    """With ``--device cuda``, skip what needs more GPUs than there are or speaks of the CPU."""
+    if config.getoption("--device") == "cpu":
+        return
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size", 1)
+        if item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason="states what holds on the CPU only"))
+        elif (world_size or 1) > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} GPUs, but {num_gpus} are there"))
+
+
+def pytest_collection_finish(session):
+    """Let the ranks import torch while the first tests run."""
+    sizes = [item.callspec.params.get("world_size", 0) for item in session.items if hasattr(item, "callspec")]
+    if not session.config.option.collectonly:
+        default_pool().start(min(max(sizes, default=0), 3))

@@ -1,0 +1,58 @@
+"""A few cells of a big matrix that together hold every pair of settings."""
+
+import itertools
+import random
+
+
+def all_cells(axes):
+    """Every combination of the values of ``axes`` (``{name: values}``), as dictionaries."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def covering_array(axes, seed=0, num_candidates=30):
+    """Cells of ``axes`` such that any two values of different axes meet in at least one of them.
+
+    Greedy: each cell is the best of ``num_candidates`` that start from an uncovered pair and take, axis by
+    axis in random order, the value that covers most. The same ``seed`` gives the same cells.
+
+    Source: D. Cohen et al., "The AETG system", IEEE Transactions on Software Engineering 23(7), 1997.
+    """
+    rng = random.Random(seed)
+    uncovered = {frozenset(pair) for pair in _pairs(axes)}
+    cells = []
+    while uncovered:
+        start = min(uncovered, key=_sortable)
+        candidates = [_candidate(axes, start, uncovered, rng) for _ in range(num_candidates)]
+        best = max(candidates, key=lambda cell: len(covered(cell) & uncovered))
+        uncovered -= covered(best)
+        cells.append({name: axes[name][best[name]] for name in axes})
+    return cells
+
+
+def covered(cell):
+    """The pairs of (axis, value) that meet in ``cell``."""
+    return {frozenset(pair) for pair in itertools.combinations(cell.items(), 2)}
+
+
+def _pairs(axes):
+    for one, other in itertools.combinations(axes, 2):
+        for i, j in itertools.product(range(len(axes[one])), range(len(axes[other]))):
+            yield (one, i), (other, j)
+
+
+def _candidate(axes, start, uncovered, rng):
+    cell = dict(start)
+    names = [name for name in axes if name not in cell]
+    rng.shuffle(names)
+    for name in names:
+        scores = {}
+        for index in range(len(axes[name])):
+            new = {frozenset([(name, index), item]) for item in cell.items()}
+            scores[index] = len(new & uncovered)
+        best = max(scores.values())
+        cell[name] = rng.choice([index for index, score in scores.items() if score == best])
+    return cell
+
+
+def _sortable(pair):
+    return sorted(pair)

@@ -1,0 +1,104 @@
+"""Small models with what is hard for sharding: uneven sizes, tied weights, modules that run twice."""
+
+import itertools
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairshard.nn import FullyShardedDataParallel
+from fairshard.utils.testing import rank_device
+
+VOCAB, DIM, HIDDEN = 13, 6, 11
+
+
+class Block(nn.Module):
+    """A residual block: LayerNorm and two Linears whose sizes no world size above 1 divides."""
+
+    def __init__(self, dim=DIM, hidden=HIDDEN):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """Embedding tied to the output layer, two blocks, and between them a Linear that is called twice.
+
+    ``checkpointing`` is None, ``"reentrant"`` or ``"not_reentrant"``: what is recomputed, never the result.
+    """
+
+    def __init__(self, checkpointing=None):
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.first = Block()
+        self.shared = nn.Linear(DIM, DIM)
+        self.second = Block()
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, extra):
+        x = self.embed(tokens) + extra
+        x = self._run(self.first, x)
+        x = torch.tanh(self.shared(x))
+        x = self._run(self.second, x)
+        x = self.shared(x)
+        return self.head(self.norm(x))
+
+    def _run(self, block, x):
+        if self.checkpointing is None:
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+
+
+def tiny(checkpointing=None, seed=1):
+    """A `Tiny` on this rank's device, the same on every rank."""
+    torch.manual_seed(seed)
+    return Tiny(checkpointing).to(rank_device())
+
+
+def wrap_tiny(model, **kwargs):
+    """Units inside units: a Linear of the first block, both blocks, the shared Linear, and the rest."""
+    model.first.up = FullyShardedDataParallel(model.first.up, **kwargs)
+    model.first = FullyShardedDataParallel(model.first, **kwargs)
+    model.second = FullyShardedDataParallel(model.second, **kwargs)
+    model.shared = FullyShardedDataParallel(model.shared, **kwargs)
+    return FullyShardedDataParallel(model, **kwargs)
+
+
+def tiny_batch(*key):
+    """Tokens, extra input and targets that depend on ``key`` (rank, step, ...) only."""
+    random = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    tokens = torch.randint(VOCAB, (2, 5), generator=random)
+    extra = torch.randn(2, 5, DIM, generator=random)
+    targets = torch.randint(VOCAB, (2, 5), generator=random)
+    return tokens.to(rank_device()), extra.to(rank_device()), targets.to(rank_device())
+
+
+def tiny_loss(logits, targets):
+    """Cross entropy in fp32, whatever the logits' dtype."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def mlp(*widths, seed=1):
+    """Linears with tanh between them, on this rank's device, the same on every rank."""
+    torch.manual_seed(seed)
+    layers = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(rank_device())
+
+
+def wrap_each(model, **kwargs):
+    """Every Linear of a Sequential a unit of its own, and the whole another."""
+    for index, layer in enumerate(model):
+        if isinstance(layer, nn.Linear):
+            model[index] = FullyShardedDataParallel(layer, **kwargs)
+    return FullyShardedDataParallel(model, **kwargs)

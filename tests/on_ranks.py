@@ -1,0 +1,42 @@
+"""``@on_ranks(2)`` turns a function into a test that runs it on two ranks."""
+
+import functools
+import importlib
+import inspect
+from dataclasses import dataclass
+
+import pytest
+
+from fairshard.utils.testing import run_ranks
+
+
+@dataclass(frozen=True)
+class Body:
+    """The undecorated function behind a test, named so that a worker process can find it."""
+
+    module: str
+    name: str
+
+    def __call__(self, **kwargs):
+        function = inspect.unwrap(getattr(importlib.import_module(self.module), self.name))
+        return function(**kwargs)
+
+
+def on_ranks(*world_sizes, timeout=60.0):
+    """Run the decorated function on that many ranks, once for each of ``world_sizes``.
+
+    It takes the arguments that ``pytest.mark.parametrize`` gives it, but no fixtures: they are pickled.
+    Without ``world_sizes``, parametrize ``world_size`` too.
+    """
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(world_size, **kwargs):
+            run_ranks(world_size, Body(function.__module__, function.__name__), timeout=timeout, **kwargs)
+
+        own = list(inspect.signature(function).parameters.values())
+        first = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)])
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
+
+    return decorate

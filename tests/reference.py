@@ -1,0 +1,123 @@
+"""What a wrapped model must compute, spelled out with plain torch: every rank trains a whole replica."""
+
+import copy
+import functools
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from fairshard.utils.testing import rank_device
+
+
+def mean_over_ranks(tensor, group=None):
+    """The sum over ranks, taken in rank order in fp32 (or wider), then divided by their number."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return functools.reduce(torch.add, [part.to(wide) for part in parts]) / len(parts)
+
+
+def average_grads_(params, group=None):
+    """Replace every gradient by its `mean_over_ranks`; a missing one counts as zeros."""
+    for param in params:
+        if param.requires_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = mean_over_ranks(grad, group)
+
+
+class Reference:
+    """A replica with fp32 masters, computing in ``compute_dtype`` and reducing in ``reduce_dtype``.
+
+    Term by term: masters are cast, the local gradient is in the compute dtype, it is cast to the reduce
+    dtype, summed over ranks in rank order in fp32, divided by their number, added to the master's gradient.
+    """
+
+    def __init__(self, model, compute_dtype=torch.float32, reduce_dtype=None):
+        self.compute_dtype = compute_dtype
+        self.reduce_dtype = reduce_dtype or compute_dtype
+        self.master = copy.deepcopy(model)
+        self.replica = copy.deepcopy(model).to(compute_dtype)
+        self._pairs = list(zip(self.master.parameters(), self.replica.parameters(), strict=True))
+        self._kept = {}
+
+    def __call__(self, *inputs):
+        with torch.no_grad():
+            for master, replica in self._pairs:
+                replica.copy_(master)
+        return self.replica(*(x.to(self.compute_dtype) if x.is_floating_point() else x for x in inputs))
+
+    def keep_grads(self):
+        """The end of a backward under ``no_sync``: gradients stay local, in the wider of the two dtypes."""
+        if self.reduce_dtype != self.compute_dtype:
+            for master, replica in self._pairs:
+                kept = self._kept.setdefault(master, torch.zeros_like(replica, dtype=self.reduce_dtype))
+                if replica.grad is not None:
+                    kept.add_(replica.grad)
+                replica.grad = None
+
+    def reduce_grads(self):
+        """The end of any other backward."""
+        if self._kept:
+            self.keep_grads()
+        for master, replica in self._pairs:
+            grad = self._kept.get(master, replica.grad)
+            mean = mean_over_ranks(grad.to(self.reduce_dtype)).to(master.dtype)
+            master.grad = mean if master.grad is None else master.grad + mean
+            replica.grad = None
+        self._kept.clear()
+
+    def grad_norm(self, norm_type):
+        """The norm of all gradients as one vector, in fp64."""
+        grads = torch.cat([master.grad.double().flatten() for master, _ in self._pairs])
+        return torch.linalg.vector_norm(grads, norm_type)
+
+    def scale_grads(self, factor):
+        """Multiply every gradient by ``factor``, a 0-d tensor."""
+        for master, _ in self._pairs:
+            master.grad.mul_(factor)
+
+
+def assert_same_state(actual, expected, rtol=0.0, atol=0.0):
+    """Two state dicts have the same keys in the same order, and equal values of equal dtype."""
+    assert list(actual) == list(expected)
+    for name in expected:
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, rtol=0.0, atol=0.0):
+    """Train ``wrap(model)`` and a plain replica side by side; losses and final state agree.
+
+    ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. SGD with momentum, which shows
+    a wrong constant factor. With ``num_micro`` > 1 each step sums that many backwards, and each is reduced.
+    """
+    plain = copy.deepcopy(model)
+    wrapped = wrap(copy.deepcopy(model))
+    of_plain, of_wrapped = (sgd(m) for m in (plain, wrapped))
+    for step in range(num_steps):
+        for micro in range(num_micro):
+            expected, actual = loss_of(plain, (step, micro)), loss_of(wrapped, (step, micro))
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+            if expected.requires_grad:
+                expected.backward()
+                actual.backward()
+        average_grads_(plain.parameters())
+        of_plain.step()
+        of_wrapped.step()
+        of_plain.zero_grad()
+        of_wrapped.zero_grad()
+    assert_same_state(wrapped.state_dict(), plain.state_dict(), rtol, atol)
+    return wrapped
+
+
+def sgd(model, lr=0.1):
+    """SGD with momentum over what ``model.parameters()`` gives and wants a gradient."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+
+
+def randn(*shape, key=()):
+    """Normal numbers that depend on ``key`` and this rank only, on this rank's device."""
+    random = torch.Generator().manual_seed(zlib.crc32(repr((dist.get_rank(), key)).encode()))
+    return torch.randn(*shape, generator=random).to(rank_device())

@@ -1,0 +1,42 @@
+"""The covering array covers, whatever the matrix."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.covering import all_cells, covered, covering_array
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
+@settings(max_examples=25)
+def test_every_pair_of_values_meets_in_a_cell(sizes):
+    """For any two axes, every pair of their values stands together in at least one cell of the array."""
+    axes = {f"axis{i}": [f"{i}.{j}" for j in range(size)] for i, size in enumerate(sizes)}
+    met = set().union(*(covered(cell) for cell in covering_array(axes)))
+    for one, other in itertools.combinations(axes, 2):
+        for pair in itertools.product(axes[one], axes[other]):
+            assert frozenset(zip((one, other), pair, strict=True)) in met
+
+
+def test_the_array_is_small():
+    """The array has at least as many cells as the two longest axes have pairs, and at most twice as many."""
+    axes = {name: list(range(size)) for name, size in zip("abcdefgh", (2, 2, 4, 3, 3, 3, 3, 3), strict=True)}
+    cells = covering_array(axes)
+    assert 4 * 3 <= len(cells) <= 2 * 4 * 3
+    assert len(all_cells(axes)) == math.prod(len(values) for values in axes.values())
+
+
+def test_the_same_seed_gives_the_same_cells():
+    """Cells are test ids: they must not change from run to run, nor from process to process."""
+    axes = {"a": [0, 1], "b": [0, 1, 2], "c": [True, False]}
+    assert covering_array(axes) == covering_array(axes)
+
+
+@pytest.mark.parametrize("values", [[None, 2, math.inf], [0, 0.001, 25], ["x", "y"]])
+def test_values_of_any_type_are_kept_as_they_are(values):
+    """Cells hold the very values of the axes."""
+    cells = covering_array({"a": values, "b": [1, 2]})
+    assert {id(cell["a"]) for cell in cells} == {id(value) for value in values}

@@ -1,0 +1,152 @@
+"""The pool of ranks: what a test may rely on."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.utils.testing import RankPool, RanksFailed, delayed, rank_device, run_ranks
+from tests.on_ranks import on_ranks
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool of this module's own: its workers get killed."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def _rank_and_size(offset):
+    return dist.get_rank() + offset, dist.get_world_size(), os.getpid()
+
+
+def test_results_come_back_in_rank_order():
+    """Every rank runs the function once, and its results stand at its rank."""
+    for world_size in (1, 2, 3):
+        results = run_ranks(world_size, _rank_and_size, 10)
+        assert [result[:2] for result in results] == [(10 + rank, world_size) for rank in range(world_size)]
+
+
+def test_workers_are_kept():
+    """Calls of any world size run in the same processes: torch is imported once per worker."""
+    first = run_ranks(2, _rank_and_size, 0)
+    assert run_ranks(2, _rank_and_size, 0) == first
+    assert run_ranks(1, _rank_and_size, 0)[0][2] == first[0][2]
+
+
+@on_ranks(1, 2, 3)
+def test_ranks_can_talk():
+    """The default group is there and connects all ranks."""
+    total = torch.ones(3, device=rank_device())
+    dist.all_reduce(total)
+    assert total.tolist() == [dist.get_world_size()] * 3
+
+
+def _draw():
+    return torch.rand(3).tolist(), torch.get_num_threads()
+
+
+def test_ranks_are_deterministic():
+    """One thread and the same seed on every rank, in every call."""
+    assert len({str(result) for _ in range(2) for result in run_ranks(2, _draw)}) == 1
+    assert run_ranks(1, _draw)[0][1] == 1
+
+
+def _raise_on(rank):
+    if dist.get_rank() in (rank, 5):
+        raise KeyError(f"from rank {dist.get_rank()}")
+    print("I was fine")
+
+
+def test_an_exception_comes_back_with_rank_and_traceback():
+    """The rank that raised is named, with its traceback; the others are not."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, _raise_on, 1)
+    assert list(caught.value.failures) == [1]
+    assert "KeyError: 'from rank 1'" in str(caught.value)
+    assert "in _raise_on" in str(caught.value)
+
+
+def _hang_on(rank):
+    print("before the hang")
+    if dist.get_rank() == rank:
+        _sleep_for_ever()
+    return dist.get_rank()
+
+
+def _sleep_for_ever():
+    threading.Event().wait()
+
+
+def test_a_hung_rank_is_reported_with_its_stack_and_replaced(pool):
+    """A call ends by its timeout, names the ranks that hang and where, and the next call works."""
+    before = pool.run(2, _rank_and_size, 0)
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(2, _hang_on, 0, timeout=1.0)
+    assert time.monotonic() - start < 10
+    assert list(caught.value.failures) == [0]
+    assert "hung for 1.0 s" in str(caught.value)
+    assert "_sleep_for_ever" in str(caught.value)
+    assert "before the hang" in str(caught.value)
+    after = pool.run(2, _rank_and_size, 0)
+    assert before[0][2] != after[0][2]
+
+
+def _wait_for_a_peer_that_raised():
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 leaves")
+    dist.barrier()
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_reported(pool):
+    """When one rank raises and another waits for it, both are named, by traceback or stack."""
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(2, _wait_for_a_peer_that_raised)
+    assert "rank 0 leaves" in caught.value.failures[0]
+    assert "_wait_for_a_peer_that_raised" in caught.value.failures[1]
+    assert [result[0] for result in pool.run(2, _rank_and_size, 0)] == [0, 1]
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_rank_that_dies_is_reported_and_replaced(pool):
+    """A crash of the process is a failure of the call, with the exit code and faulthandler's stack."""
+    with pytest.raises(RanksFailed, match=f"died with exit code -{signal.SIGSEGV.value}") as caught:
+        pool.run(1, _die)
+    assert "_die" in str(caught.value)
+    assert pool.run(1, _rank_and_size, 0)[0][:2] == (0, 1)
+
+
+def test_results_that_cannot_be_pickled_are_an_error(pool):
+    """A result that cannot travel is reported as a failure of its rank, not as a hang."""
+    with pytest.raises(RanksFailed, match="pickle"):
+        pool.run(1, threading.Lock)
+
+
+def _time_of_barrier():
+    start = time.monotonic()
+    dist.barrier()
+    return time.monotonic() - start
+
+
+def _delayed_barrier():
+    with delayed(dist, "barrier", rank=1, seconds=0.2):
+        took = _time_of_barrier()
+    return took, _time_of_barrier()
+
+
+def test_delay_makes_the_others_wait():
+    """`delayed` holds one rank back; who needs it waits; afterwards nothing is late."""
+    (late, after), _ = run_ranks(2, _delayed_barrier)
+    assert late > 0.15
+    assert after < 0.15

@@ -1,0 +1,63 @@
+"""The norm of all gradients as one vector."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairshard.utils.tensors import calc_grad_norm
+
+
+def with_grads(*grads):
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
+@given(
+    st.lists(st.lists(st.floats(-8, 8, width=16), max_size=5), min_size=1, max_size=4),
+    st.sampled_from([1.0, 2.0, 3.0, math.inf]),
+)
+def test_norm_is_that_of_the_concatenation(values, p):
+    """The norm of the norms is the norm of all elements: up to a few fp32 roundings."""
+    grads = [torch.tensor(value, dtype=torch.float32) for value in values]
+    whole = torch.cat(grads).double()
+    expected = torch.linalg.vector_norm(whole, p) if whole.numel() else torch.zeros(())
+    norm = calc_grad_norm(with_grads(*grads), p)
+    assert norm.shape == ()
+    torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_is_taken_in_fp32(dtype):
+    """Squares that overflow, or vanish in, the gradients' dtype do neither in the norm."""
+    params = with_grads(torch.full((4,), 300.0, dtype=dtype), torch.full((4096,), 1.0, dtype=dtype))
+    norm = calc_grad_norm(params, 2)
+    assert norm.dtype == torch.float32
+    squares = 4 * 300.0**2 + 4096  # 300 and 1 are exact in both dtypes
+    torch.testing.assert_close(norm.item(), math.sqrt(squares), rtol=1e-6, atol=0)
+
+
+def test_double_gradients_have_a_double_norm():
+    """fp64 is not narrowed."""
+    norm = calc_grad_norm(with_grads(torch.full((3,), 1e-200, dtype=torch.float64)), math.inf)
+    assert norm.dtype == torch.float64
+    assert norm.item() == 1e-200
+
+
+def test_parameters_without_gradient_are_left_out():
+    """None counts as nothing; without any gradient the norm is zero."""
+    param = torch.nn.Parameter(torch.ones(3))
+    assert calc_grad_norm([param], 2).item() == 0
+    assert calc_grad_norm([], 2).item() == 0
+    assert calc_grad_norm([param, *with_grads(torch.tensor([3.0, 4.0]))], 2).item() == 5
+    assert calc_grad_norm((p for p in with_grads(torch.tensor([3.0, 4.0]))), 2).item() == 5
+
+
+def test_empty_gradients_count_as_nothing():
+    """A gradient of no elements does not disturb the norm, not even the maximum."""
+    params = with_grads(torch.empty(0), torch.tensor([-3.0]))
+    assert calc_grad_norm(params, math.inf).item() == 3
