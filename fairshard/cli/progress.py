@@ -21,11 +21,11 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def megabytes(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     """A size for people: 1.2 MB is 1,200,000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:,.0f} {unit}"
+        if nbytes >= 0.9995 * size:
+            return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes:.0f} B"
 
 
@@ -54,12 +54,12 @@ def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
 
 def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
     """The end of a run in words."""
-    peaks = ", ".join(f"{megabytes(nbytes)} on rank {rank}" for rank, nbytes in enumerate(summary.peak_bytes))
+    peaks = ", ".join(f"{size_text(nbytes)} on rank {rank}" for rank, nbytes in enumerate(summary.peak_bytes))
     return [
         f"validation loss  {summary.val_loss:.3f} nats per byte, from {first_val_loss:.3f} at the start",
         f"throughput       {summary.tokens_per_s:,.0f} tokens/s over all ranks",
         f"communication    {summary.collectives_per_step:.4g} collectives and "
-        f"{megabytes(summary.bytes_per_step)} a step and rank",
+        f"{size_text(summary.bytes_per_step)} a step and rank",
         f"peak memory      {peaks}",
     ]
 
@@ -106,5 +106,5 @@ class Progress:
 
 def _memory(mem_bytes: Sequence[int]) -> str:
     if len(mem_bytes) > _MAX_RANKS_SHOWN:
-        return f"memory {megabytes(min(mem_bytes))} to {megabytes(max(mem_bytes))} a rank"
-    return f"memory {' | '.join(megabytes(nbytes) for nbytes in mem_bytes)}"
+        return f"memory {size_text(min(mem_bytes))} to {size_text(max(mem_bytes))} a rank"
+    return f"memory {' | '.join(size_text(nbytes) for nbytes in mem_bytes)}"

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fairshard.cli.curve import draw_loss
 from fairshard.cli.metrics import MetricsFile, StepMetrics, summarize, write_config
 from fairshard.cli.progress import Progress, say, summary_lines
 
@@ -39,6 +38,8 @@ class RunLog:
 
     def finish(self, peak_bytes: tuple[int, ...]) -> None:
         """Write and show the summary, and draw the curve; the last call."""
+        from fairshard.cli.curve import draw_loss  # here, for matplotlib takes a second to import
+
         first, *_, last = self._validations.values()
         summary = summarize(self._steps, last, peak_bytes)
         self._file.summary(summary)

@@ -171,23 +171,23 @@ def _standard_library(seed: int) -> list[TextFile]:
 
 def _files_at(data: Path) -> list[TextFile]:
     if not data.exists():
-        raise TextError(f"{data} does not exist.")
+        raise TextError(f"--data {data} does not exist.")
     if data.is_file():
         try:
             file = TextFile(data, data.stat().st_size)
             text = _is_text(data)
         except OSError as error:
-            raise TextError(f"{data} cannot be read: {error.strerror}.") from error
+            raise TextError(f"--data {data} cannot be read: {error.strerror}.") from error
         if file.nbytes == 0:
-            raise TextError(f"{data} is empty.")
+            raise TextError(f"--data {data} is empty.")
         if not text:
-            raise TextError(f"{data} is not text: there is a NUL among its first {_SNIFFED_NBYTES} bytes.")
+            raise TextError(f"--data {data} is not text: there is a NUL among its first {_SNIFFED_NBYTES} bytes.")
         return [file]
     if not data.is_dir():
-        raise TextError(f"{data} is neither a file nor a folder.")
+        raise TextError(f"--data {data} is neither a file nor a folder.")
     files = _walk(data, frozenset({"__pycache__"}))
     if not files:
-        raise TextError(f"{data} holds no text (hidden, empty and binary files are left out).")
+        raise TextError(f"--data {data} holds no text (hidden, empty and binary files are left out).")
     return files
 
 
@@ -205,7 +205,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> list[TextFile]:
                 if nbytes and _is_text(path):
                     found.append(TextFile(path, nbytes))
             except OSError as error:
-                raise TextError(f"{path} cannot be read: {error.strerror}.") from error
+                raise TextError(f"{path}, a file to train on, cannot be read: {error.strerror}.") from error
     return found
 
 

@@ -34,7 +34,7 @@ from fairshard.cli.options import (
     check_options,
     parsed_options,
 )
-from fairshard.cli.progress import megabytes, say, unit_lines
+from fairshard.cli.progress import say, size_text, unit_lines
 from fairshard.cli.ranks import Ranks, default_threads, visible_cpus
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
@@ -68,13 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     train_rank(options, ranks, plan, quiet=False)
     return 0
-
-
-def launched_rank(options: TrainOptions) -> None:
-    """The way in of the ranks that ``launch`` starts, which checked the options and reports failures itself."""
-    ranks = Ranks.from_environment()
-    assert ranks is not None
-    train_rank(options, ranks, check_options(options, ranks.size, ranks.local_size), quiet=True)
 
 
 def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool) -> None:
@@ -154,10 +147,10 @@ def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[U
     threads = torch.get_num_threads()
     backend = dist.get_backend()
     numel = sum(row.numel for row in rows)
-    sizes = f"{megabytes(plan.train_nbytes)} to train on, {megabytes(plan.validation_nbytes)} to validate on"
+    sizes = f"{size_text(plan.train_nbytes)} to train on, {size_text(plan.validation_nbytes)} to validate on"
     say(
-        f"fairshard {__version__}: {ranks.size} ranks on {options.device_type} over {backend}, {threads} threads "
-        f"each ({visible_cpus()} CPUs visible)"
+        f"fairshard {__version__}: {_count(ranks.size, 'rank')} on {options.device_type} over {backend}, "
+        f"{_count(threads, 'thread')} each ({_count(visible_cpus(), 'CPU')} visible)"
     )
     say(f"text   {plan.source}: {sizes}")
     say(
@@ -181,6 +174,10 @@ def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[U
         },
     }
     return RunLog(folder, options.steps, config)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:

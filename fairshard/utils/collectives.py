@@ -16,7 +16,6 @@ who waits for whom.
 """
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -28,9 +27,10 @@ from torch.distributed import ProcessGroup
 
 from fairshard.errors import FairshardError
 
-# Renamed in torch 2.13, where the old names warn; the old ones can go with support for torch < 2.13.
-_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
+# 2.13; the old names can go with support for torch < 2.13.
+_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
@@ -71,15 +71,9 @@ class Transfer:
 
     def wait(self) -> Tensor | None:
         """Wait, then return the tensor that the collective made, if it makes one. May be called again."""
-        failure: Exception | None = None
-        for work in self._works:
-            try:
-                work.wait()
-            except Exception as error:
-                failure = failure or error
-        self._works = ()
-        if failure is not None:
-            raise FairshardError(f"A collective failed: {failure}") from failure
+        if self._works:
+            works, self._works = self._works, ()
+            _wait_all(works)
         if self._finish is not None:
             self.result, self._finish = self._finish(), None
         self._held = ()
@@ -103,10 +97,10 @@ class Communicator:
         self.counts: dict[str, list[int]] = {}
         self.is_real = backend_name(group, torch.device("cpu")) != "fake"
         self._next_id = 0
-        self._exchange: ProcessGroup | None = None
+        self.exchange: ProcessGroup | None = None
         self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
         if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
-            self._exchange = dist.new_group(
+            self.exchange = dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
             )
 
@@ -121,26 +115,7 @@ class Communicator:
         **Collective.** This rank's row is already written. ``tag`` names the exchange; it is the same on all
         ranks and differs from that of any other one under way.
         """
-        if self.world_size == 1:
-            return Transfer(result=buffer)
-        self._count("all_gather", buffer.nbytes - buffer.nbytes // self.world_size)
-        own = buffer[self.rank]
-        exchange = self._exchange
-        if exchange is None or not buffer.is_cpu or (
-            self.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
-        ):
-            work = _gather_single(buffer.view(-1), own, group=self.group, async_op=True)
-            return Transfer((work,), (buffer, own), buffer)
-        works: list[Any] = []
-        try:
-            for step in range(1, self.world_size):
-                source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
-                works.append(dist.irecv(buffer[source], group=exchange, group_src=source, tag=tag))
-                works.append(dist.isend(own, group=exchange, group_dst=target, tag=tag))
-        except Exception:
-            Transfer(works).wait()
-            raise
-        return Transfer(works, (buffer,), buffer)
+        return RowGather(self, buffer).start(tag)
 
     def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
         """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, new memory.
@@ -148,22 +123,22 @@ class Communicator:
         **Collective.** For fp16 and bf16 the sum is fp32 (except for bf16 on backends that sum themselves).
         ``bucket`` belongs to the transfer until that is waited for. ``tag`` as for `all_gather`.
         """
-        self._count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
+        self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
             return Transfer(result=bucket[0])
         if not self._sums_locally or not bucket.is_cpu:
             return self._scatter_native(bucket)
-        if self._exchange is None:
+        if self.exchange is None:
             received = torch.empty_like(bucket)
             works = [dist.all_to_all_single(received.view(-1), bucket.view(-1), group=self.group, async_op=True)]
             rows = list(received)
         else:
-            works, rows = self._exchange_rows(self._exchange, bucket, tag)
+            works, rows = self._exchange_rows(self.exchange, bucket, tag)
         return Transfer(works, (bucket,), finish=lambda: _sum_in_order(rows))
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
         """Combine ``tensor`` over all ranks, in place. **Collective.**"""
-        self._count("all_reduce", tensor.nbytes)
+        self.count("all_reduce", tensor.nbytes)
         if self.world_size == 1:
             return Transfer(result=tensor)
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
@@ -185,12 +160,12 @@ class Communicator:
         return largest[0].item() == number and -largest[1].item() == number
 
     def _scatter_native(self, bucket: Tensor) -> Transfer:
-        """The backend's own reduce-scatter; fp16 travels divided by a power of two, which is exact, lest it overflow."""
+        """The backend's own; fp16 travels divided by a power of two, which is exact, lest its sum overflow."""
         reduced = bucket.new_empty(bucket.size(1))
         power = 2.0 ** math.ceil(math.log2(self.world_size)) if bucket.dtype == torch.float16 else 1.0
         if power > 1:
             bucket.div_(power)
-        work = _scatter_single(reduced, bucket.view(-1), group=self.group, async_op=True)
+        work = getattr(self.group, _SCATTER)(reduced, bucket.view(-1))
         if power > 1:
             return Transfer((work,), (bucket, reduced), finish=lambda: reduced.float().mul_(power))
         return Transfer((work,), (bucket,), reduced)
@@ -204,19 +179,58 @@ class Communicator:
             for step in range(1, self.world_size):
                 source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
                 row = rows[source if source < self.rank else source - 1]
-                works.append(dist.irecv(row, group=exchange, group_src=source, tag=tag))
-                works.append(dist.isend(bucket[target], group=exchange, group_dst=target, tag=tag))
+                works.append(exchange.recv([row], source, tag))
+                works.append(exchange.send([bucket[target]], target, tag))
         except Exception:
             Transfer(works).wait()
             raise
         rows.insert(self.rank, bucket[self.rank])
         return works, rows
 
-    def _count(self, kind: Kind, nbytes: int) -> None:
+    def count(self, kind: Kind, nbytes: int) -> None:
+        """Note one collective and the bytes it moves."""
         if self.world_size > 1:
             count = self.counts.setdefault(kind, [0, 0])
             count[0] += 1
             count[1] += nbytes
+
+
+class RowGather:
+    """An all-gather of the rows of one buffer, with everything prepared that is the same each time."""
+
+    __slots__ = ("_buffer", "_comm", "_exchange", "_line", "_nbytes", "_own", "_peers")
+
+    def __init__(self, comm: Communicator, buffer: Tensor) -> None:
+        self._comm = comm
+        self._buffer = buffer
+        self._line = buffer.view(-1)
+        self._own = buffer[comm.rank]
+        self._nbytes = buffer.nbytes - buffer.nbytes // comm.world_size
+        small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
+        self._exchange = None if small or not buffer.is_cpu else comm.exchange
+        distances = range(1, comm.world_size)
+        sources = [(comm.rank - distance) % comm.world_size for distance in distances]
+        targets = [(comm.rank + distance) % comm.world_size for distance in distances]
+        self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
+
+    def start(self, tag: int) -> Transfer:
+        """Gather; this rank's row is already written. See `Communicator.all_gather`."""
+        comm = self._comm
+        if comm.world_size == 1:
+            return Transfer(result=self._buffer)
+        comm.count("all_gather", self._nbytes)
+        exchange = self._exchange
+        if exchange is None:
+            return Transfer((getattr(comm.group, _GATHER)(self._line, self._own),), (self._buffer,), self._buffer)
+        works: list[Any] = []
+        try:
+            for source, row, target in self._peers:
+                works.append(exchange.recv([row], source, tag))
+                works.append(exchange.send([self._own], target, tag))
+        except Exception:
+            Transfer(works).wait()
+            raise
+        return Transfer(works, (self._buffer,), self._buffer)
 
 
 _communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
@@ -279,19 +293,25 @@ def gather_scalars(
     group = group or default_group()
     own = torch.tensor(list(values), dtype=torch.float64, device=device)
     every = own.new_empty(dist.get_world_size(group) * own.numel())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        _gather_single(every, own, group=group)
+    getattr(group, _GATHER)(every, own).wait()
     return every.view(-1, max(own.numel(), 1)).tolist()
+
+
+def _wait_all(works: Sequence[Any]) -> None:
+    failure: Exception | None = None
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise FairshardError(f"A collective failed: {failure}") from failure
 
 
 def _sum_in_order(rows: list[Tensor]) -> Tensor:
     """The sum of ``rows`` in the order given, in fp32 or wider, in memory that is not theirs."""
     wide = torch.promote_types(rows[0].dtype, torch.float32)
-    if rows[0].dtype == wide:
-        total = torch.add(rows[0], rows[1])
-    else:
-        total = rows[0].to(wide).add_(rows[1])
+    total = torch.add(rows[0], rows[1]) if rows[0].dtype == wide else rows[0].to(wide).add_(rows[1])
     for row in rows[2:]:
         total.add_(row)
     return total

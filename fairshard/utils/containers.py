@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_SEEN = (Tensor, PackedSequence, *_PLAIN)
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
@@ -39,7 +40,7 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
 
 def is_transparent(container: Any) -> bool:
     """Whether `apply_to_tensors` sees every tensor of ``container``: nothing in it is of an unknown type."""
-    if isinstance(container, (Tensor, PackedSequence, *_PLAIN)):
+    if isinstance(container, _SEEN):
         return True
     if isinstance(container, Mapping):
         return all(is_transparent(value) for value in container.values())

@@ -48,7 +48,7 @@ class GradSource(Protocol):
 
 
 class Bucket:
-    """Columns for the gradients of some sources, sent by one reduce-scatter; memory only while it is filled."""
+    """Columns for the gradients of some sources, sent by one reduce-scatter; has memory only while ``is_open``."""
 
     def __init__(self, sources: Sequence[GradSource]) -> None:
         first = sources[0]
@@ -63,12 +63,8 @@ class Bucket:
         self._views = [source.bucket_views(part) for source, part in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.tag_id for source in sources)) & 0xFF
         self._uses = 0
+        self.is_open = False
         free_storage_(self.data)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether some gradients are written and others are missing."""
-        return self.data.untyped_storage().size() > 0
 
     def lacks(self, index: int) -> bool:
         """Whether the source at ``index`` has not been written since the bucket was opened."""
@@ -76,7 +72,9 @@ class Bucket:
 
     def write(self, index: int) -> bool:
         """Let the source at ``index`` write its gradients; True when the bucket is then complete."""
-        alloc_storage_(self.data)
+        if not self.is_open:
+            alloc_storage_(self.data)
+            self.is_open = True
         self.sources[index].write_grads(self._views[index], self._columns[index])
         self._missing.discard(index)
         return not self._missing
@@ -101,6 +99,7 @@ class Bucket:
     def close(self) -> None:
         """Give the memory back and wait for the next pass."""
         free_storage_(self.data)
+        self.is_open = False
         self._missing = set(range(len(self.sources)))
 
 
@@ -203,7 +202,6 @@ class ReduceScatterBucketer:
         if bucket.write(index):
             self._launch(bucket)
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Send every bucket that waits, full or not, and run the callbacks of all that was ever sent."""
         for waiting in self._chunks.values():

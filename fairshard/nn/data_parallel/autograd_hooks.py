@@ -9,7 +9,7 @@ What is used, and what stands in for it where torch lacks it:
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,11 @@ def accumulate_node(leaf: Tensor) -> Any:
     return grad_fn.next_functions[0][0]
 
 
-def num_reached(nodes: Iterable[Any]) -> int:
+def num_reached(nodes: Sequence[Any]) -> int:
     """How many of ``nodes`` the running graph task executes, those it has executed included.
 
     0 inside ``torch.autograd.grad``, which hands gradients out instead of accumulating them.
     """
-    nodes = list(nodes)
     if _will_execute is None:
         return len(nodes)
     try:

@@ -18,9 +18,9 @@ from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.autograd_hooks import accumulate_node
 from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.param_slot import ParamSlot
-from fairshard.utils.collectives import Communicator, Transfer, exchange_tag
+from fairshard.utils.collectives import Communicator, RowGather, Transfer, exchange_tag
 from fairshard.utils.layout import FlatLayout
-from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.storage import free_storage_
 
 
 class FlatParam:
@@ -95,7 +95,10 @@ class FlatParam:
     def _look_at(self, buffer: Tensor) -> None:
         """Make ``buffer`` ``[W, S]`` the memory that the leaves show."""
         self.buffer = buffer
+        self._storage = buffer.untyped_storage()
+        self._nbytes = buffer.nbytes
         self._row = buffer[self.comm.rank]
+        self._gather = RowGather(self.comm, buffer)
         # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
         # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
         self._views = [view.data for view in self._params_of(buffer)]
@@ -125,7 +128,6 @@ class FlatParam:
         self._hook_leaves()
         return True
 
-    @torch.no_grad()
     def unshard(self) -> None:
         """Start gathering the whole line into the buffer; `wait_unshard` ends it. **Collective.**
 
@@ -138,17 +140,18 @@ class FlatParam:
             return
         if not self.shard_numel:
             return
-        alloc_storage_(self.buffer)
-        self._row.copy_(self.shard)
+        if not self._storage.size():
+            self._storage.resize_(self._nbytes)
+        self._row.copy_(self.shard.detach())
         self._uses += 1
-        self._transfer = self.comm.all_gather(self.buffer, exchange_tag("all_gather", self.tag_id, self._uses))
+        self._transfer = self._gather.start(exchange_tag("all_gather", self.tag_id, self._uses))
 
     def wait_unshard(self) -> None:
         """Wait for the gather under way, if any, and hang the leaves into their modules."""
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.wait()
-        for slot, view in zip(self.slots, self._views, strict=True):
+        for slot, view in zip(self.slots, self._views):  # noqa: B905 (host time)
             slot.attach(view)
 
     def reshard(self) -> None:
@@ -159,7 +162,7 @@ class FlatParam:
         for slot in self.slots:
             slot.detach()
         if not self._is_whole:
-            free_storage_(self.buffer)
+            self._storage.resize_(0)
         self.is_gathered = False
 
     def bucket_views(self, columns: Tensor) -> list[Tensor]:
@@ -171,7 +174,6 @@ class FlatParam:
             for piece in (*self.layout.pieces, *self.layout.padding)
         ]
 
-    @torch.no_grad()
     def write_grads(self, views: list[Tensor], columns: Tensor) -> None:
         """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
 
@@ -182,23 +184,28 @@ class FlatParam:
         sources: list[Tensor] = []
         position = 0
         for index, slot in enumerate(self.slots):
-            lengths = (slot.numel,) if whole else self.layout.lengths[index]
-            runs = views[position : position + len(lengths)]
-            position += len(lengths)
+            lengths = self.layout.lengths[index]
+            num_runs = 1 if whole else len(lengths)
+            runs = views[position : position + num_runs]
+            position += num_runs
             grad = self._take_grad(index, slot)
             if grad is None:
                 for run in runs:
                     run.zero_()
-            elif runs:
-                targets += runs
-                sources += (grad,) if whole else grad.reshape(-1).split(lengths)
+                continue
+            targets += runs
+            if whole:
+                sources.append(grad)
+            elif num_runs == 1:
+                sources.append(grad.reshape(-1))
+            elif num_runs:
+                sources += torch.split_with_sizes(grad.reshape(-1), lengths)
         for padding in views[position:]:
             padding.zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
         self._marker = self._accumulated = None
 
-    @torch.no_grad()
     def accept_grad(self, reduced: Tensor) -> None:
         """Set or add the mean over ranks, ``[S]``, to the shard's gradient."""
         if reduced.dtype != self.shard.dtype:
@@ -258,9 +265,12 @@ class FlatParam:
 
     def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
         """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
-        grad, slot.leaf.grad = slot.leaf.grad, None
-        if grad is not None and grad.is_sparse:
-            grad = grad.to_dense()
+        leaf = slot.leaf
+        grad = leaf.grad
+        if grad is not None:
+            leaf.grad = None
+            if grad.is_sparse:
+                grad = grad.to_dense()
         if self._accumulated is None:
             return grad
         span = self.layout.param_span(index)

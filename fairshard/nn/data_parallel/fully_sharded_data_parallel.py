@@ -109,12 +109,14 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
-        unit = self._unit
+        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         if unit.root is None:
             claim(self)
         args, kwargs, call = unit.pre_forward(args, kwargs)
+        wrapped = self._modules["module"]
+        assert wrapped is not None
         try:
-            outputs = self.module(*args, **kwargs)
+            outputs = wrapped(*args, **kwargs)
         except BaseException:
             unit.abort_forward()
             raise
@@ -161,7 +163,9 @@ class FullyShardedDataParallel(nn.Module):
         Every rank gets all of it, in tensors of its own. It loads into the unwrapped module and back.
         """
         if args:  # nn.Module still takes them by position
-            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+            destination = positional.get("destination", destination)
+            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         root = self._claimed()
         if self._unit is root.units[0]:
             root.assert_idle("state_dict")
@@ -342,7 +346,7 @@ class FullyShardedDataParallel(nn.Module):
                         f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
                         "the module before wrapping it, or use `mixed_precision` and `compute_dtype`."
                     )
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -380,9 +384,9 @@ def _setting(name: str) -> property:
     return property(lambda self: getattr(self.config, name), doc=f"The argument ``{name}`` as resolved.")
 
 
-for _name in (
-    ["reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters", "compute_dtype", "bucket_cap_mb"]
-):
+for _name in ("reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters"):
+    setattr(FullyShardedDataParallel, _name, _setting(_name))
+for _name in ("compute_dtype", "bucket_cap_mb"):
     setattr(FullyShardedDataParallel, _name, _setting(_name))
 FullyShardedDataParallel.cpu_offload = False  # type: ignore[attr-defined]
 FullyShardedDataParallel.move_grads_to_cpu = False  # type: ignore[attr-defined]

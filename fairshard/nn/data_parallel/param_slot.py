@@ -55,13 +55,11 @@ class ShardedParameter:
 
 
 def _refuse_operators() -> None:
-    binary = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-    names = [f"__{prefix}{name}__" for name in binary for prefix in ("", "r", "i")]
-    names += ["__neg__", "__pos__", "__abs__", "__invert__", "__lt__", "__le__", "__gt__", "__ge__", "__len__", "__iter__", "__getitem__"]
-    names += ["__setitem__", "__float__", "__int__", "__index__", "__bool__", "__array__", "__contains__"]
+    arithmetic = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+    others = "neg pos abs invert lt le gt ge len iter getitem setitem float int index bool array contains"
+    names = [prefix + name for name in arithmetic.split() for prefix in ("", "r", "i")] + others.split()
     for name in names:
-        setattr(ShardedParameter, name, ShardedParameter._refuse)
-
+        setattr(ShardedParameter, f"__{name}__", ShardedParameter._refuse)
 
 _refuse_operators()
 
@@ -108,16 +106,18 @@ class ParamSlot:
 
     def attach(self, view: Tensor) -> None:
         """Let the leaf show ``view`` and hang it where the modules look for it."""
-        self.leaf.data = view
+        leaf = self.leaf
+        leaf.data = view
         for module, name in self.owners:
             if module._parameters.get(name) is self._registered:  # else a user (functional_call) put another there
-                module.__dict__[name] = self.leaf
+                module.__dict__[name] = leaf
 
     def detach(self) -> None:
         """Empty the leaf and take it off the modules."""
-        if self._empty is None or self._empty.dtype != self.leaf.dtype or self._empty.device != self.leaf.device:
-            self._empty = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
-        self.leaf.data = self._empty
+        leaf = self.leaf
+        if self._empty is None or self._empty.dtype != leaf.dtype or self._empty.device != leaf.device:
+            self._empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        leaf.data = self._empty
         placeholder = self._placeholder
         for module, name in self.owners:
             if module._parameters.get(name) is not self._registered or placeholder is None:

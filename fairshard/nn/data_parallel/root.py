@@ -152,7 +152,8 @@ class Root:
 
     def note_free(self) -> None:
         """A unit has given its memory back: gathers from now on wait until compute has passed this moment."""
-        self.free = now(self.device)
+        if self.device.type == "cuda":
+            self.free = now(self.device)
         if self._depth and torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would be taken for unchanged
 

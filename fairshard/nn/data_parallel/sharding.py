@@ -11,7 +11,12 @@ from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.tree import join, units_below, walk
 
-_OTHER_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "fairscale.nn.data_parallel", "deepspeed.runtime")
+_OTHER_ENGINES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "fairscale.nn.data_parallel",
+    "deepspeed.runtime",
+)
 
 
 def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_size: int) -> list[FlatParam]:

@@ -55,7 +55,8 @@ class Unit:
         self.is_pinned = False  # gathered until its backward is over: no hook would gather it again
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("group", "flat_params", "config", "fqn", "reshard_after_forward")}
+        kept = ("group", "flat_params", "config", "fqn", "reshard_after_forward")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -198,7 +199,7 @@ class Unit:
         self.state = TrainingState.BACKWARD_PRE
 
     def _num_reached(self) -> int:
-        return num_reached(node for flat_param in self.flat_params for node in flat_param.nodes)
+        return sum(num_reached(flat_param.nodes) for flat_param in self.flat_params)
 
     def close_call(self, call: Call) -> None:
         """The gradients of one call's inputs are done."""
@@ -260,8 +261,9 @@ class Unit:
             return
         root = self.root
         assert root is not None
-        with root.unshard_stream.use():
-            root.unshard_stream.wait(root.free)
+        stream = root.unshard_stream
+        with stream.use():
+            stream.wait(root.free)
             for flat_param in self.flat_params:
                 flat_param.unshard()
         self.is_gathered = True

@@ -1,0 +1,147 @@
+"""A step issues exactly the collectives that follow from its units, and moves exactly their bytes."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import CollectiveCounter
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+
+WIDTHS = (6, 11, 7, 5)
+SIZES = [before * after + after for before, after in zip(WIDTHS[:-1], WIDTHS[1:], strict=True)]
+
+
+def step(model, sync=True, train=True):
+    with contextlib.nullcontext() if sync else model.no_sync(), torch.set_grad_enabled(train):
+        loss = model(randn(4, WIDTHS[0])).sum()
+        if train:
+            loss.backward()
+
+
+def counts_of(model, **kwargs):
+    """Collectives of the third step, by fairshard's counters and as seen by torch.distributed."""
+    step(model)
+    step(model)
+    sgd(model).step()
+    reset_counters()
+    with CollectiveCounter() as patched:
+        step(model, **kwargs)
+    return counters(), patched
+
+
+def gathered(sizes, itemsize):
+    """Number and received bytes of one gather of each unit: the padded line less this rank's own part."""
+    others = dist.get_world_size() - 1
+    return len(sizes), sum(others * -(-size // (others + 1)) * itemsize for size in sizes)
+
+
+def add(*pairs):
+    return tuple(map(sum, zip(*pairs, strict=True)))
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32_reduce"])
+@pytest.mark.parametrize("bucket", [0, 25])
+def test_one_step(reshard, precision, bucket):
+    """Each unit is gathered for forward, again for backward if resharded; gradients go bucket by bucket."""
+    settings = {"mixed_precision": True, "compute_dtype": torch.bfloat16} if precision != "fp32" else {}
+    settings |= {"fp32_reduce_scatter": True} if precision == "fp32_reduce" else {}
+    compute, reduce = {"fp32": (4, 4), "bf16": (2, 2), "fp32_reduce": (2, 4)}[precision]
+    model = wrap_each(mlp(*WIDTHS), reshard_after_forward=reshard, bucket_cap_mb=bucket, **settings)
+    ours, patched = counts_of(model)
+    once = gathered(SIZES, compute)
+    _, sent = gathered(SIZES, reduce)  # of each bucket row all but the own one is sent: the same sum
+    assert ours == {
+        "all_gather": add(once, once) if reshard else once,
+        "reduce_scatter": (len(SIZES) if bucket == 0 else 1, sent),
+    }
+    if torch.distributed.get_backend() == "gloo" and dist.get_world_size() < 4:
+        assert patched.nbytes("recv") == patched.nbytes("send") == sum(nbytes for _, nbytes in ours.values())
+        others = dist.get_world_size() - 1
+        assert patched.count("recv") == others * sum(number for number, _ in ours.values())
+        assert {method for method, _ in patched.calls} == {"send", "recv"}
+
+
+@on_ranks(2, 3)
+def test_the_root_is_gathered_once():
+    """The outermost unit stays gathered between forward and backward, whatever ``reshard_after_forward`` says."""
+    model = FSDP(mlp(*WIDTHS))
+    ours, _ = counts_of(model)
+    assert ours["all_gather"] == gathered([sum(SIZES)], 4)
+    assert ours["reduce_scatter"] == gathered([sum(SIZES)], 4)
+
+
+@on_ranks(2)
+def test_unflattened_parameters_are_gathered_one_by_one():
+    """Without flattening every parameter is a gather of its own; they still share buckets."""
+    model = mlp(*WIDTHS)
+    numels = [param.numel() for param in model.parameters()]
+    ours, _ = counts_of(FSDP(model, flatten_parameters=False))
+    assert ours["all_gather"] == gathered(numels, 4)
+    assert ours["reduce_scatter"] == (1, gathered(numels, 4)[1])
+
+
+@on_ranks(2)
+def test_buckets_are_filled_up_to_the_cap():
+    """Units are packed in backward order while they fit: here the last two, then the first."""
+    padded = [2 * -(-size // 2) * 4 for size in SIZES]
+    cap = (padded[2] + padded[1]) / 2**20
+    ours, _ = counts_of(wrap_each(mlp(*WIDTHS), bucket_cap_mb=cap))
+    assert ours["reduce_scatter"] == (2, sum(padded) // 2)
+
+
+@on_ranks(2, 3)
+def test_no_sync_sends_no_gradients():
+    """Under ``no_sync`` only parameters travel."""
+    ours, _ = counts_of(wrap_each(mlp(*WIDTHS)), sync=False)
+    once = gathered(SIZES, 4)
+    assert ours == {"all_gather": add(once, once)}
+
+
+@on_ranks(2, 3)
+def test_a_pass_without_grad_gathers_once():
+    """Under ``no_grad`` each unit is gathered for forward, and nothing follows."""
+    ours, _ = counts_of(wrap_each(mlp(*WIDTHS)), train=False)
+    assert ours == {"all_gather": gathered(SIZES, 4)}
+
+
+@on_ranks(2)
+def test_frozen_units_send_no_gradients():
+    """A frozen unit in the middle is gathered for the backward that passes through it, but not reduced."""
+    model = mlp(*WIDTHS)
+    model[2].requires_grad_(False)
+    ours, _ = counts_of(wrap_each(model, bucket_cap_mb=0))
+    once = gathered(SIZES, 4)
+    assert ours["all_gather"] == add(once, once)
+    assert ours["reduce_scatter"] == gathered([SIZES[0], SIZES[2]], 4)
+
+
+@on_ranks(2)
+def test_clip_is_one_all_reduce():
+    """The total norm takes one all-reduce of one number."""
+    model = wrap_each(mlp(*WIDTHS))
+    step(model)
+    reset_counters()
+    model.clip_grad_norm_(1.0)
+    assert counters() == {"all_reduce": (1, 4)}
+
+
+@on_ranks(2)
+def test_kept_parameters_are_gathered_again_only_when_they_change():
+    """Two forwards under ``no_sync`` without resharding: the second finds the first's parameters, and a step ends that."""
+    model = wrap_each(mlp(*WIDTHS), reshard_after_forward=False)
+    optimizer = sgd(model)
+    step(model)
+    optimizer.step()
+    for _ in range(2):
+        reset_counters()
+        step(model)
+        assert counters()["all_gather"] == gathered(SIZES, 4)
+        optimizer.step()

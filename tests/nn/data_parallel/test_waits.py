@@ -1,0 +1,150 @@
+"""Every wait is needed: with it a late rank changes nothing, without it the number is wrong.
+
+Each test makes rank 1 late and looks at rank 0. Its twin runs the same with one kind of wait patched to nothing.
+"""
+
+import contextlib
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils import reduce_scatter_bucketer
+from fairshard.utils.collectives import Communicator, Transfer
+from fairshard.utils.testing import delayed
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import average_grads_, randn, sgd
+
+pytestmark = pytest.mark.cpu_only
+
+DELAY_S = 0.3
+
+
+def kind_of(transfer):
+    """What a transfer does, told by what it will hand out."""
+    if transfer._finish is not None:
+        return "reduce_scatter"
+    return "all_gather" if transfer.result is not None and transfer.result.dim() == 2 else "all_reduce"
+
+
+@contextlib.contextmanager
+def without_wait(kind):
+    """Transfers of ``kind`` are taken for done at once; really waited for when the context ends.
+
+    What they write to is kept until then, and buckets are not freed: the twin must be wrong, not crash.
+    """
+    parked = []
+    original = Transfer.wait
+
+    def wait(transfer):
+        if kind is not None and transfer._works and kind_of(transfer) == kind:
+            parked.append((transfer._works, transfer._held, transfer._finish))
+            transfer._works = ()
+        return original(transfer)
+
+    keep_memory = mock.patch.object(reduce_scatter_bucketer, "free_storage_", lambda tensor: None)
+    with mock.patch.object(Transfer, "wait", wait), keep_memory if kind else contextlib.nullcontext():
+        yield
+        for works, _, _ in parked:
+            for work in works:
+                work.wait()
+
+
+def assert_right_unless(twin, actual, expected):
+    """On rank 0, which did not wait in the ``twin``, the number is wrong; otherwise it is right everywhere."""
+    if not twin:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    elif dist.get_rank() == 0:
+        assert not torch.equal(actual, expected), "the wait that was taken away is not needed"
+
+
+def two_steps(model):
+    """A wrapped model whose weights have changed since they were last gathered, and a plain one with the same."""
+    plain = copy.deepcopy(model)
+    wrapped = FSDP(model)
+    for one in (plain, wrapped):
+        one(randn(3, 4)).sum().backward()
+    average_grads_(plain.parameters())
+    return plain, wrapped
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("twin", [False, True])
+def test_forward_waits_for_a_late_all_gather(twin):
+    """Rank 1 sends its shard late; rank 0 computes with it all the same."""
+    plain, wrapped = two_steps(mlp(4, 5))
+    sgd(plain).step()
+    sgd(wrapped).step()
+    with delayed(Communicator, "all_gather", rank=1, seconds=DELAY_S), without_wait("all_gather" if twin else None):
+        actual = wrapped(randn(3, 4, key=1)).detach().clone()
+    assert_right_unless(twin, actual, plain(randn(3, 4, key=1)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("twin", [False, True])
+def test_forward_waits_for_a_late_optimizer(twin):
+    """Rank 1 steps its shard late; rank 0 computes with the weights after that step."""
+    plain, wrapped = two_steps(mlp(4, 5))
+    sgd(plain).step()
+    optimizer = sgd(wrapped)
+    with delayed(optimizer, "step", rank=1, seconds=DELAY_S), without_wait("all_gather" if twin else None):
+        optimizer.step()
+        actual = wrapped(randn(3, 4, key=1)).detach().clone()
+    assert_right_unless(twin, actual, plain(randn(3, 4, key=1)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("twin", [False, True])
+def test_step_waits_for_a_late_reduce_scatter(twin):
+    """Rank 1 sends its gradients late; after the backward rank 0 has their mean."""
+    plain, wrapped = two_steps(mlp(4, 5))
+    for one in (plain, wrapped):
+        one.zero_grad()
+    plain(randn(3, 4, key=1)).sum().backward()
+    average_grads_(plain.parameters())
+    loss = wrapped(randn(3, 4, key=1)).sum()
+    late = delayed(Communicator, "reduce_scatter", rank=1, seconds=DELAY_S)
+    with late, without_wait("reduce_scatter" if twin else None):
+        loss.backward()
+        actual = wrapped.params[0].grad.clone()
+    line = torch.cat([param.grad.flatten() for param in plain.parameters()])
+    line = torch.nn.functional.pad(line, (0, 2 * actual.numel() - line.numel()))
+    assert_right_unless(twin, actual, line.chunk(2)[dist.get_rank()])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("twin", [False, True])
+def test_clip_waits_for_a_late_all_reduce(twin):
+    """Rank 1 gives its part of the norm late; rank 0 returns the norm of all parts."""
+    plain, wrapped = two_steps(mlp(4, 5))
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, float("inf"))
+    with delayed(Communicator, "all_reduce", rank=1, seconds=DELAY_S), without_wait("all_reduce" if twin else None):
+        wrapped.params[0].grad.mul_(dist.get_rank())  # so that rank 0's own part is not the largest
+        norm = wrapped.clip_grad_norm_(1e9, float("inf")).clone()
+        own = wrapped.params[0].grad.abs().max()
+    expected = own.clone()
+    dist.all_reduce(expected, dist.ReduceOp.MAX)
+    assert_right_unless(twin, norm, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_with_a_late_rank_keeps_every_bit(late, rank):
+    """Whole steps over several units and buckets, with one rank late in each collective: nothing changes."""
+    states = []
+    for seconds in (0.0, 0.02):
+        model = wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0)
+        optimizer = sgd(model)
+        with delayed(Communicator, late, rank=rank, seconds=seconds):
+            for step in range(3):
+                model(randn(3, 4, key=step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name

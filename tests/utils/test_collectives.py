@@ -1,0 +1,224 @@
+"""The engine's collectives give the right numbers on every path, and count themselves."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.errors import FairshardError
+from fairshard.utils.collectives import (
+    Transfer,
+    backend_name,
+    communicator,
+    counters,
+    default_group,
+    exchange_tag,
+    gather_scalars,
+    reset_counters,
+)
+from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
+from tests.on_ranks import on_ranks
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def value_of(rank, row, numel, dtype):
+    """What ``rank`` holds in ``row``: numbers whose sum depends on the order of adding."""
+    random = torch.Generator().manual_seed(100 * rank + row)
+    return torch.randn(numel, generator=random, dtype=torch.float64).to(dtype)
+
+
+def buffer_of(rank, world_size, numel, dtype):
+    rows = [value_of(rank, row, numel, dtype) for row in range(world_size)]
+    return torch.stack(rows).to(rank_device())
+
+
+# 5 ranks and more take gloo's native all-gather and all-to-all, 2 to 4 the direct exchange.
+@on_ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 1000])
+def test_all_gather_fills_every_row(dtype, numel):
+    """Row ``r`` of the buffer is what rank ``r`` had written there."""
+    comm = communicator(dist.group.WORLD)
+    buffer = torch.full((comm.world_size, numel), -1.0, dtype=dtype, device=rank_device())
+    buffer[comm.rank] = value_of(comm.rank, 0, numel, dtype)
+    comm.all_gather(buffer, exchange_tag("all_gather", comm.new_id(), 0)).wait()
+    expected = torch.stack([value_of(rank, 0, numel, dtype) for rank in range(comm.world_size)])
+    assert torch.equal(buffer.cpu(), expected)
+
+
+@on_ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 1000])
+def test_reduce_scatter_adds_in_rank_order(dtype, numel):
+    """The sum of row ``rank`` over ranks, added in rank order in fp32 or wider, to the bit."""
+    comm = communicator(dist.group.WORLD)
+    bucket = buffer_of(comm.rank, comm.world_size, numel, dtype)
+    reduced = comm.reduce_scatter(bucket, exchange_tag("reduce_scatter", comm.new_id(), 0)).wait()
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = [value_of(rank, comm.rank, numel, dtype).to(wide) for rank in range(comm.world_size)]
+    expected = functools.reduce(torch.add, rows)
+    if rank_device().type == "cpu":
+        assert torch.equal(reduced.to(wide), expected)
+    else:
+        torch.testing.assert_close(reduced.cpu().to(wide), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+
+
+@on_ranks(2, 3)
+def test_many_under_way_and_waited_for_in_any_order():
+    """Exchanges of several flat params, started together and waited for backwards, do not mix."""
+    comm = communicator(dist.group.WORLD)
+    pending = []
+    for number in range(12):
+        numel = 3 + number % 4
+        buffer = torch.zeros(comm.world_size, numel, device=rank_device())
+        buffer[comm.rank] = 100 * number + comm.rank
+        bucket = torch.full((comm.world_size, numel), float(number), device=rank_device())
+        source = comm.new_id()
+        gathered = comm.all_gather(buffer, exchange_tag("all_gather", source, 0))
+        reduced = comm.reduce_scatter(bucket, exchange_tag("reduce_scatter", source, 0))
+        pending.append((number, buffer, gathered, reduced))
+    for number, buffer, gathered, reduced in reversed(pending):
+        gathered.wait()
+        assert buffer[:, 0].tolist() == [100 * number + rank for rank in range(comm.world_size)]
+        assert reduced.wait().unique().tolist() == [number * comm.world_size]
+
+
+@on_ranks(2)
+def test_ranks_may_start_exchanges_in_different_order():
+    """Tags name what travels, so two ranks that start two gathers in opposite order get the right rows."""
+    comm = communicator(dist.group.WORLD)
+    buffers = [torch.full((2, 3), -1.0) for _ in range(2)]
+    for number, buffer in enumerate(buffers):
+        buffer[comm.rank] = 10 * number + comm.rank
+    order = [0, 1] if comm.rank == 0 else [1, 0]
+    transfers = [comm.all_gather(buffers[i], exchange_tag("all_gather", 7 + i, 0)) for i in order]
+    for transfer in transfers:
+        transfer.wait()
+    assert [buffer[:, 0].tolist() for buffer in buffers] == [[0, 1], [10, 11]]
+
+
+def test_tags_are_31_bits_and_differ():
+    """Tags of different kinds, sources, uses and members differ, and fit into what gloo sends."""
+    tags = {
+        exchange_tag(kind, source, uses, members)
+        for kind in ("all_gather", "reduce_scatter")
+        for source in range(1, 30)
+        for uses in range(4)
+        for members in (0, 5, 255)
+    }
+    assert len(tags) == 2 * 29 * 4 * 3
+    assert all(0 <= tag < 2**31 for tag in tags)
+    assert 0 <= exchange_tag("reduce_scatter", 10**9, 10**9, 10**9) < 2**31
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(("op", "expected"), [("sum", sum), ("max", max), ("min", min)])
+def test_all_reduce_combines_in_place(op, expected):
+    """Every rank ends with the sum, the largest or the smallest of all."""
+    comm = communicator(dist.group.WORLD)
+    tensor = torch.tensor([comm.rank + 1.0], device=rank_device())
+    comm.all_reduce(tensor, op).wait()
+    assert tensor.item() == expected(rank + 1 for rank in range(comm.world_size))
+
+
+@on_ranks(1, 2, 3)
+def test_agree_tells_whether_all_passed_the_same():
+    """`agree` is true on all ranks or false on all, whichever rank differs, up to 63 bits."""
+    comm = communicator(dist.group.WORLD)
+    large = 2**56 - 3
+    assert comm.agree(large, rank_device())
+    for odd in range(comm.world_size):
+        assert comm.agree(large - (comm.rank == odd), rank_device()) == (comm.world_size == 1)
+
+
+@on_ranks(1, 3)
+def test_objects_and_scalars_of_every_rank():
+    """`gather_objects` and `gather_scalars` return what every rank passed, in rank order, on every rank."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    assert communicator(dist.group.WORLD).gather_objects(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
+    assert gather_scalars([rank, 0.5], device=rank_device()) == [[float(r), 0.5] for r in range(world_size)]
+
+
+@pytest.mark.cpu_only
+@on_ranks(2, 3)
+def test_counters_count_number_and_bytes():
+    """A collective counts once: bytes received of an all-gather, sent of a reduce-scatter, held of an all-reduce."""
+    comm = communicator(dist.group.WORLD)
+    others = comm.world_size - 1
+    reset_counters()
+    assert counters() == {}
+    with CollectiveCounter() as patched:
+        comm.all_gather(torch.zeros(comm.world_size, 5), 1).wait()
+        comm.reduce_scatter(torch.zeros(comm.world_size, 7, dtype=torch.bfloat16), 2).wait()
+        comm.all_reduce(torch.zeros(3)).wait()
+    gathered, scattered, reduced = others * 5 * 4, others * 7 * 2, 3 * 4
+    assert counters() == {
+        "all_gather": (1, gathered),
+        "reduce_scatter": (1, scattered),
+        "all_reduce": (1, reduced),
+    }
+    assert patched.nbytes("recv") == patched.nbytes("send") == gathered + scattered
+    assert patched.count("recv") == patched.count("send") == 2 * others
+    assert patched.nbytes("allreduce") == reduced
+    reset_counters()
+    assert counters() == {}
+
+
+@on_ranks(1)
+def test_alone_nothing_moves():
+    """With one rank there are no collectives, hence no counts."""
+    comm = communicator(dist.group.WORLD)
+    reset_counters()
+    with CollectiveCounter() as patched:
+        comm.all_gather(torch.zeros(1, 5), 1).wait()
+        comm.reduce_scatter(torch.zeros(1, 5), 2).wait()
+        comm.all_reduce(torch.zeros(3)).wait()
+    assert counters() == {}
+    assert patched.calls == []
+
+
+def test_a_transfer_waits_for_every_work_even_when_one_fails():
+    """A failed work does not keep the others from being waited for; the error is ours and names the cause."""
+    waited = []
+
+    class Work:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            waited.append(self.name)
+            if self.name == "bad":
+                raise RuntimeError("peer is gone")
+
+    transfer = Transfer([Work("bad"), Work("good")])
+    with pytest.raises(FairshardError, match="peer is gone"):
+        transfer.wait()
+    assert waited == ["bad", "good"]
+
+
+def test_a_transfer_may_be_waited_for_twice():
+    """The second wait returns the same result and does nothing."""
+    finished = []
+    transfer = Transfer(finish=lambda: finished.append(1) or torch.ones(1))
+    assert transfer.wait() is transfer.wait()
+    assert finished == [1]
+
+
+def test_default_group_needs_one():
+    """Without `init_process_group` there is a ValueError that says so."""
+    with pytest.raises(ValueError, match="init_process_group"):
+        default_group()
+    with fake_group(2):
+        assert default_group() is dist.group.WORLD
+
+
+@on_ranks(2)
+def test_there_is_one_communicator_for_a_group():
+    """The same group gives the same communicator, another group another."""
+    other = dist.new_group()
+    assert communicator(dist.group.WORLD) is communicator(dist.group.WORLD)
+    assert communicator(other) is not communicator(dist.group.WORLD)
+    assert backend_name(other, torch.device("cpu")) == "gloo"
+    assert backend_name(other, torch.device("meta")) is None
