@@ -147,7 +147,7 @@ class Trainer:
             last = number == len(batches)
             with contextlib.nullcontext() if last else self.model.no_sync():
                 loss = self._loss(batch) / len(batches)
-                torch.autograd.backward(loss * scale)
+                (loss * scale).backward()
             total += loss.detach()
         return total.item()
 

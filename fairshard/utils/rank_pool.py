@@ -80,6 +80,7 @@ class RankPool:
         ``fn``, its arguments and its results are pickled, so ``fn`` is a function of a module, or a
         ``partial`` of one.
         """
+        __tracebackhide__ = True  # pytest then shows the ranks' tracebacks only
         self._num_calls += 1
         body = pickle.dumps((fn, args, kwargs))
         self.start(world_size)
@@ -124,6 +125,7 @@ def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT_S, **kwargs: Any
 ) -> list[Any]:
     """:meth:`RankPool.run` on one pool that lives as long as this process."""
+    __tracebackhide__ = True
     return default_pool().run(world_size, fn, *args, timeout=timeout, **kwargs)
 
 
@@ -245,9 +247,7 @@ class _Waiting:
 
     def give_up(self) -> None:
         """Report the ranks that did not answer by their stacks, and end them."""
-        cause = (
-            "did not come back after another rank failed" if self.failures else f"hung for {self.timeout} s"
-        )
+        cause = "did not come back after another rank failed" if self.failures else f"hung for {self.timeout} s"
         for rank, worker in self.pending.items():
             self.failures[rank] = f"{cause}; its stack:\n{worker.stack()}"
         for worker in self.pending.values():

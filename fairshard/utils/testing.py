@@ -49,7 +49,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-class CopyCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CopyCounter(TorchDispatchMode):
     """Counts the operators that write a copy of a tensor, while the mode is on.
 
     ``counts[name]`` and ``nbytes[name]`` are the number of calls and the bytes written, for each ``name`` in
@@ -135,13 +135,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def delayed(owner: Any, name: str, rank: int, seconds: float) -> Iterator[None]:
-    """``owner.name(...)`` starts ``seconds`` late on ``rank``, and as always on the others."""
+def delayed(owner: Any, name: str, rank: int, delay: float | Callable[[], object]) -> Iterator[None]:
+    """``owner.name(...)`` starts late on ``rank``, and as always on the others.
+
+    ``delay`` is a time in seconds, or a function that returns when it is time: that a peer has got somewhere can be
+    read from a store, and then the order of events does not depend on the speed of the machine.
+    """
     original = getattr(owner, name)
 
     def late(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == rank:
-            time.sleep(seconds)
+            delay() if callable(delay) else time.sleep(delay)
         return original(*args, **kwargs)
 
     with mock.patch.object(owner, name, late):

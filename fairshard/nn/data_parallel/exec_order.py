@@ -1,6 +1,7 @@
 """The order in which units run: recorded in one forward, used to look ahead in the next and in the backward."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 UnitT = TypeVar("UnitT")
@@ -37,10 +38,10 @@ class ExecOrder(Generic[UnitT]):
             self._waiting += self._this
             del self._waiting[:-_MAX_WAITING]
 
-    def begin_backward(self) -> list[UnitT]:
-        """A backward starts; returns the units that it should reach, each once, in that order."""
+    def begin_backward(self) -> Mapping[UnitT, int]:
+        """A backward starts; returns the units that it should reach, in that order, with their number of calls."""
         self._cursor = len(self._waiting)
-        return list(dict.fromkeys(reversed(self._waiting)))
+        return Counter(reversed(self._waiting))
 
     def reenter(self, unit: UnitT) -> UnitT | None:
         """The backward has come to ``unit``; returns the one that it should come to next."""

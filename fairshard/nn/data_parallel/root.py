@@ -62,6 +62,7 @@ class Root:
         self.bucketer = ReduceScatterBucketer(units[0].config.bucket_cap_mb, self.reduce_stream)
         self.free = now(device)
         self.in_backward = False
+        self.task = NO_BACKWARD
         self._depth = 0
         self._ahead: set[Unit] = set()
         self._warned_autocast = False
@@ -119,8 +120,11 @@ class Root:
         """The backward has come to ``unit``; returns the one to gather ahead."""
         if not self.in_backward:
             self.in_backward = True
+            self.task = current_task()
             at_end_of_task(self._end_backward)
             expected = self.order.begin_backward()
+            for other, num_calls in expected.items():
+                other.num_calls = num_calls
             self.bucketer.plan(
                 [
                     flat_param

@@ -51,7 +51,9 @@ class Unit:
         self._open_calls: set[Call] = set()  # calls whose inputs' gradients are awaited
         self._hooks_inputs = True
         self._is_reached = False  # by the running backward
-        self._has_sent = False
+        self._owes = False  # gradients, to the reduction
+        self._num_arrived = 0  # calls that the running backward has come to ...
+        self.num_calls = 0  # ... of those that it may come to
         self.is_pinned = False  # gathered until its backward is over: no hook would gather it again
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,6 +159,7 @@ class Unit:
         ahead = root.enter_backward(self)
         self._check_versions()
         self._reach()
+        self._num_arrived += 1
         self.unshard()
         if ahead is not None:
             ahead.unshard()
@@ -177,10 +180,10 @@ class Unit:
     def _on_grad(self, leaf: Tensor) -> None:
         """Autograd has accumulated one leaf's gradient."""
         task = current_task()
+        root = self.root
+        assert root is not None
         left = self._counted.get(task)
         if left is None:  # a task that began inside this unit: a reentrant segment
-            root = self.root
-            assert root is not None
             root.enter_backward(self)
             self._reach()
             left = self._num_reached()
@@ -188,12 +191,16 @@ class Unit:
             self._counted[task] = left - 1
             return
         self._counted.pop(task, None)
-        self.send_grads()
+        # Another call of this unit may follow in a reentrant segment of its own: add up here, round once.
+        if task == root.task or self._num_arrived >= self.num_calls:
+            self.send_grads()
+        else:
+            self._owes = True
         self._reshard_when_done()
 
     def _reach(self) -> None:
         if not self._is_reached:
-            self._is_reached = True
+            self._is_reached = self._owes = True
             for flat_param in self.flat_params:
                 flat_param.forget_zeroed()
         self.state = TrainingState.BACKWARD_PRE
@@ -212,7 +219,7 @@ class Unit:
         root = self.root
         assert root is not None
         self.state = TrainingState.BACKWARD_POST
-        self._has_sent = True
+        self._owes = False
         for flat_param in self.flat_params:
             if flat_param.requires_grad and flat_param.shard_numel:
                 if self.sync:
@@ -222,7 +229,7 @@ class Unit:
 
     def finish_backward(self) -> None:
         """The backward is over: send what was left, reshard, be idle."""
-        owed = self._is_reached and (not self._has_sent or bool(self._counted))
+        owed = self._owes or bool(self._counted)
         waiting = self.sync and any(flat_param.has_accumulated for flat_param in self.flat_params)
         if waiting and not self._is_reached:
             self._reach()
@@ -242,7 +249,8 @@ class Unit:
             self.buffers.detach()
         self._counted.clear()
         self._open_calls.clear()
-        self._is_reached = self._has_sent = self.is_pinned = False
+        self._is_reached = self._owes = self.is_pinned = False
+        self._num_arrived = self.num_calls = 0
         if self.is_gathered:
             self.reshard()
         self.state = TrainingState.IDLE
