@@ -10,7 +10,7 @@ from typing import Any
 import engines
 
 PHASES = ("forward", "backward", "optimizer")
-FIGURES = ("step ms", *(f"{phase} ms" for phase in PHASES), "peak MiB")
+FIGURES = ("step ms", *(f"{phase} ms" for phase in PHASES), "CPU ms", "peak MiB")
 
 LOSS_STEPS = 3
 """Losses are compared over the first steps only: later, rounding differences grow through the optimizer."""
@@ -52,9 +52,10 @@ class Ratio:
 def figures(run: Run, warmup: int) -> dict[str, float]:
     """Reduce a run: the median over timed steps of the slowest rank's time, and the largest rank's memory."""
     steps = list(zip(*(rank["times"] for rank in run["ranks"]), strict=True))[warmup:]
-    result = {"step ms": 1e3 * statistics.median(max(sum(time.values()) for time in step) for step in steps)}
-    for phase in PHASES:
-        result[f"{phase} ms"] = 1e3 * statistics.median(max(time[phase] for time in step) for step in steps)
+    slowest = [max(sum(time[phase] for phase in PHASES) for time in step) for step in steps]
+    result = {"step ms": 1e3 * statistics.median(slowest)}
+    for part, figure in zip((*PHASES, "cpu"), FIGURES[1:], strict=False):
+        result[figure] = 1e3 * statistics.median(max(time[part] for time in step) for step in steps)
     result["peak MiB"] = max(rank["peak_bytes"] for rank in run["ranks"]) / 2**20
     return result
 
@@ -138,8 +139,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     aligns = [str.ljust, *([str.rjust] * (len(widths) - 1))]
     header, *body = (
-        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True))
-        for row in rows
+        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)) for row in rows
     )
     return "\n".join([header, "-" * len(header), *body])
 

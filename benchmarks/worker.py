@@ -33,11 +33,12 @@ class Job:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step's phases on this rank."""
+    """Seconds of one step's phases on this rank, and the CPU seconds that its threads spent in all of them."""
 
     forward: float
     backward: float
     optimizer: float
+    cpu: float
 
 
 def main() -> None:
@@ -79,6 +80,7 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
 
 
 def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, StepTime]:
+    cpu = time.process_time()
     start = time.perf_counter()
     loss = engine.forward(tokens, targets)
     forward = time.perf_counter()
@@ -86,7 +88,8 @@ def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[flo
     backward = time.perf_counter()
     engine.step()
     end = time.perf_counter()
-    return loss.item(), StepTime(forward - start, backward - forward, end - backward)
+    cpu = time.process_time() - cpu
+    return loss.item(), StepTime(forward - start, backward - forward, end - backward, cpu)
 
 
 def _count_collectives(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job) -> dict[str, Any]:

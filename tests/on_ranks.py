@@ -6,6 +6,8 @@ import inspect
 from dataclasses import dataclass
 
 import pytest
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
 from fairshard.utils.testing import run_ranks
 
@@ -18,8 +20,15 @@ class Body:
     name: str
 
     def __call__(self, **kwargs):
+        _explain_asserts()
         function = inspect.unwrap(getattr(importlib.import_module(self.module), self.name))
         return function(**kwargs)
+
+
+@functools.cache
+def _explain_asserts():
+    """Let this worker import test modules as pytest does, so that a failed assert shows its values."""
+    install_importhook(get_config())
 
 
 def on_ranks(*world_sizes, timeout=60.0):
@@ -32,6 +41,7 @@ def on_ranks(*world_sizes, timeout=60.0):
     def decorate(function):
         @functools.wraps(function)
         def test(world_size, **kwargs):
+            __tracebackhide__ = True
             run_ranks(world_size, Body(function.__module__, function.__name__), timeout=timeout, **kwargs)
 
         own = list(inspect.signature(function).parameters.values())

@@ -87,7 +87,7 @@ def assert_same_state(actual, expected, rtol=0.0, atol=0.0):
         )
 
 
-def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, rtol=0.0, atol=0.0):
+def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=0.0, atol=0.0):
     """Train ``wrap(model)`` and a plain replica side by side; losses and final state agree.
 
     ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. SGD with momentum, which shows
@@ -95,7 +95,7 @@ def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, rtol=0.0, ato
     """
     plain = copy.deepcopy(model)
     wrapped = wrap(copy.deepcopy(model))
-    of_plain, of_wrapped = (sgd(m) for m in (plain, wrapped))
+    of_plain, of_wrapped = (sgd(m, momentum=momentum) for m in (plain, wrapped))
     for step in range(num_steps):
         for micro in range(num_micro):
             expected, actual = loss_of(plain, (step, micro)), loss_of(wrapped, (step, micro))
@@ -112,9 +112,9 @@ def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, rtol=0.0, ato
     return wrapped
 
 
-def sgd(model, lr=0.1):
+def sgd(model, lr=0.1, momentum=0.9):
     """SGD with momentum over what ``model.parameters()`` gives and wants a gradient."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
 
 
 def randn(*shape, key=()):

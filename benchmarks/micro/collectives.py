@@ -160,9 +160,7 @@ def measure(world_size: int, sizes: tuple[int, ...]) -> dict[str, dict[str, list
     with tempfile.TemporaryDirectory(prefix="fairshard-micro-") as folder:
         mp.spawn(measure_rank, (world_size, sizes, folder), nprocs=world_size)
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world_size)]
-    return {
-        size: {way: _slowest_ms([rank[size][way] for rank in ranks]) for way in WAYS} for size in ranks[0]
-    }
+    return {size: {way: _slowest_ms([rank[size][way] for rank in ranks]) for way in WAYS} for size in ranks[0]}
 
 
 def _slowest_ms(seconds_by_rank: list[list[float]]) -> list[float]:

@@ -57,7 +57,7 @@ class TrainOptions:
     steps: int = 500
     batch_size: int = 32
     accumulate: int = 1
-    lr: float = 6e-3
+    lr: float = 4e-3
     weight_decay: float = 0.1
     warmup: int | None = None
     clip: float = 1.0

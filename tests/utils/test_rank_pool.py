@@ -140,7 +140,7 @@ def _time_of_barrier():
 
 
 def _delayed_barrier():
-    with delayed(dist, "barrier", rank=1, seconds=0.2):
+    with delayed(dist, "barrier", rank=1, delay=0.2):
         took = _time_of_barrier()
     return took, _time_of_barrier()
 

@@ -1,6 +1,7 @@
 """A step issues exactly the collectives that follow from its units, and moves exactly their bytes."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
 WIDTHS = (6, 11, 7, 5)
-SIZES = [before * after + after for before, after in zip(WIDTHS[:-1], WIDTHS[1:], strict=True)]
+SIZES = [before * after + after for before, after in itertools.pairwise(WIDTHS)]
 
 
 def step(model, sync=True, train=True):
@@ -134,8 +135,8 @@ def test_clip_is_one_all_reduce():
 
 
 @on_ranks(2)
-def test_kept_parameters_are_gathered_again_only_when_they_change():
-    """Two forwards under ``no_sync`` without resharding: the second finds the first's parameters, and a step ends that."""
+def test_kept_parameters_are_gathered_once_a_step():
+    """Without resharding each unit is gathered once a step, with the weights that the optimizer has left."""
     model = wrap_each(mlp(*WIDTHS), reshard_after_forward=False)
     optimizer = sgd(model)
     step(model)

@@ -1,6 +1,7 @@
 """A gradient is written once, an all-gather is copied into and never out of: counted below torch."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
 WIDTHS = (6, 11, 7, 5)
-SIZES = [before * after + after for before, after in zip(WIDTHS[:-1], WIDTHS[1:], strict=True)]
+SIZES = [before * after + after for before, after in itertools.pairwise(WIDTHS)]
 FP32, BF16 = 4, 2
 
 

@@ -16,7 +16,7 @@ from tests.reference import randn, sgd
 
 @contextlib.contextmanager
 def events(model):
-    """A list that fills with ``gather``, ``forward``, ``backward`` and ``free`` of units 0, 1, 2 ... of a Sequential."""
+    """A list that fills with what happens to units 0, 1, 2 ... of a Sequential, as ``(what, unit)``."""
     log = []
     layers = [part for part in model.module if isinstance(part, FSDP)]
     number = {id(unit_of(layer)): index for index, layer in enumerate(layers)}
@@ -87,8 +87,9 @@ def test_backward_gathers_one_unit_ahead(num_before):
     model = wrap_each(mlp(4, 9, 7, 5))
     for _ in range(num_before):
         model(randn(3, 4)).sum().backward()
-    loss = model(randn(3, 4)).sum()
     with events(model) as log:
+        loss = model(randn(3, 4)).sum()
+        log.clear()
         loss.backward()
     assert without(log, "free", "forward") == [
         ("gather", 2),

@@ -21,7 +21,22 @@ from tests.reference import average_grads_, randn, sgd
 
 pytestmark = pytest.mark.cpu_only
 
-DELAY_S = 0.3
+LATE_S = 0.1
+
+
+def late(owner, name, twin):
+    """``owner.name`` starts late on rank 1: after a while, or in a twin not before rank 0 says that it is `done`."""
+    return delayed(owner, name, rank=1, delay=(lambda: store().wait(["done"])) if twin else LATE_S)
+
+
+def done():
+    """What rank 0 says when it has taken the number that it did not wait for."""
+    if dist.get_rank() == 0:
+        store().set("done", "")
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
 
 
 def kind_of(transfer):
@@ -46,7 +61,7 @@ def without_wait(kind):
             transfer._works = ()
         return original(transfer)
 
-    keep_memory = mock.patch.object(reduce_scatter_bucketer, "free_storage_", lambda tensor: None)
+    keep_memory = mock.patch.object(reduce_scatter_bucketer, "free_storage_", mock.Mock())
     with mock.patch.object(Transfer, "wait", wait), keep_memory if kind else contextlib.nullcontext():
         yield
         for works, _, _ in parked:
@@ -79,8 +94,9 @@ def test_forward_waits_for_a_late_all_gather(twin):
     plain, wrapped = two_steps(mlp(4, 5))
     sgd(plain).step()
     sgd(wrapped).step()
-    with delayed(Communicator, "all_gather", rank=1, seconds=DELAY_S), without_wait("all_gather" if twin else None):
+    with late(Communicator, "all_gather", twin), without_wait("all_gather" if twin else None):
         actual = wrapped(randn(3, 4, key=1)).detach().clone()
+        done()
     assert_right_unless(twin, actual, plain(randn(3, 4, key=1)))
 
 
@@ -91,9 +107,10 @@ def test_forward_waits_for_a_late_optimizer(twin):
     plain, wrapped = two_steps(mlp(4, 5))
     sgd(plain).step()
     optimizer = sgd(wrapped)
-    with delayed(optimizer, "step", rank=1, seconds=DELAY_S), without_wait("all_gather" if twin else None):
+    with late(optimizer, "step", twin), without_wait("all_gather" if twin else None):
         optimizer.step()
         actual = wrapped(randn(3, 4, key=1)).detach().clone()
+        done()
     assert_right_unless(twin, actual, plain(randn(3, 4, key=1)))
 
 
@@ -107,10 +124,10 @@ def test_step_waits_for_a_late_reduce_scatter(twin):
     plain(randn(3, 4, key=1)).sum().backward()
     average_grads_(plain.parameters())
     loss = wrapped(randn(3, 4, key=1)).sum()
-    late = delayed(Communicator, "reduce_scatter", rank=1, seconds=DELAY_S)
-    with late, without_wait("reduce_scatter" if twin else None):
+    with late(Communicator, "reduce_scatter", twin), without_wait("reduce_scatter" if twin else None):
         loss.backward()
         actual = wrapped.params[0].grad.clone()
+        done()
     line = torch.cat([param.grad.flatten() for param in plain.parameters()])
     line = torch.nn.functional.pad(line, (0, 2 * actual.numel() - line.numel()))
     assert_right_unless(twin, actual, line.chunk(2)[dist.get_rank()])
@@ -122,9 +139,10 @@ def test_clip_waits_for_a_late_all_reduce(twin):
     """Rank 1 gives its part of the norm late; rank 0 returns the norm of all parts."""
     plain, wrapped = two_steps(mlp(4, 5))
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, float("inf"))
-    with delayed(Communicator, "all_reduce", rank=1, seconds=DELAY_S), without_wait("all_reduce" if twin else None):
+    with late(Communicator, "all_reduce", twin), without_wait("all_reduce" if twin else None):
         wrapped.params[0].grad.mul_(dist.get_rank())  # so that rank 0's own part is not the largest
         norm = wrapped.clip_grad_norm_(1e9, float("inf")).clone()
+        done()
         own = wrapped.params[0].grad.abs().max()
     expected = own.clone()
     dist.all_reduce(expected, dist.ReduceOp.MAX)
@@ -132,15 +150,15 @@ def test_clip_waits_for_a_late_all_reduce(twin):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("late", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_training_with_a_late_rank_keeps_every_bit(late, rank):
+def test_training_with_a_late_rank_keeps_every_bit(name, rank):
     """Whole steps over several units and buckets, with one rank late in each collective: nothing changes."""
     states = []
     for seconds in (0.0, 0.02):
         model = wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0)
         optimizer = sgd(model)
-        with delayed(Communicator, late, rank=rank, seconds=seconds):
+        with delayed(Communicator, name, rank=rank, delay=seconds):
             for step in range(3):
                 model(randn(3, 4, key=step)).square().sum().backward()
                 optimizer.step()

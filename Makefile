@@ -1,0 +1,61 @@
+# `make train` and `make test` do all the set-up themselves: they need Python >= 3.10 and make, nothing else.
+#
+#   make train                    train a byte-level GPT on two ranks, in two minutes
+#   make train ARGS="--steps 50"  the same with other flags; see: .venv/bin/fairshard train --help
+#   make test                     all tests but those marked `full`
+#   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own
+#   make test-all                 every cell of every matrix
+#   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
+#   make docs                     docs/_build/html/index.html
+#   make bench                    step time beside FSDP1, FSDP2 and DDP
+#   make clean                    remove what make made; the runs stay
+#
+# PYTHON chooses the interpreter, PIP_FLAGS is passed to pip.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+ARGS ?=
+TORCH ?=
+
+ifeq ($(TORCH),)
+VENV := .venv
+EXTRA := dev
+else
+VENV := .venv-torch-$(TORCH)
+EXTRA := test
+endif
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: train test test-all check docs bench clean
+
+train: $(INSTALLED)
+	$(BIN)/fairshard train $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+check: $(INSTALLED) docs
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict fairshard
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(VENV)/constraints.txt -e ".[$(EXTRA)]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-torch-* build *.egg-info docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

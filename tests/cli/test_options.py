@@ -1,0 +1,193 @@
+"""Bad input: one line on stderr and exit code 2, before any rank starts."""
+
+import itertools
+import math
+import os
+
+import pytest
+
+from fairshard.cli import launch, options, train
+from fairshard.cli.main import main
+from fairshard.cli.options import TrainOptions
+from fairshard.cli.ranks import Ranks
+from fairshard.cli.trainer import learning_rate
+
+# The command line, and what the line on stderr must name. ``{tmp}`` is a folder that holds what ``places`` put there.
+BAD = {
+    "data missing": ("--data {tmp}/nowhere", "nowhere does not exist"),
+    "data an empty file": ("--data {tmp}/empty.txt", "empty.txt is empty"),
+    "data an empty folder": ("--data {tmp}/emptydir", "emptydir holds no text"),
+    "data binary": ("--data {tmp}/zeros.bin", "zeros.bin is not text"),
+    "data a device": ("--data /dev/null", "/dev/null is neither a file nor a folder"),
+    "context longer than the data": ("--data {tmp}/short.txt --context 20", "context of 20 needs 21 bytes"),
+    "more ranks than the batch feeds": ("--nproc 4 --batch-size 2", "--batch-size 2 cannot feed 4 ranks"),
+    "more passes than the batch feeds": ("--nproc 2 --batch-size 8 --accumulate 5", "2 ranks x 5 passes"),
+    "batch not divisible among ranks": ("--nproc 3 --batch-size 32", "Pass 30 or 33"),
+    "dim not divisible by heads": ("--dim 100 --heads 3", "--dim must be a multiple of --heads = 3"),
+    "out holds a run": ("--out {tmp}/run", "holds another run (metrics.jsonl)"),
+    "out is a file": ("--out {tmp}/short.txt", "short.txt is a file"),
+    "out below a file": ("--out {tmp}/short.txt/run", "cannot be made"),
+    "no ranks": ("--nproc 0", "--nproc must be at least 1"),
+    "less than no ranks": ("--nproc -1", "--nproc must be at least 1"),
+    "precision unknown": ("--precision int8", "--precision: invalid choice: 'int8'"),
+    "not a number": ("--steps many", "--steps: invalid int value: 'many'"),
+    "rate not a number": ("--lr nan", "--lr must be a positive number"),
+    "rate zero": ("--lr 0", "--lr must be a positive number"),
+    "clip infinite": ("--clip inf", "--clip must be at least 0"),
+    "bucket negative": ("--bucket-cap-mb -1", "--bucket-cap-mb must be at least 0"),
+    "warmup longer than the run": ("--steps 10 --warmup 11", "--warmup must be at most --steps = 10"),
+    "seed too large": ("--seed 9223372036854775808", "--seed must be below 2**63"),
+    "flag unknown": ("--bogus", "unrecognized arguments: --bogus"),
+    "flag abbreviated": ("--step 5", "unrecognized arguments: --step"),
+    **{
+        f"{flag} zero": (f"--{flag} 0", f"--{flag} must be at least 1")
+        for flag in ["steps", "batch-size", "accumulate", "context", "layers", "dim", "heads", "eval-every", "threads"]
+    },
+}
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A folder with one of each bad place."""
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "emptydir").mkdir()
+    (tmp_path / "zeros.bin").write_bytes(bytes(100))
+    (tmp_path / "short.txt").write_text("x" * 100)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The calls that would have started ranks."""
+    calls = []
+    monkeypatch.setattr(launch, "elastic_launch", lambda *args: lambda *options: calls.append(options))
+    return calls
+
+
+@pytest.fixture
+def meetings(monkeypatch):
+    """The process groups that would have been made, for a process that torchrun has launched as rank 1 of 4."""
+    calls = []
+    monkeypatch.setattr(train.dist, "init_process_group", lambda *args, **kwargs: calls.append(args))
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    return calls
+
+
+@pytest.mark.parametrize(("line", "names"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_2_before_any_rank_starts(line, names, places, launched, capfd):
+    """Each bad input is refused by the launching process alone, in one line that names what is wrong."""
+    before = sorted(places.rglob("*"))
+    assert main(["train", *line.format(tmp=places).split()]) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("fairshard: error: ")
+    assert err.count("\n") == 1
+    assert names in err
+    assert not out
+    assert not launched
+    assert sorted(places.rglob("*")) == before
+
+
+def test_good_input_starts_the_ranks_with_the_options_of_the_command_line(launched, places):
+    """The same patched launcher is reached when nothing is wrong: that it was not called above means something."""
+    assert (
+        main(["train", "--nproc", "3", "--batch-size", "9", "--data", str(places / "short.txt"), "--context", "8"]) == 0
+    )
+    ((started,),) = launched
+    assert started == TrainOptions(nproc=3, batch_size=9, data=places / "short.txt", context=8)
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [BAD["data missing"], BAD["out holds a run"], BAD["dim not divisible by heads"], BAD["flag unknown"]],
+)
+def test_under_torchrun_bad_input_is_exit_2_before_the_ranks_meet(line, names, places, meetings, capfd):
+    """A rank that torchrun launched refuses by itself, in one line with its rank, and makes no process group."""
+    assert train.main(line.format(tmp=places).split()) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("fairshard train: error (rank 1): ")
+    assert err.count("\n") == 1
+    assert names in err
+    assert not meetings
+
+
+def test_under_torchrun_the_batch_is_checked_against_all_hosts(meetings, capfd):
+    """Rank 1 of 4, two of them on this host: 6 sequences feed 2 ranks but not 4."""
+    assert train.main(["--batch-size", "6"]) == 2
+    assert "must be a multiple of 4, for 4 ranks" in capfd.readouterr().err
+    assert not meetings
+
+
+def test_under_torchrun_nproc_is_refused(meetings, capfd):
+    """How many ranks there are is torchrun's to say."""
+    assert train.main(["--nproc", "4"]) == 2
+    assert "--nproc is for fairshard train" in capfd.readouterr().err
+    assert not meetings
+
+
+@pytest.mark.parametrize(
+    ("gpus", "line", "names"),
+    [
+        (0, "--device cuda", "needs a GPU, but torch sees none"),
+        (2, "--device cuda --nproc 4", "4 ranks and 2 GPUs"),
+        (2, "--nproc 4", "4 ranks and 2 GPUs"),
+    ],
+)
+def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launched, capfd):
+    """On CUDA more ranks than GPUs are refused, and so is CUDA without a GPU."""
+    monkeypatch.setattr(options, "device_count", lambda: gpus)
+    monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
+    assert main(["train", *line.split()]) == 2
+    assert names in capfd.readouterr().err
+    assert not launched
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 8)])
+def test_by_default_there_is_a_rank_for_each_gpu_else_two(gpus, ranks, monkeypatch):
+    """Without ``--nproc``: as many ranks as GPUs, and 2 on a machine without any."""
+    monkeypatch.setattr(options, "device_count", lambda: gpus)
+    monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
+    assert TrainOptions().num_ranks == ranks
+
+
+def test_a_missing_package_is_bad_input(monkeypatch, launched, capfd):
+    """Without the extra ``train`` the command says what to install, and starts nothing."""
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    assert main(["train"]) == 2
+    assert "pip install 'fairshard[train]'" in capfd.readouterr().err
+    assert not launched
+
+
+def test_threads_are_the_visible_cpus_over_the_local_ranks(launched, monkeypatch):
+    """The ranks inherit OMP_NUM_THREADS, one at least, and glibc's thresholds, unless the user has set them."""
+    seen = {}
+    names = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+    def fake_launch(*args):
+        return lambda options: seen.update({name: os.environ.get(name) for name in names})
+
+    monkeypatch.setattr(launch, "elastic_launch", fake_launch)
+    monkeypatch.setattr(launch, "default_threads", lambda local_size: max(1, 6 // local_size))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
+    for nproc, threads in ((2, 3), (4, 1), (8, 1)):
+        assert main(["train", "--nproc", str(nproc)]) == 0
+        assert seen == dict(zip(names, (str(threads), str(2**30), "5"), strict=True))
+    assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
+
+
+def test_a_rank_knows_its_place_only_when_the_environment_gives_all_of_it(meetings, monkeypatch):
+    """RANK and its three siblings make a place; without one of them this is no launched rank."""
+    assert Ranks.from_environment() == Ranks(rank=1, size=4, local_rank=1, local_size=2)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert Ranks.from_environment() is None
+
+
+def test_the_learning_rate_rises_in_a_line_and_ends_at_a_tenth():
+    """Step 1 of a warm-up of 4 has a quarter of the peak, step 4 all of it, the last a tenth; then it only falls."""
+    given = TrainOptions(steps=20, warmup=4, lr=0.5)
+    rates = [learning_rate(given, step) for step in range(1, 21)]
+    assert rates[:4] == [0.5 * step / 4 for step in (1, 2, 3, 4)]
+    assert math.isclose(rates[-1], 0.05)
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[3:]))

@@ -1,0 +1,158 @@
+"""``fairshard train`` as its users run it, in processes of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import fairshard
+from fairshard.cli.metrics import StepMetrics
+
+STEPS, BATCH, CONTEXT = 30, 8, 16
+TINY = f"--layers 2 --dim 16 --heads 2 --context {CONTEXT} --batch-size {BATCH} --steps {STEPS} --lr 2e-2".split()
+COMMAND = [sys.executable, "-m", "fairshard.cli.main", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fairshard.cli.train"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Two files of text that is easy to learn."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "long.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    (folder / "short.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
+    return folder
+
+
+def _environment():
+    """This process's environment without what launched it or chose its threads."""
+    ours = {"PYTHONPATH": str(Path(fairshard.__file__).parents[1])}
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    return {**{name: value for name, value in os.environ.items() if name not in dropped}, **ours}
+
+
+def _run(command, cwd):
+    return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data):
+    """A run on two ranks that is over: its result and its folder, which it named itself."""
+    cwd = tmp_path_factory.mktemp("work")
+    result = _run([*COMMAND, *TINY, "--nproc", "2", "--eval-every", "20", "--data", data], cwd)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (cwd / "runs").iterdir()
+    return result, folder
+
+
+def _lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_step_is_a_line_with_all_its_fields(finished):
+    """There is one line a step, in order, with the fields of ``StepMetrics`` and none else; tokens add up."""
+    steps = [line for line in _lines(finished[1]) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    for line in steps:
+        assert list(line) == [field.name for field in fields(StepMetrics)]
+        assert line["tokens"] == line["step"] * BATCH * CONTEXT
+        assert len(line["mem_bytes"]) == 2
+        assert line["collectives"] > 0
+
+
+def test_the_loss_goes_down(finished):
+    """Thirty steps on two sentences: the validation loss falls from ln 256 = 5.5 by two nats at least."""
+    validations = {line["step"]: line["val_loss"] for line in _lines(finished[1]) if "val_loss" in line}
+    assert list(validations) == [0, 20, STEPS]
+    assert 5 < validations[0] < 6
+    assert validations[STEPS] < validations[0] - 2
+
+
+def test_the_last_line_is_the_summary_of_the_others(finished):
+    """The summary has the last validation loss, and the means of what the lines of the steps say."""
+    *lines, last = _lines(finished[1])
+    steps = [line for line in lines if "loss" in line]
+    summary = last["summary"]
+    assert list(summary) == ["val_loss", "tokens_per_s", "collectives_per_step", "bytes_per_step", "peak_bytes"]
+    assert summary["val_loss"] == lines[-1]["val_loss"]
+    assert summary["tokens_per_s"] == pytest.approx(STEPS * BATCH * CONTEXT / sum(line["step_s"] for line in steps))
+    assert summary["bytes_per_step"] == pytest.approx(sum(line["comm_bytes"] for line in steps) / STEPS)
+    assert len(summary["peak_bytes"]) == 2
+
+
+def test_config_holds_every_option_and_version(finished, data):
+    """What the run was asked for can be read back, defaults too, with the versions that computed it."""
+    config = json.loads((finished[1] / "config.json").read_text())
+    assert config["options"]["context"] == CONTEXT
+    assert config["options"]["data"] == str(data)
+    assert config["options"]["clip"] == 1.0
+    assert config["world_size"] == 2
+    assert config["text"]["train_bytes"] == 100 * 44
+    assert {"fairshard", "torch", "numpy", "python"} <= set(config["versions"])
+
+
+def test_the_terminal_shows_units_progress_and_summary(finished):
+    """A user sees the table of units, the progress and the summary on stdout, and nothing on stderr."""
+    result, folder = finished
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for words in (
+        "2 ranks on cpu over gloo",
+        "(root)",
+        "blocks.1",
+        "validation loss",
+        "peak memory",
+        f"runs/{folder.name}",
+    ):
+        assert words in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_failure_in_training_is_exit_1_and_one_line(tmp_path, data):
+    """A learning rate that blows up stops both ranks at the same step, with one line and no traceback."""
+    result = _run([*COMMAND, *TINY, "--nproc", "2", "--data", data, "--lr", "1e30", "--warmup", "0"], tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("fairshard train: error: the loss is nan on rank 0, nan on rank 1 at step ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
+    """SIGINT to the whole group, as a terminal sends it: exit code 130, a word instead of a traceback, no orphan."""
+    command = [*COMMAND, *TINY, "--nproc", "2", "--data", data, "--steps", "100000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert any("validation loss" in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert err == "\nfairshard train: stopped by SIGINT.\n"
+
+
+def test_torchrun_with_bad_input_is_exit_2_on_the_ranks(tmp_path):
+    """Under torchrun each rank refuses with exit code 2 and a line of its own; torchrun reports the code."""
+    result = _run([*TORCHRUN, "--data", "nowhere"], tmp_path)
+    assert result.returncode != 0
+    assert "fairshard train: error (rank " in result.stderr
+    assert "--data nowhere does not exist." in result.stderr
+    assert "exitcode  : 2" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_torchrun_trains_as_the_command_does(finished, tmp_path, data):
+    """The same options give the same losses under torchrun, and the files go where ``--out`` says."""
+    out = tmp_path / "deep" / "out"
+    result = _run([*TORCHRUN, *TINY, "--eval-every", "20", "--data", data, "--out", out], tmp_path)
+    assert result.returncode == 0, result.stderr
+    losses = [[line["loss"] for line in _lines(folder) if "loss" in line] for folder in (out, finished[1])]
+    assert losses[0] == losses[1]

@@ -1,0 +1,168 @@
+"""Steps of the trainer on real ranks, against a plain model on one process."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from fairshard.cli.gpt import GPT, GPTConfig
+from fairshard.cli.loss_scale import LossScale
+from fairshard.cli.options import TrainOptions
+from fairshard.cli.ranks import Ranks
+from fairshard.cli.text import Text, even_starts, windows
+from fairshard.cli.train import build_model
+from fairshard.cli.trainer import VALIDATION_WINDOWS, Batches, Trainer, TrainingStopped, learning_rate
+from fairshard.utils.collectives import gather_scalars
+from tests.on_ranks import on_ranks
+
+CPU = torch.device("cpu")
+
+
+def _options(**changes):
+    small = {"layers": 2, "dim": 16, "heads": 2, "context": 8, "batch_size": 12, "steps": 6, "warmup": 2, "lr": 1e-2}
+    return TrainOptions(**{**small, **changes})
+
+
+def _text():
+    generator = np.random.default_rng(7)
+    return Text(generator.integers(0, 256, 3000).astype(np.uint8), generator.integers(0, 256, 600).astype(np.uint8))
+
+
+def _trainer(options):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Trainer(build_model(options, CPU), _text(), options, Ranks(rank, size, rank, size), CPU)
+
+
+def _plain_loss(model, batch):
+    tokens = torch.from_numpy(batch)
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _plain_run(options):
+    """``(loss, gradient norm)`` of each step, and the validation loss, of one process that sees the whole batch."""
+    torch.manual_seed(options.seed)
+    model = GPT(GPTConfig(options.layers, options.dim, options.heads, options.context))
+    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    batches = Batches(_text().train, options, Ranks(0, 1, 0, 1))
+    curve = []
+    for step in range(1, options.steps + 1):
+        adam.param_groups[0]["lr"] = learning_rate(options, step)
+        loss = _plain_loss(model, np.concatenate(batches.next()))
+        adam.zero_grad()
+        loss.backward()
+        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip).item()))
+        adam.step()
+    validation = _text().validation
+    starts = even_starts(len(validation), options.context, -(-VALIDATION_WINDOWS // 12) * 12)
+    with torch.no_grad():
+        return curve, _plain_loss(model, windows(validation, starts, options.context)).item()
+
+
+# Sums over the batch are taken in another order and Adam divides by roots: six steps agree to a few 1e-6.
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_are_those_of_one_plain_process(accumulate):
+    """Losses, gradient norms and the validation loss do not depend on the number of ranks or of passes."""
+    options = _options(accumulate=accumulate)
+    curve, val_loss = _plain_run(options)
+    trainer = _trainer(options)
+    steps = [trainer.step(step) for step in range(1, options.steps + 1)]
+    for metrics, (loss, norm) in zip(steps, curve, strict=True):
+        assert metrics.loss == pytest.approx(loss, rel=1e-5)
+        assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert metrics.tokens == metrics.step * 12 * 8
+        assert metrics.tokens_per_s == pytest.approx(12 * 8 / metrics.step_s)
+        assert len(metrics.mem_bytes) == dist.get_world_size()
+        assert (metrics.comm_bytes > 0) == (metrics.collectives > 0) == (dist.get_world_size() > 1)
+    assert trainer.validate() == pytest.approx(val_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_ranks_share_out_the_batch_that_one_rank_would_take(size):
+    """Pass by pass, the ranks' rows one after the other are the rows of a single rank, and none is there twice."""
+    options = _options(batch_size=36, accumulate=3)
+    text = np.arange(250, dtype=np.uint8)
+    alone = Batches(text, options, Ranks(0, 1, 0, 1))
+    together = [Batches(text, options, Ranks(rank, size, rank, size)) for rank in range(size)]
+    for _ in range(4):
+        whole = alone.next()
+        parts = [batches.next() for batches in together]
+        for number in range(3):
+            assert np.array_equal(whole[number], np.concatenate([part[number] for part in parts]))
+
+
+@on_ranks(2)
+def test_bf16_trains_to_nearly_the_losses_of_fp32():
+    """In bf16 the first losses are those of fp32 to within bf16's 2**-8."""
+    options = _options(precision="bf16")
+    curve, _ = _plain_run(options)
+    trainer = _trainer(options)
+    for step, (loss, _) in enumerate(curve, start=1):
+        assert trainer.step(step).loss == pytest.approx(loss, rel=2**-8)
+
+
+@on_ranks(2)
+def test_fp16_overflow_skips_the_step_on_all_ranks_and_halves_the_scale():
+    """A scale far too large is halved once for each step it loses, alike on all ranks; until it fits, weights stay."""
+    options = _options(precision="fp16", steps=40)
+    trainer = _trainer(options)
+    trainer._scale = LossScale(2.0**40)
+    before = [shard.detach().clone() for shard in trainer.model.parameters()]
+    assert trainer.step(1).grad_norm is None
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+    assert gather_scalars([trainer._scale.value]) == [[2.0**39]] * 2
+    norms = [trainer.step(step).grad_norm for step in range(2, options.steps + 1)]
+    assert gather_scalars([trainer._scale.value]) == [[2.0 ** (39 - norms.count(None))]] * 2
+    assert norms.count(None) < len(norms)
+    assert not any(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_fp16_gradients_are_unscaled_before_they_are_clipped():
+    """The first gradient norm in fp16 is that of fp32 to within fp16's rounding, whatever the scale."""
+    options = _options(precision="fp16")
+    ((_, norm), *_), _ = _plain_run(options)
+    assert _trainer(options).step(1).grad_norm == pytest.approx(norm, rel=1e-2)
+
+
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step():
+    """One rank's weights become nan after step 1: at step 2 both ranks raise, and the message names the step."""
+    trainer = _trainer(_options())
+    trainer.step(1)
+    if dist.get_rank() == 1:
+        next(iter(trainer.model.parameters())).data.fill_(math.nan)
+    with pytest.raises(TrainingStopped, match="the loss is nan on rank 0, nan on rank 1 at step 2"):
+        trainer.step(2)
+
+
+def test_the_loss_scale_doubles_after_its_interval_and_counts_anew_after_an_overflow():
+    """Growth needs ``growth_interval`` good steps in a row; an overflow halves at once and starts the count again."""
+    scale = LossScale(8.0, growth_interval=3)
+    values = []
+    for overflowed in (False, False, True, False, False, False, False):
+        scale.update(overflowed)
+        values.append(scale.value)
+    assert values == [8, 8, 4, 4, 4, 8, 8]
+
+
+def test_a_new_model_knows_nothing():
+    """Before training the loss is ln 256, that of a uniform guess, to within a twentieth of a nat: above 5."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=4, dim=128, heads=4, context=64))
+    tokens = windows(_text().train, even_starts(3000, 64, 16), 64)
+    assert _plain_loss(model, tokens).item() == pytest.approx(math.log(256), abs=0.05)
+
+
+def test_the_model_does_not_see_the_byte_it_predicts():
+    """Logits at a position do not change when later bytes do."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, dim=16, heads=2, context=8))
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[:, 5:] += 100
+    assert torch.equal(model(tokens)[:, :5], model(changed)[:, :5])
+    assert not torch.equal(model(tokens)[:, 5], model(changed)[:, 5])

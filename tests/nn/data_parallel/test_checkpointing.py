@@ -1,0 +1,180 @@
+"""Activation checkpointing inside and around units, reentrant and not, gives the plain model's numbers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils.testing import rank_device
+from tests.models import Block, mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn, train_alike
+
+both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+
+
+class Checkpointed(nn.Module):
+    """Runs its module under a checkpoint. The plain replica of a test runs the same way."""
+
+    def __init__(self, module, use_reentrant, times=1):
+        super().__init__()
+        self.module, self.use_reentrant, self.times = module, use_reentrant, times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = checkpoint(self.module, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def blocks(num_blocks=3):
+    torch.manual_seed(1)
+    return nn.ModuleList(Block(4, 3) for _ in range(num_blocks)).to(rank_device())
+
+
+class Stack(nn.Module):
+    """An input layer, checkpointed blocks, an output layer."""
+
+    def __init__(self, use_reentrant, times=1):
+        super().__init__()
+        self.inner = mlp(4, 4, seed=5)
+        self.blocks = nn.ModuleList(Checkpointed(block, use_reentrant, times) for block in blocks())
+        self.outer = mlp(4, 2, seed=6)
+
+    def forward(self, x):
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outer(x)
+
+
+def loss_of(model, key):
+    return model(randn(3, 4, key=key)).square().sum()
+
+
+def unit_inside(model):
+    """checkpoint(unit): the recomputation enters the unit again."""
+    for block in model.blocks:
+        block.module = FSDP(block.module)
+    return FSDP(model)
+
+
+def unit_around(model):
+    """unit(checkpoint): the recomputation runs inside the unit's backward."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(block)
+    return FSDP(model)
+
+
+def units_around_and_inside(model):
+    """unit(checkpoint(part with units))."""
+    for index, block in enumerate(model.blocks):
+        block.module.up = FSDP(block.module.up)
+        model.blocks[index] = FSDP(block)
+    return FSDP(model)
+
+
+def one_unit(model):
+    """The whole model is one unit with checkpoints in it."""
+    return FSDP(model)
+
+
+@on_ranks(1, 2, 3)
+@both_kinds
+@pytest.mark.parametrize("wrap", [unit_inside, unit_around, units_around_and_inside, one_unit])
+def test_checkpoints_change_no_number(use_reentrant, wrap):
+    """Checkpoints inside and around units: losses and weights are the plain model's, to the bit."""
+    wrapped = train_alike(Stack(use_reentrant), wrap, loss_of)
+    assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+
+
+@on_ranks(1, 2)
+@both_kinds
+@pytest.mark.parametrize("wrap", [unit_inside, unit_around, one_unit])
+def test_checkpointed_blocks_called_twice(use_reentrant, wrap):
+    """A block that runs twice under checkpoints: its gradient is the sum of both, where FSDP2 loses one.
+
+    Each reentrant segment is a backward of its own and may be reduced on its own: sums of two in another order,
+    one rounding of 2**-24 apart. So one step is compared; more would amplify it.
+    """
+    num_steps, tolerance = (1, 1e-6) if use_reentrant else (3, 0.0)
+    model = Stack(use_reentrant, times=2)
+    train_alike(model, wrap, loss_of, num_steps=num_steps, rtol=tolerance, atol=tolerance)
+
+
+@on_ranks(2)
+@both_kinds
+def test_checkpoint_with_accumulation(use_reentrant):
+    """Several backwards of checkpointed units add up."""
+    train_alike_accumulated(Stack(use_reentrant))
+
+
+def train_alike_accumulated(model):
+    """Two passes under ``no_sync`` and one outside equal three passes of the plain model."""
+    from tests.reference import average_grads_, sgd
+
+    plain = copy.deepcopy(model)
+    wrapped = unit_inside(model)
+    with wrapped.no_sync():
+        for key in range(2):
+            loss_of(wrapped, key).backward()
+    loss_of(wrapped, 2).backward()
+    for key in range(3):
+        loss_of(plain, key).backward()
+    average_grads_(plain.parameters())
+    sgd(plain).step()
+    sgd(wrapped).step()
+    expected = plain.state_dict()
+    for name, value in wrapped.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+@both_kinds
+def test_frozen_units_under_a_checkpoint(use_reentrant):
+    """A frozen block between trainable ones, all checkpointed."""
+    model = Stack(use_reentrant)
+    model.blocks[1].requires_grad_(False)
+    train_alike(model, unit_inside, loss_of)
+
+
+@on_ranks(2)
+def test_torchs_checkpoint_wrapper():
+    """torch's own wrapper module, inside and outside of units; its prefix does not show in names."""
+
+    def wrap(model, around):
+        for index, layer in enumerate(model):
+            if isinstance(layer, nn.Linear):
+                model[index] = checkpoint_wrapper(FSDP(layer)) if around else FSDP(checkpoint_wrapper(layer))
+        return FSDP(model)
+
+    for around in (True, False):
+        wrapped = wrap(mlp(4, 9, 5), around)
+        wrapped(randn(3, 4)).sum().backward()
+        assert [tuple(param.grad.shape) for param in wrapped.parameters()] == [(23,), (25,)]
+        assert list(wrapped.state_dict()) == list(mlp(4, 9, 5).state_dict())
+
+
+@on_ranks(2)
+def test_checkpoint_sequential():
+    """``checkpoint_sequential`` over a Sequential of units."""
+    plain = mlp(4, 9, 7, 5)
+    wrapped = wrap_each(copy.deepcopy(plain))
+    x, y = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
+    checkpoint_sequential(plain, 2, x, use_reentrant=False).sum().backward()
+    checkpoint_sequential(wrapped.module, 2, y, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+@on_ranks(2)
+def test_early_stop_leaves_units_clean():
+    """A recomputation that stops early, by raising inside a unit, leaves the unit as after a whole one."""
+    wrapped = FSDP(Checkpointed(wrap_each(mlp(4, 9, 5)), use_reentrant=False))
+    for step in range(3):
+        loss_of(wrapped, step).backward()
+        wrapped.assert_state(wrapped.training_state.IDLE)
+        assert not any(unit.is_gathered for _, unit in units_below(wrapped))

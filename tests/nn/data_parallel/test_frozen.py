@@ -1,0 +1,140 @@
+"""Frozen parameters are sharded apart, cost no gradient and no reduction, and let gradients through."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from fairshard.errors import FairshardError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils.testing import rank_device
+from tests.models import Block, mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import average_grads_, randn, sgd, train_alike
+
+
+def loss_of(model, key):
+    return model(randn(3, 4, key=key)).square().sum()
+
+
+def frozen_mlp(*indices):
+    model = mlp(4, 9, 7, 5)
+    for index in indices:
+        model[index].requires_grad_(False)
+    return model
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("wrap", [FSDP, wrap_each], ids=["one", "each"])
+@pytest.mark.parametrize("indices", [(0,), (2,), (4,), (0, 2), (0, 4)], ids=str)
+def test_frozen_layers_train_as_on_the_plain_model(flatten, wrap, indices):
+    """Frozen layers first, in the middle, last, or several: the others train as they do unwrapped."""
+    train_alike(frozen_mlp(*indices), lambda model: wrap(model, flatten_parameters=flatten), loss_of)
+
+
+@on_ranks(2)
+def test_frozen_and_trainable_parameters_of_a_unit_are_apart():
+    """One flat parameter for each ``requires_grad``; the frozen one keeps its value, and never has a gradient."""
+    model = Block(4, 5)
+    model.up.requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+    wrapped = FSDP(model.to(rank_device()))
+    assert sorted(param.requires_grad for param in wrapped.params) == [False, True]
+    (frozen,) = (param for param in wrapped.params if not param.requires_grad)
+    before = frozen.detach().clone()
+    optimizer = sgd(wrapped)
+    for step in range(2):
+        loss_of(wrapped, step).backward()
+        assert frozen.grad is None
+        optimizer.step()
+    assert torch.equal(frozen, before)
+    assert wrapped.params_with_grad == [param for param in wrapped.params if param.requires_grad]
+
+
+@on_ranks(2)
+def test_gradients_pass_through_a_frozen_model():
+    """A model that is frozen as a whole gives its inputs their gradients, as the plain one does."""
+    plain = frozen_mlp(0, 2, 4)
+    wrapped = wrap_each(copy.deepcopy(plain))
+    x, y = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
+    plain(x).square().sum().backward()
+    wrapped(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+
+
+@on_ranks(2)
+def test_frozen_parameters_hold_no_gradient_memory():
+    """After a backward, no tensor of a frozen layer's size is alive that was not before."""
+    model = mlp(4, 257, 5)
+    model[0].requires_grad_(False)
+    wrapped = wrap_each(model)
+    loss_of(wrapped, 0).backward()
+    gc.collect()
+    full = 4 * 257 + 257
+    sizes = [
+        t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor and t.is_floating_point()
+    ]
+    assert not any(full * 4 <= size < full * 4 + 64 for size in sizes)
+
+
+@on_ranks(2)
+def test_low_rank_adapters():
+    """Frozen base weights with small trainable matrices beside them, one unit each: only those change."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = nn.Linear(base.in_features, 2, bias=False)
+            self.up = nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Adapted(nn.Linear(4, 4)) for _ in range(3))).to(rank_device())
+
+    def wrap(model):
+        return FSDP(nn.Sequential(*(FSDP(layer) for layer in model)))
+
+    before = copy.deepcopy(model.state_dict())
+    after = train_alike(model, wrap, loss_of).state_dict()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if "base" not in name
+    }
+
+
+@on_ranks(2)
+def test_freezing_a_flat_parameter_later():
+    """``requires_grad_`` on a flat parameter takes effect at the next forward, and back again."""
+    plain = mlp(4, 9, 5)
+    wrapped = wrap_each(copy.deepcopy(plain))
+    for step, trainable in enumerate((True, False, True)):
+        wrapped[0].params[0].requires_grad_(trainable)
+        plain[0].requires_grad_(trainable)
+        for one in (plain, wrapped):
+            one.zero_grad()
+            loss_of(one, step).backward()
+        average_grads_(plain.parameters())
+        assert (wrapped[0].params[0].grad is not None) == trainable
+        for one in (plain, wrapped):
+            sgd(one).step()
+    expected = plain.state_dict()
+    for name, value in wrapped.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+def test_freezing_an_original_parameter_later_is_refused():
+    """After wrapping, ``requires_grad_`` on what was the parameter raises at the next forward and says where."""
+    layer = nn.Linear(4, 5)
+    weight = layer.weight
+    wrapped = FSDP(layer)
+    weight.requires_grad_(False)
+    with pytest.raises(FairshardError, match=r"requires_grad.*weight"):
+        wrapped(randn(3, 4))

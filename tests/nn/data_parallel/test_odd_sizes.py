@@ -1,0 +1,74 @@
+"""Any number of elements on any number of ranks: fewer elements than ranks, none at all, 0-d."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.testing import rank_device, run_ranks
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn, train_alike
+
+
+class Params(nn.Module):
+    """A loss that reads every element of parameters of the given shapes."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        torch.manual_seed(1)
+        self.params = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, scale):
+        return sum((param * scale * (i + 1)).square().sum() for i, param in enumerate(self.params))
+
+
+def loss_of(model, key):
+    return model(randn(1, key=key))
+
+
+def train_shapes(shapes, flatten):
+    train_alike(Params(shapes).to(rank_device()), lambda model: FSDP(model, flatten_parameters=flatten), loss_of)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(
+    "shapes",
+    [[(1,)], [(3,)], [()], [(), (2, 1)], [(0,), (3, 2)], [(2, 0, 3)], [(5,), (0,), (), (1, 1)]],
+    ids=str,
+)
+def test_odd_shapes_train(flatten, shapes):
+    """Parameters of no elements, of one, of fewer than there are ranks, and 0-d ones train as plain ones."""
+    train_shapes(shapes, flatten)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5), st.booleans())
+@settings(max_examples=15)
+def test_any_shapes_train_on_three_ranks(shapes, flatten):
+    """Whatever the shapes, three ranks train them as one does."""
+    run_ranks(3, train_shapes, shapes, flatten)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("bucket", [0, 0.0001, 25])
+def test_odd_sizes_share_buckets(bucket):
+    """Units of uneven sizes, one of them with fewer elements than ranks, in one bucket or in many."""
+    train_alike(
+        mlp(4, 1, 7, 1), lambda m: wrap_each(m, bucket_cap_mb=bucket), lambda m, key: m(randn(2, 4, key=key)).sum()
+    )
+
+
+@on_ranks(4)
+def test_empty_parameters_keep_their_shape_in_the_state_dict():
+    """A parameter of no elements is saved and loaded with its shape."""
+    model = FSDP(Params([(0, 3), (2,), ()]))
+    state = model.state_dict()
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        "params.0": (0, 3),
+        "params.1": (2,),
+        "params.2": (),
+    }
+    model.load_state_dict(state)

@@ -1,0 +1,157 @@
+"""A parameter read outside of its unit is a Python error that names it and the cure, never a crash.
+
+Each operation runs in processes of its own: one that crashes is reported by its exit code.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fairshard.errors import FairshardError, ParameterShardedError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+OPERATIONS = {
+    "sum": lambda weight: weight.sum(),
+    "clone": lambda weight: weight.clone(),
+    "detach": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "shape_of_it": lambda weight: weight.size(),
+    "add": lambda weight: weight + 1,
+    "radd": lambda weight: 1 + weight,
+    "matmul": lambda weight: torch.ones(2, 5) @ weight,
+    "compare": lambda weight: weight > 0,
+    "negate": lambda weight: -weight,
+    "index": lambda weight: weight[0],
+    "assign": lambda weight: weight.__setitem__(0, 1.0),
+    "length": lambda weight: len(weight),
+    "iterate": lambda weight: list(weight),
+    "truth": lambda weight: bool(weight),
+    "float": lambda weight: float(weight),
+    "torch_sum": lambda weight: torch.sum(weight),
+    "torch_cat": lambda weight: torch.cat([weight, weight]),
+    "linear": lambda weight: F.linear(torch.ones(2, 4), weight),
+    "norm": lambda weight: torch.linalg.vector_norm(weight),
+    "init": lambda weight: nn.init.normal_(weight),
+    "numpy": lambda weight: weight.numpy(),
+    "inplace": lambda weight: weight.add_(1),
+    "grad": lambda weight: weight.grad,
+    "to": lambda weight: weight.to(torch.float64),
+}
+
+
+def states(wrapped):
+    """The model after wrapping, after a forward, after a backward, after a forward without grad."""
+    yield "wrapped"
+    loss = wrapped(randn(3, 4)).sum()
+    yield "after forward"
+    loss.backward()
+    yield "after backward"
+    with torch.no_grad():
+        wrapped(randn(3, 4))
+    yield "after eval"
+
+
+class Model(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.fc = FSDP(nn.Linear(4, 5), **kwargs)
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.out(self.fc(x))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_reading_a_sharded_parameter_raises(name):
+    """Every operation on it raises, in every state; the message names the parameter and `summon_full_params`."""
+    model = FSDP(Model())
+    for state in states(model):
+        with pytest.raises(ParameterShardedError, match=r"fc\.weight.*summon_full_params") as caught:
+            OPERATIONS[name](model.fc.module.weight)
+        assert isinstance(caught.value, (FairshardError, RuntimeError)), state
+
+
+@on_ranks(1, 2)
+def test_its_repr_is_readable():
+    """Printing it, or the model, works and tells what it is."""
+    model = FSDP(Model())
+    for _ in states(model):
+        text = repr(model.fc.module.weight)
+        assert "fc.weight" in text
+        assert "(5, 4)" in text
+        assert str(model.fc.module.weight) == text
+        assert f"{model.fc.module.weight}" == text
+        assert "Linear(in_features=4" in repr(model)
+
+
+@on_ranks(1, 2)
+def test_forwarded_attributes_raise_the_same():
+    """``model.fc.weight``, through the wrapper, is the same placeholder."""
+    model = FSDP(Model())
+    for _ in states(model):
+        with pytest.raises(ParameterShardedError, match=r"fc\.weight"):
+            model.fc.weight.sum()
+
+
+@on_ranks(1, 2)
+def test_calling_the_inner_module_directly_raises():
+    """The wrapped module called past its wrapper raises the error, not a crash, and the wrapper still works."""
+    model = FSDP(Model())
+    for _ in states(model):
+        with pytest.raises(FairshardError, match=r"fc\.weight"):
+            model.fc.module(randn(3, 4))
+    assert model(randn(3, 4)).shape == (3, 2)
+
+
+@on_ranks(1, 2)
+def test_unflattened_parameters_show_the_shard():
+    """Without flattening what is registered shows through: this rank's 1-D shard, safe to read."""
+    model = Model(flatten_parameters=False)
+    wrapped = FSDP(model, flatten_parameters=False)
+    numel = 20 // torch.distributed.get_world_size()
+    for _ in states(wrapped):
+        weight = model.fc.module.weight
+        assert weight.shape == (numel,)
+        assert weight is model.fc.params[0]
+        repr(weight)
+        weight.sum()
+        weight.clone()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_saved_references_do_not_crash(flatten):
+    """Someone who kept the Parameter from before wrapping may read it in any state without a crash."""
+    layer = nn.Linear(4, 5)
+    weight = layer.weight
+    model = FSDP(layer, flatten_parameters=flatten)
+    for _ in states(model):
+        repr(weight)
+        weight.detach().clone().sum()
+        assert weight.numel() in (0, 20)
+
+
+@on_ranks(1, 2)
+def test_copies_of_modules_do_not_crash():
+    """deepcopy and pickle of the module below the wrapper carry the placeholder, which still raises."""
+    model = FSDP(Model())
+    for _ in states(model):
+        for copied in (copy.deepcopy(model.fc.module), pickle.loads(pickle.dumps(model.fc.module))):
+            with pytest.raises(ParameterShardedError, match=r"fc\.weight"):
+                copied(randn(3, 4))
+
+
+@on_ranks(1, 2)
+def test_hasattr_and_isinstance_may_probe():
+    """Probing for a protocol, as libraries do, finds its absence instead of an error."""
+    weight = FSDP(Model()).fc.module.weight
+    assert not hasattr(weight, "__cuda_array_interface__")
+    assert not isinstance(weight, torch.Tensor)
+    assert getattr(weight, "__wrapped__", None) is None

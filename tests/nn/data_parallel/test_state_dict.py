@@ -1,0 +1,367 @@
+"""A whole state dict has the plain model's names, values and dtypes, and belongs to who asked for it."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils.testing import rank_device
+from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd
+
+BF16 = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+settings = pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, BF16], ids=["flat", "apart", "bf16"])
+
+
+def train_a_bit(wrapped):
+    optimizer = sgd(wrapped)
+    for step in range(2):
+        *inputs, targets = tiny_batch(dist.get_rank(), step)
+        tiny_loss(wrapped(*inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(1, 2, 3)
+@settings
+def test_before_any_pass_it_is_the_plain_models(kwargs):
+    """Wrapping loses nothing: every name, in the same order, with every bit."""
+    plain = tiny()
+    wrapped = wrap_tiny(copy.deepcopy(plain), **kwargs)
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    assert isinstance(wrapped.state_dict(), OrderedDict)
+
+
+@on_ranks(1, 2, 3)
+@settings
+def test_it_loads_into_the_plain_model_and_back(kwargs):
+    """What one wrapped model saves loads into the plain module and into another wrapping, bit for bit."""
+    wrapped = wrap_tiny(tiny(), **kwargs)
+    train_a_bit(wrapped)
+    state = wrapped.state_dict()
+    plain = Tiny().to(rank_device())
+    assert str(plain.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_same_state(plain.state_dict(), state)
+    again = FSDP(tiny(seed=7))
+    result = again.load_state_dict(state)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_same_state(again.state_dict(), state)
+    *inputs, _ = tiny_batch(5)
+    assert torch.equal(again(*inputs), plain(*inputs))
+
+
+@on_ranks(1, 2)
+@settings
+def test_loaded_weights_are_computed_with(kwargs):
+    """The forward after a load uses the loaded weights, whatever was gathered before."""
+    source, target = wrap_tiny(tiny(), **kwargs), wrap_tiny(tiny(seed=2), **kwargs)
+    *inputs, _ = tiny_batch(0)
+    for first in (lambda: None, lambda: target(*inputs), lambda: target(*inputs).sum().backward()):
+        first()
+        target.load_state_dict(source.state_dict())
+        with torch.no_grad():
+            assert torch.equal(target(*inputs), source(*inputs))
+        target.load_state_dict(wrap_tiny(tiny(seed=2), **kwargs).state_dict())
+
+
+@on_ranks(1, 2)
+def test_it_belongs_to_the_caller():
+    """Later steps, loads and passes do not change a state dict; changing it does not change the model."""
+    wrapped = wrap_tiny(tiny())
+    state = wrapped.state_dict()
+    before = copy.deepcopy(state)
+    train_a_bit(wrapped)
+    wrapped.load_state_dict(wrap_tiny(tiny(seed=3)).state_dict())
+    assert_same_state(state, before)
+    now = wrapped.state_dict()
+    for value in wrapped.state_dict().values():
+        value.fill_(7)
+    assert_same_state(wrapped.state_dict(), now)
+
+
+@on_ranks(1, 2)
+def test_it_changes_nothing():
+    """Asking for a state dict leaves nothing gathered, and the next pass as it would have been."""
+    wrapped = wrap_tiny(tiny())
+    *inputs, _ = tiny_batch(0)
+    with torch.no_grad():
+        expected = wrapped(*inputs)
+        wrapped.state_dict()
+        assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+        assert torch.equal(wrapped(*inputs), expected)
+    names = [name for name, _ in wrapped.named_parameters()]
+    wrapped.state_dict()
+    assert [name for name, _ in wrapped.named_parameters()] == names
+
+
+@on_ranks(2)
+def test_dtype_is_that_of_the_masters():
+    """fp32 under mixed precision, fp64 for an fp64 model, bf16 for a bf16 one."""
+    assert {v.dtype for v in FSDP(nn.Linear(4, 5), **BF16).state_dict().values()} == {torch.float32}
+    assert {v.dtype for v in FSDP(nn.Linear(4, 5).double()).state_dict().values()} == {torch.float64}
+    assert {v.dtype for v in FSDP(nn.Linear(4, 5).bfloat16()).state_dict().values()} == {torch.bfloat16}
+
+
+@on_ranks(2)
+def test_prefix_and_destination():
+    """``prefix`` stands before every name, and entries are added to ``destination``, which is returned."""
+    plain, wrapped = mlp(4, 5, 3), wrap_each(mlp(4, 5, 3))
+    destination = OrderedDict(kept=torch.ones(1))
+    state = wrapped.state_dict(destination=destination, prefix="model.")
+    assert state is destination
+    assert list(state) == ["kept", *(f"model.{name}" for name in plain.state_dict())]
+    assert list(wrapped.state_dict(OrderedDict(), "p.")) == [f"p.{name}" for name in plain.state_dict()]
+
+
+@on_ranks(2)
+def test_keep_vars():
+    """``keep_vars=True`` gives Parameters that require grad, with the whole values."""
+    plain, wrapped = mlp(4, 5, 3), wrap_each(mlp(4, 5, 3))
+    state = wrapped.state_dict(keep_vars=True)
+    for name, param in plain.named_parameters():
+        assert isinstance(state[name], nn.Parameter)
+        assert state[name].requires_grad
+        assert torch.equal(state[name], param)
+
+
+@on_ranks(2)
+def test_inside_a_plain_module():
+    """Names of a plain module around wrapped ones are those of the plain modules; it loads back."""
+
+    def build(wrap, seed):
+        torch.manual_seed(seed)
+        return nn.ModuleDict(
+            {"a": wrap(mlp(4, 5, 3, seed=seed)), "b": nn.Linear(3, 2), "c": wrap(mlp(2, 2, seed=seed))}
+        )
+
+    plain, wrapped = build(lambda module: module, 1), build(wrap_each, 1)
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    assert_same_state(wrapped.state_dict(prefix="x."), plain.state_dict(prefix="x."))
+    other = build(lambda module: module, 2)
+    result = wrapped.load_state_dict(other.state_dict())
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_same_state(wrapped.state_dict(), other.state_dict())
+    with torch.no_grad():
+        assert torch.equal(wrapped["a"](randn(2, 4)), other["a"](randn(2, 4)))
+
+
+@on_ranks(2)
+def test_inside_ddp():
+    """Inside DDP (over other ranks than the shards) names get DDP's prefix only, and it loads back."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    plain = mlp(4, 5, 3)
+    wrapped = DistributedDataParallel(wrap_each(copy.deepcopy(plain)), process_group=alone)
+    state = wrapped.state_dict()
+    assert_same_state(state, {f"module.{name}": value for name, value in plain.state_dict().items()})
+    state = {name: value + 1 for name, value in state.items()}
+    wrapped.load_state_dict(state)
+    assert_same_state(wrapped.state_dict(), state)
+
+
+@on_ranks(2)
+def test_of_an_inner_unit():
+    """An inner unit alone gives its part, under the names of its module."""
+    wrapped = wrap_tiny(tiny())
+    assert_same_state(wrapped.first.state_dict(), tiny().first.state_dict())
+    wrapped.first.load_state_dict(tiny(seed=2).first.state_dict())
+    assert_same_state(wrapped.first.state_dict(), tiny(seed=2).first.state_dict())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_missing_and_unexpected_keys(flatten):
+    """``strict`` names what is missing or unexpected, as on the plain model; otherwise both are returned."""
+    plain = mlp(4, 5, 3)
+    wrapped = wrap_each(mlp(4, 5, 3), flatten_parameters=flatten)
+    state = plain.state_dict()
+    del state["0.bias"]
+    state["extra"] = torch.ones(1)
+    before = wrapped.state_dict()
+    with pytest.raises(RuntimeError) as expected:
+        plain.load_state_dict(state)
+    with pytest.raises(RuntimeError) as actual:
+        wrapped.load_state_dict(state)
+    for text in ('Missing key(s) in state_dict: "0.bias"', 'Unexpected key(s) in state_dict: "extra"'):
+        assert text in str(expected.value)
+        assert text in str(actual.value)
+    state["2.weight"] = state["2.weight"] + 1
+    result = wrapped.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["extra"])
+    after = wrapped.state_dict()
+    assert torch.equal(after["2.weight"], state["2.weight"])
+    assert torch.equal(after["0.bias"], before["0.bias"])
+
+
+@on_ranks(2)
+def test_a_wrong_shape_is_refused_and_the_model_still_works():
+    """A size mismatch is the plain model's error, and leaves a model that computes and loads."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    state = wrapped.state_dict()
+    wrong = dict(state, **{"0.weight": torch.ones(5, 3)})
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*0\.weight"):
+        wrapped.load_state_dict(wrong)
+    assert wrapped(randn(2, 4)).shape == (2, 3)
+    wrapped.load_state_dict(state)
+    assert_same_state(wrapped.state_dict(), state)
+
+
+@on_ranks(2)
+def test_the_given_dictionary_is_not_changed():
+    """`load_state_dict` leaves the caller's dictionary as it was."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    state = wrapped.state_dict()
+    names = list(state)
+    wrapped.load_state_dict(state)
+    assert list(state) == names
+
+
+@on_ranks(2)
+def test_a_state_dict_of_another_dtype_is_cast():
+    """bf16 weights load into fp32 masters, as into a plain fp32 model."""
+    plain = mlp(4, 5, 3)
+    wrapped = wrap_each(mlp(4, 5, 3))
+    half = {name: value.bfloat16() for name, value in plain.state_dict().items()}
+    wrapped.load_state_dict(half)
+    plain.load_state_dict(half)
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
+@on_ranks(1, 2)
+def test_buffers_are_saved_and_loaded():
+    """Buffers of every kind: persistent ones are there under their names, others are not."""
+
+    class Buffers(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.layer = nn.BatchNorm1d(4)
+            self.register_buffer("kept", torch.full((3,), value))
+            self.register_buffer("count", torch.tensor(int(value)))
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    plain, wrapped = Buffers(1.5), FSDP(Buffers(1.5))
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    wrapped.load_state_dict(Buffers(2.5).state_dict())
+    assert wrapped.state_dict()["kept"].tolist() == [2.5] * 3
+    assert wrapped.state_dict()["count"].item() == 2
+    state = wrapped.state_dict()
+    wrapped.module.kept.zero_()
+    assert state["kept"].tolist() == [2.5] * 3
+
+
+@on_ranks(2)
+def test_modules_with_their_own_state():
+    """Modules that save and load in their own way (extra state, own keys) do so as on the plain model."""
+
+    class Own(nn.Linear):
+        extra = "nothing"
+
+        def get_extra_state(self):
+            return {"extra": self.extra}
+
+        def set_extra_state(self, state):
+            self.extra = state["extra"]
+
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "transposed"] = destination.pop(prefix + "weight").t().contiguous()
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "transposed").t()
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(Own(4, 5))
+    wrapped = FSDP(nn.Sequential(FSDP(copy.deepcopy(plain[0]))))
+    plain[0].extra = wrapped[0].module.extra = "something"
+    state = wrapped.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert torch.equal(state["0.transposed"], plain[0].weight.t())
+    assert state["0._extra_state"] == {"extra": "something"}
+    target = FSDP(nn.Sequential(FSDP(Own(4, 5))))
+    target.load_state_dict(state)
+    assert target[0].module.extra == "something"
+    assert torch.equal(target.state_dict()["0.transposed"], state["0.transposed"])
+
+
+@on_ranks(2)
+def test_with_experts_on_other_groups():
+    """Units on groups of their own give their own values; the shared ones are the same on all ranks."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    expert = mlp(5, 3, seed=10 + dist.get_rank())
+    expected = copy.deepcopy(expert.state_dict())
+    wrapped = FSDP(nn.Sequential(mlp(4, 5), FSDP(expert, process_group=alone)))
+    state = wrapped.state_dict()
+    assert torch.equal(state["0.0.weight"], mlp(4, 5)[0].weight)
+    for name, value in expected.items():
+        assert torch.equal(state[f"1.{name}"], value)
+
+
+@on_ranks(2)
+def test_inside_a_pass_it_is_refused():
+    """During a forward the whole model's state dict and loads raise, as ValueError."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    state = wrapped.state_dict()
+    seen = []
+
+    def ask(*_):
+        for call in (wrapped.state_dict, lambda: wrapped.load_state_dict(state)):
+            with pytest.raises(ValueError, match="IDLE"):
+                call()
+        seen.append(True)
+
+    wrapped[0].module.register_forward_hook(ask)
+    wrapped(randn(2, 4)).sum().backward()
+    assert seen == [True]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_local_state_dict_restores_the_shards(flatten):
+    """A local state dict is this rank's shards, copied; loading it brings them back without communication."""
+    wrapped = wrap_tiny(tiny(), flatten_parameters=flatten)
+    train_a_bit(wrapped)
+    local, whole = wrapped.local_state_dict(), wrapped.state_dict()
+    numels = sum(value.numel() for value in local.values())
+    assert numels == sum(param.numel() for param in wrapped.parameters())
+    before = {name: value.clone() for name, value in local.items()}
+    train_a_bit(wrapped)
+    assert all(torch.equal(local[name], value) for name, value in before.items())
+    result = wrapped.load_local_state_dict(local)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_same_state(wrapped.state_dict(), whole)
+    other = wrap_tiny(tiny(seed=2), flatten_parameters=flatten)
+    other.load_local_state_dict(local)
+    assert_same_state(other.state_dict(), whole)
+
+
+@on_ranks(2)
+def test_local_state_dict_holds_buffers():
+    """Buffers are part of the local state."""
+    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    local = wrapped.local_state_dict()
+    wrapped(randn(8, 4))
+    assert wrapped.state_dict()["1.num_batches_tracked"] == 1
+    wrapped.load_local_state_dict(local)
+    assert wrapped.state_dict()["1.num_batches_tracked"] == 0
+
+
+@on_ranks(2)
+def test_a_local_state_dict_of_another_wrapping_is_refused():
+    """Shards of another size, missing or unexpected ones: a RuntimeError, and nothing is loaded."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    before = wrapped.state_dict()
+    for other in (wrap_each(mlp(4, 6, 3)), FSDP(mlp(4, 5, 3))):
+        with pytest.raises(RuntimeError):
+            wrapped.load_local_state_dict(other.local_state_dict())
+        assert_same_state(wrapped.state_dict(), before)
+    local = wrapped.local_state_dict()
+    name, _ = local.popitem()
+    result = wrapped.load_local_state_dict(local, strict=False)
+    assert result.missing_keys == [name]

@@ -1,0 +1,215 @@
+"""Inside ``summon_full_params`` parameters are whole, under their own names; what is written there is kept."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.errors import FairshardError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel import TrainingState
+from tests.models import mlp, tiny, tiny_batch, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn
+
+flattened = pytest.mark.parametrize("flatten", [True, False], ids=["flat", "apart"])
+
+
+@on_ranks(1, 2, 3)
+@flattened
+def test_names_shapes_and_values_are_the_plain_models(flatten):
+    """``named_parameters`` inside equals that of the plain model; outside it shows shards again."""
+    plain = tiny()
+    wrapped = wrap_tiny(copy.deepcopy(plain), flatten_parameters=flatten)
+    outside = [(name, param.shape) for name, param in wrapped.named_parameters()]
+    for _ in range(2):
+        with wrapped.summon_full_params():
+            inside = dict(wrapped.named_parameters())
+            assert set(inside) == set(dict(plain.named_parameters()))
+            for name, param in plain.named_parameters():
+                assert isinstance(inside[name], nn.Parameter)
+                assert torch.equal(inside[name], param), name
+            assert wrapped.head.weight is wrapped.embed.weight
+            assert torch.equal(wrapped.first.up.weight, plain.first.up.weight)
+        assert [(name, param.shape) for name, param in wrapped.named_parameters()] == outside
+
+
+@on_ranks(1, 2, 3)
+@flattened
+def test_what_is_written_is_kept(flatten):
+    """In-place changes of whole parameters arrive in the shards, and in the next forward."""
+    plain = tiny()
+    wrapped = wrap_tiny(copy.deepcopy(plain), flatten_parameters=flatten)
+    *inputs, _ = tiny_batch(0)
+    wrapped(*inputs)
+    with torch.no_grad():
+        for model in (plain, wrapped):
+            with wrapped.summon_full_params() if model is wrapped else torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2).add_(1)
+        assert_same_state(wrapped.state_dict(), plain.state_dict())
+        assert torch.equal(wrapped(*inputs), plain(*inputs))
+
+
+@on_ranks(2)
+@flattened
+@pytest.mark.parametrize("kwargs", [{"writeback": False}, {"volatile": True}], ids=str)
+def test_without_writeback_nothing_is_kept(flatten, kwargs):
+    """``writeback=False``, and fairscale's ``volatile=True``, throw changes away."""
+    wrapped = wrap_tiny(tiny(), flatten_parameters=flatten)
+    with wrapped.summon_full_params(**kwargs), torch.no_grad():
+        for param in wrapped.parameters():
+            param.zero_()
+    assert_same_state(wrapped.state_dict(), tiny().state_dict())
+
+
+@on_ranks(2)
+def test_as_a_function_of_any_module():
+    """``FSDP.summon_full_params(module)`` works on a wrapper, and on a plain module that contains several."""
+    plain = nn.Sequential(mlp(4, 5, seed=1), nn.Linear(5, 5), mlp(5, 3, seed=2))
+    wrapped = nn.Sequential(FSDP(copy.deepcopy(plain[0])), copy.deepcopy(plain[1]), FSDP(copy.deepcopy(plain[2])))
+    with FSDP.summon_full_params(wrapped):
+        inside = {name.replace("module.", ""): param for name, param in wrapped.named_parameters()}
+        for name, param in plain.named_parameters():
+            assert torch.equal(inside[name], param)
+    with FSDP.summon_full_params(wrapped[0]):
+        assert torch.equal(wrapped[0][0].weight, plain[0][0].weight)
+
+
+@on_ranks(2)
+def test_not_recursive():
+    """``recurse=False`` shows the parameters of this unit only."""
+    wrapped = wrap_tiny(tiny())
+    with wrapped.summon_full_params(recurse=False):
+        names = [name for name, _ in wrapped.named_parameters()]
+        assert "embed.weight" in names
+        assert "first.flat_param_0" in names
+        assert "first.norm.weight" not in names
+
+
+@on_ranks(2)
+def test_of_an_inner_unit():
+    """On an inner unit it shows that unit, and those inside it."""
+    wrapped = wrap_tiny(tiny())
+    with wrapped.first.summon_full_params():
+        assert torch.equal(wrapped.first.up.weight, tiny().first.up.weight)
+        assert torch.equal(wrapped.first.down.weight, tiny().first.down.weight)
+        assert [name for name, _ in wrapped.second.named_parameters()] == ["flat_param_0"]
+
+
+@on_ranks(2)
+def test_values_are_fp32_under_mixed_precision():
+    """What is shown is the master, not its cast copy."""
+    plain = mlp(4, 5)
+    wrapped = FSDP(copy.deepcopy(plain), mixed_precision=True)
+    with torch.no_grad():
+        wrapped(randn(2, 4))
+    with wrapped.summon_full_params():
+        assert torch.equal(wrapped[0].weight, plain[0].weight)
+        assert wrapped[0].weight.dtype == torch.float32
+
+
+@on_ranks(2)
+def test_each_rank_keeps_its_part():
+    """What ranks write differently is kept where each element lives."""
+    wrapped = FSDP(nn.Linear(3, 2, bias=False))
+    with wrapped.summon_full_params(), torch.no_grad():
+        wrapped.weight.fill_(dist.get_rank() + 1)
+    assert wrapped.state_dict()["weight"].flatten().tolist() == [1, 1, 1, 2, 2, 2]
+
+
+@on_ranks(2)
+def test_state_inside_and_after():
+    """Units are in SUMMON_FULL_PARAMS inside, IDLE after, also after an exception."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    with pytest.raises(KeyError), wrapped.summon_full_params():
+        wrapped.assert_state(TrainingState.SUMMON_FULL_PARAMS)
+        wrapped[0].assert_state(TrainingState.SUMMON_FULL_PARAMS)
+        raise KeyError
+    wrapped.assert_state(TrainingState.IDLE)
+    wrapped[0].assert_state(TrainingState.IDLE)
+    assert wrapped(randn(2, 4)).shape == (2, 3)
+
+
+@on_ranks(2)
+def test_after_an_exception_nothing_is_kept_or_lost():
+    """Parameters are sharded again after an exception inside."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    names = [name for name, _ in wrapped.named_parameters()]
+    with pytest.raises(KeyError), wrapped.summon_full_params():
+        raise KeyError
+    assert [name for name, _ in wrapped.named_parameters()] == names
+    assert_same_state(wrapped.state_dict(), mlp(4, 5, 3).state_dict())
+
+
+@on_ranks(2)
+def test_passes_inside_and_summons_in_a_pass_are_refused():
+    """A forward or another summon inside raises, and so does a summon inside a forward or a backward."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    with wrapped.summon_full_params():
+        with pytest.raises(FairshardError, match="summon"):
+            wrapped(randn(2, 4))
+        with pytest.raises(ValueError, match="summon"), wrapped.summon_full_params():
+            pass
+    seen = []
+
+    def summon(*_):
+        with pytest.raises(ValueError, match="summon"), wrapped.summon_full_params():
+            pass
+        seen.append(wrapped[0].training_state)
+
+    wrapped[0].module.register_forward_hook(summon)
+    loss = wrapped(randn(2, 4)).sum()
+    wrapped[0].module.register_full_backward_hook(summon)
+    loss.backward()
+    assert seen[0] is TrainingState.FORWARD
+    assert wrapped(randn(2, 4)).shape == (2, 3)
+
+
+@on_ranks(2)
+def test_between_forward_and_backward_a_change_is_noticed():
+    """Weights written between a forward and its backward raise in the backward instead of giving wrong gradients."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    loss = wrapped(randn(2, 4)).sum()
+    with wrapped.summon_full_params(), torch.no_grad():
+        wrapped[0].weight.add_(1)
+    with pytest.raises(FairshardError, match="between its forward and its backward"):
+        loss.backward()
+    wrapped(randn(2, 4)).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_initialisers_inside():
+    """``reset_parameters`` inside, with the same seed on all ranks, gives the plain model's fresh weights."""
+    plain, wrapped = mlp(4, 5, 3), wrap_each(mlp(4, 5, 3))
+    for model in (plain, wrapped):
+        torch.manual_seed(11)
+        with wrapped.summon_full_params() if model is wrapped else torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.reset_parameters()
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
+@on_ranks(1, 2)
+@flattened
+def test_apply_sees_whole_parameters(flatten):
+    """``apply`` runs the function on every module with its parameters whole, and keeps what it writes."""
+    plain, wrapped = tiny(), wrap_tiny(tiny(), flatten_parameters=flatten)
+    seen = []
+
+    @torch.no_grad()
+    def init(module):
+        seen.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            assert module.weight.dim() == 2
+            module.weight.fill_(0.25)
+            module.bias.zero_()
+
+    plain.apply(init)
+    of_plain, seen = seen, []
+    assert wrapped.apply(init) is wrapped
+    assert [name for name in seen if name != "FullyShardedDataParallel"] == of_plain
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
