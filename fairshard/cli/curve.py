@@ -1,24 +1,25 @@
-"""``loss.png``: the loss of every step, its running mean, and the validation loss."""
+"""``loss.png``: the loss of every step, the same smoothed, and the validation loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 _TRAIN, _VALIDATION, _QUIET = "#3f6fb5", "#c8553d", "#6b6b6b"
 
 
-def running_mean(values: Sequence[float], weight: float = 0.05) -> list[float]:
-    """Exponential mean in which the first values count as much as if there had been more of them."""
-    means: list[float] = []
-    total = norm = 0.0
-    for value in values:
-        total += weight * (value - total)
-        norm += weight * (1.0 - norm)
-        means.append(total / norm)
+def smoothed(losses: Sequence[float]) -> NDArray[np.float64]:
+    """Mean of each loss and its neighbours on both sides, a fiftieth of all on each; fewer near the ends."""
+    kernel = np.ones(2 * (len(losses) // 50) + 1)
+    padding = len(kernel) // 2
+    sums = np.convolve(losses, kernel)[padding : padding + len(losses)]
+    counts = np.convolve(np.ones(len(losses)), kernel)[padding : padding + len(losses)]
+    means: NDArray[np.float64] = sums / counts
     return means
 
 
@@ -28,21 +29,23 @@ def draw_loss(path: Path, title: str, losses: Sequence[float], validations: Mapp
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = range(1, len(losses) + 1)
+    means = smoothed(losses)
     axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8, label="training, each step")
-    axes.plot(steps, running_mean(losses), color=_TRAIN, linewidth=1.6, label="training, running mean")
+    axes.plot(steps, means, color=_TRAIN, linewidth=1.6, label="training, smoothed")
     axes.plot(
         list(validations), list(validations.values()), "o-", color=_VALIDATION, linewidth=1.2, markersize=4.5,
         label="validation",
     )  # fmt: skip
     last = max(validations)
     axes.annotate(
-        f"{validations[last]:.3f}", (last, validations[last]), xytext=(0, 9), textcoords="offset points",
-        ha="right", color=_VALIDATION, fontweight="bold",
+        f"{validations[last]:.2f}", (last, validations[last]), xytext=(7, 0), textcoords="offset points",
+        va="center", color=_VALIDATION, fontweight="bold",
     )  # fmt: skip
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title(title, loc="left", fontsize=10, color=_QUIET)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.08 * len(losses))
+    axes.set_ylim(top=1.05 * max(*means, *validations.values()))  # a single bad step shall not flatten the rest
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -63,6 +63,7 @@ class Bucket:
         self._views = [source.bucket_views(part) for source, part in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.tag_id for source in sources)) & 0xFF
         self._uses = 0
+        self.nbytes = self.data.nbytes
         self.is_open = False
         free_storage_(self.data)
 
@@ -195,9 +196,7 @@ class ReduceScatterBucketer:
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or not bucket.lacks(index):
             bucket, index = Bucket([source]), 0
-        while self._flying and (
-            self._flying[0][1].is_completed() or (not bucket.is_open and len(self._flying) >= _MAX_IN_FLIGHT)
-        ):
+        while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()
         if bucket.write(index):
             self._launch(bucket)
@@ -226,6 +225,13 @@ class ReduceScatterBucketer:
 
     def _nbytes(self, sources: Sequence[GradSource]) -> int:
         return sum(source.shard_numel * source.comm.world_size * source.reduce_dtype.itemsize for source in sources)
+
+    def _is_crowded(self, bucket: Bucket) -> bool:
+        """Whether memory for ``bucket`` must wait for that of one under way: two are, or more than two caps' worth."""
+        if bucket.is_open:
+            return False
+        nbytes = bucket.nbytes + sum(flying.nbytes for flying, _, _ in self._flying)
+        return len(self._flying) >= _MAX_IN_FLIGHT or nbytes > 2 * self.bucket_cap_mb * _MB
 
     def _settle(self, sources: Sequence[GradSource]) -> None:
         bucket = Bucket(sources)

@@ -1,6 +1,5 @@
 """The files and the words of a run, without any rank."""
 
-import itertools
 import json
 import math
 import time
@@ -9,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fairshard.cli import launch
-from fairshard.cli.curve import draw_loss, running_mean
+from fairshard.cli.curve import draw_loss, smoothed
 from fairshard.cli.failure import first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, make_run_folder, summarize
 from fairshard.cli.progress import Progress, size_text, unit_lines
@@ -96,11 +95,13 @@ def test_without_a_terminal_progress_is_some_twenty_lines(capsys):
     assert not any(mark in "".join(lines) for mark in "\r\x1b")
 
 
-def test_the_running_mean_of_a_constant_is_that_constant():
-    """No bias at the start; afterwards it follows a step in the data and stays between the two values."""
-    assert running_mean([3.0] * 5) == pytest.approx([3.0] * 5)
-    means = running_mean([1.0] * 50 + [0.0] * 50)[50:]
-    assert all(1 > earlier > later > 0 for earlier, later in itertools.pairwise(means))
+@pytest.mark.parametrize("num_steps", [1, 49, 50, 500])
+def test_smoothing_takes_the_mean_of_the_neighbours(num_steps):
+    """Each value is the plain mean of those at most a fiftieth of the run away, near the ends of those there are."""
+    losses = [math.sin(step) for step in range(num_steps)]
+    reach = num_steps // 50
+    near = [losses[max(0, step - reach) : step + reach + 1] for step in range(num_steps)]
+    assert smoothed(losses) == pytest.approx([sum(values) / len(values) for values in near])
 
 
 def test_the_curve_is_a_png(tmp_path):

@@ -20,10 +20,6 @@ class UnitConfig:
         """The dtype in which parameters of ``param_dtype`` are gathered and compute."""
         return self.compute_dtype or param_dtype
 
-    def reduce_dtype_of(self, param_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which their gradients travel."""
-        return torch.float32 if self.fp32_reduce_scatter else self.compute_dtype_of(param_dtype)
-
 
 def resolve(
     *,

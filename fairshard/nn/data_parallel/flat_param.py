@@ -70,16 +70,21 @@ class FlatParam:
             shard[piece.target.start : piece.target.stop] = whole[piece.source.start : piece.source.stop]
         return shard
 
+    def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
+        """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
+        return self.shard.dtype if self.slots[0].keeps_dtype else config.compute_dtype_of(self.shard.dtype)
+
     def materialize(self, comm: Communicator, config: UnitConfig, on_grad: Any) -> None:
         """Make the buffer and the leaves, with the dtype and device that the shard has by now.
 
-        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient.
+        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not hold this object:
+        leaves hold their hooks where the garbage collector does not see it.
         """
         check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
         self.comm = comm
         self.tag_id = comm.new_id()
-        self.compute_dtype = config.compute_dtype_of(self.shard.dtype)
-        self.reduce_dtype = config.reduce_dtype_of(self.shard.dtype)
+        self.compute_dtype = self.compute_dtype_under(config)
+        self.reduce_dtype = torch.float32 if config.fp32_reduce_scatter else self.compute_dtype
         self.compute_device = self.shard.device
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.

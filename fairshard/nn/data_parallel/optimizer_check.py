@@ -25,7 +25,7 @@ def watch_optimizers(flat_params: list[FlatParam]) -> None:
     global _num_sharded, _is_installed
     for flat_param in flat_params:
         for slot in flat_param.slots:
-            _sharded[slot.leaf] = slot
+            _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
             _num_sharded += 1
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
@@ -37,11 +37,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            slot: ParamSlot | None = _sharded.get(param)
+            slot: weakref.ref[ParamSlot] | None = _sharded.get(param)
             if slot is not None:
+                known = slot()
                 raise StaleOptimizerError(
                     f"An optimizer must be built after wrapping, but {type(optimizer).__name__} holds the original "
-                    f"parameter `{slot.fqn}`, which has become a shard: stepping it would change nothing. Build the "
+                    f"parameter `{known.fqn if known else '?'}`, which has become a shard: stepping it would change nothing. Build the "
                     "optimizer from `model.parameters()` of the wrapped model."
                 )
     _clean[optimizer] = _num_sharded

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairshard.errors import FairshardError, ParameterShardedError
 
@@ -16,7 +17,7 @@ class ShardedParameter:
     An empty tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
     """
 
-    __slots__ = ("fqn", "shape")
+    __slots__ = ("__weakref__", "fqn", "shape")
 
     def __init__(self, fqn: str, shape: torch.Size) -> None:
         self.fqn = fqn
@@ -84,6 +85,11 @@ class ParamSlot:
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
         self.owners.append((module, name))
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether the parameter is not cast for compute: BatchNorm takes low-precision inputs, but fp32 weights."""
+        return any(isinstance(module, _BatchNorm) for module, _ in self.owners)
 
     def rename(self, fqn: str) -> None:
         """Take ``fqn``, the name in the whole model, for messages."""

@@ -63,6 +63,7 @@ class Root:
         self.free = now(device)
         self.in_backward = False
         self.task = NO_BACKWARD
+        self.has_grads = False  # from the running backward, which may be an autograd.grad() that makes none
         self._depth = 0
         self._ahead: set[Unit] = set()
         self._warned_autocast = False
@@ -138,8 +139,9 @@ class Root:
 
     def _end_backward(self) -> None:
         for unit in self.units:
-            unit.finish_backward()
+            unit.finish_backward(self.has_grads)
         self.bucketer.flush()
+        self.has_grads = False
         self.order.end_backward()
         self.in_backward = False
 
@@ -149,7 +151,7 @@ class Root:
         for unit in self.units:
             unit.reset()
         self.order.end_backward()
-        self.in_backward = False
+        self.in_backward = self.has_grads = False
         self._depth = 0
 
     # ---- memory, state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,9 +33,11 @@ def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_siz
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
     groups: list[list[ParamSlot]]
     if config.flatten_parameters:
-        by_kind: dict[tuple[torch.dtype, torch.device, bool], list[ParamSlot]] = {}
+        by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
         for slot in slots:
-            by_kind.setdefault((slot.leaf.dtype, slot.leaf.device, slot.leaf.requires_grad), []).append(slot)
+            leaf = slot.leaf
+            keeps_dtype = config.mixed_precision and slot.keeps_dtype
+            by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
         groups = list(by_kind.values())
     else:
         groups = [[slot] for slot in slots]

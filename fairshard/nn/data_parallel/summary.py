@@ -27,8 +27,7 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
                 sum(flat_param.layout.numel for flat_param in unit.flat_params),
                 sum(flat_param.shard.nbytes for flat_param in unit.flat_params),
                 sum(
-                    flat_param.layout.padded_numel
-                    * unit.config.compute_dtype_of(flat_param.shard.dtype).itemsize
+                    flat_param.layout.padded_numel * flat_param.compute_dtype_under(unit.config).itemsize
                     for flat_param in unit.flat_params
                 ),
             )

@@ -7,6 +7,7 @@ are sent. The parameters are given back when no task still needs them.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,8 +81,15 @@ class Unit:
         self.root = root
         self.comm = comm
         self.device = root.device
+        on_grad = weakref.WeakMethod(self._on_grad)
+
+        def tell(leaf: Tensor) -> None:
+            method = on_grad()
+            if method is not None:
+                method(leaf)
+
         for flat_param in self.flat_params:
-            flat_param.materialize(comm, self.config, self._on_grad)
+            flat_param.materialize(comm, self.config, tell)
         if self.config.mixed_precision and self.config.compute_dtype is not None:
             self.buffers = ComputeBuffers(modules, self.config.compute_dtype)
 
@@ -182,6 +190,7 @@ class Unit:
         task = current_task()
         root = self.root
         assert root is not None
+        root.has_grads = True
         left = self._counted.get(task)
         if left is None:  # a task that began inside this unit: a reentrant segment
             root.enter_backward(self)
@@ -227,15 +236,14 @@ class Unit:
                 else:
                     flat_param.accumulate()
 
-    def finish_backward(self) -> None:
-        """The backward is over: send what was left, reshard, be idle."""
-        owed = self._owes or bool(self._counted)
-        waiting = self.sync and any(flat_param.has_accumulated for flat_param in self.flat_params)
-        if waiting and not self._is_reached:
-            self._reach()
-            waiting = any(flat_param.has_accumulated for flat_param in self.flat_params)
-        if owed or waiting:
-            self.send_grads()
+    def finish_backward(self, has_grads: bool) -> None:
+        """The backward is over: send what was left, if there are any gradients at all; reshard, be idle."""
+        if has_grads:
+            if self.sync and any(flat_param.has_accumulated for flat_param in self.flat_params):
+                self._reach()  # unless zeroed meanwhile, what no_sync accumulated is due, reached or not
+                self._owes = any(flat_param.has_accumulated for flat_param in self.flat_params)
+            if self._owes or self._counted:
+                self.send_grads()
         self._rest()
 
     def reset(self) -> None:

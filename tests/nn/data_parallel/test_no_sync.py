@@ -112,10 +112,14 @@ def test_flags_are_restored_after_an_exception(when):
     """An exception inside leaves the model syncing, and does not drop what an earlier pass accumulated."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
-    with pytest.raises(KeyError), wrapped.no_sync():
-        if when == "after":
-            loss_of(wrapped, 0).backward()
-        raise KeyError
+
+    def fail():
+        with wrapped.no_sync():
+            if when == "after":
+                loss_of(wrapped, 0).backward()
+            raise KeyError
+
+    pytest.raises(KeyError, fail)
     assert wrapped.require_backward_grad_sync
     assert wrapped[0].require_backward_grad_sync
     loss_of(wrapped, 1).backward()

@@ -124,10 +124,14 @@ def test_each_rank_keeps_its_part():
 def test_state_inside_and_after():
     """Units are in SUMMON_FULL_PARAMS inside, IDLE after, also after an exception."""
     wrapped = wrap_each(mlp(4, 5, 3))
-    with pytest.raises(KeyError), wrapped.summon_full_params():
-        wrapped.assert_state(TrainingState.SUMMON_FULL_PARAMS)
-        wrapped[0].assert_state(TrainingState.SUMMON_FULL_PARAMS)
-        raise KeyError
+
+    def fail():
+        with wrapped.summon_full_params():
+            wrapped.assert_state(TrainingState.SUMMON_FULL_PARAMS)
+            wrapped[0].assert_state(TrainingState.SUMMON_FULL_PARAMS)
+            raise KeyError
+
+    pytest.raises(KeyError, fail)
     wrapped.assert_state(TrainingState.IDLE)
     wrapped[0].assert_state(TrainingState.IDLE)
     assert wrapped(randn(2, 4)).shape == (2, 3)

@@ -1,0 +1,229 @@
+"""Wrong use is an error before any collective, of the type that both seeds raise, with a cure in it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fairshard
+from fairshard import errors
+from fairshard.errors import FairshardError, GradRequiresGradError, RanksDisagreeError, StaleOptimizerError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+
+
+def test_no_process_group():
+    """Wrapping without a process group is a ValueError that names ``init_process_group``."""
+    with pytest.raises(ValueError, match="init_process_group"):
+        FSDP(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "match"),
+    [
+        ({"fp32_reduce_scatter": True}, ValueError, "mixed_precision"),
+        ({"compute_dtype": torch.bfloat16}, ValueError, "mixed_precision"),
+        ({"compute_dtype": torch.int64}, ValueError, "floating"),
+        ({"compute_dtype": "bf16"}, (TypeError, ValueError), "compute_dtype"),
+        ({"cpu_offload": True}, (ValueError, NotImplementedError), r"cpu_offload.*0\.2"),
+        ({"move_grads_to_cpu": True}, (ValueError, NotImplementedError), r"move_grads_to_cpu.*0\.2"),
+        ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward"),
+        ({"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb"),
+        ({"process_group": "MISSING"}, TypeError, "process_group"),
+        ({"nonsense": 1}, TypeError, "nonsense"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked(kwargs, kind, match):
+    """Arguments that contradict each other, or make no sense, raise and leave the module as it was."""
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    with fake_group(2):
+        with pytest.raises(kind, match=match):
+            FSDP(layer, **kwargs)
+        assert layer.weight is weight
+        assert weight.shape == (2, 2)
+
+
+def test_the_own_dtype_is_a_valid_compute_dtype():
+    """``compute_dtype`` equal to the parameters' own changes nothing, as under autocast."""
+    with fake_group(2):
+        FSDP(nn.Linear(2, 2), compute_dtype=torch.float32)
+        FSDP(nn.Linear(2, 2).double(), compute_dtype=torch.float64)
+
+
+def test_parameters_must_be_floating():
+    """An integer parameter cannot be sharded; the TypeError names it."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].counts = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    with fake_group(2), pytest.raises(TypeError, match=r"0\.counts.*int64"):
+        FSDP(model)
+
+
+def test_mixed_precision_needs_fp32_parameters():
+    """Masters are fp32: other parameters under mixed precision are a TypeError that names the first."""
+    with fake_group(2), pytest.raises(TypeError, match=r"1\.weight.*bfloat16"):
+        FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), mixed_precision=True)
+
+
+@on_ranks(2)
+def test_what_is_sharded_already_is_refused():
+    """DTensors and modules that another engine has wrapped cannot be sharded again."""
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = dist.init_device_mesh(rank_device().type, (2,))
+    fully_shard(other[1], mesh=mesh)
+    with pytest.raises(ValueError, match=r"`1|1\.weight"):
+        FSDP(other)
+
+
+def test_what_is_no_module_is_refused():
+    """Only modules can be wrapped."""
+    with fake_group(2), pytest.raises(TypeError, match="list"):
+        FSDP([nn.Linear(2, 2)])
+
+
+def test_an_error_leaves_the_module_unwrapped():
+    """When one parameter cannot be sharded, none is: the module still computes."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    with fake_group(2), pytest.raises(TypeError):
+        FSDP(model, mixed_precision=True)
+    assert model[0](torch.ones(1, 2)).shape == (1, 2)
+
+
+@on_ranks(2)
+def test_wrapping_communicates_nothing():
+    """Building wrappers issues no collective; errors in it can therefore not hang another rank."""
+    with CollectiveCounter() as calls:
+        wrap_each(mlp(4, 9, 5))
+    assert calls.calls == []
+
+
+DIFFERENCES = {
+    "shape": lambda rank: FSDP(mlp(4, 9 + rank, 5)),
+    "same size, other shape": lambda rank: FSDP(nn.Linear(4, 6) if rank else nn.Linear(6, 4, bias=False)),
+    "one layer more": lambda rank: FSDP(mlp(*[4] * (3 + rank))),
+    "name": lambda rank: FSDP(nn.ModuleDict({f"layer{rank}": nn.Linear(4, 4)})),
+    "order": lambda rank: FSDP(nn.Sequential(*[nn.Linear(4, 2), nn.Linear(4, 3)][:: 1 - 2 * rank])),
+    "wrapping": lambda rank: (wrap_each if rank else FSDP)(mlp(4, 4)),
+    "flatten": lambda rank: FSDP(mlp(4, 4), flatten_parameters=bool(rank)),
+    "precision": lambda rank: FSDP(mlp(4, 4), mixed_precision=bool(rank)),
+    "frozen": lambda rank: FSDP(mlp(4, 4).requires_grad_(bool(rank))),
+    "dtype": lambda rank: FSDP(mlp(4, 4).to(torch.float64 if rank else torch.float32)),
+    "bucket": lambda rank: FSDP(mlp(4, 4), bucket_cap_mb=rank),
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_all_raise(name):
+    """When one rank has built another model, the first use raises on every rank, naming rank and difference."""
+    odd = dist.get_world_size() - 1
+    model = DIFFERENCES[name](int(dist.get_rank() == odd))
+    with pytest.raises(RanksDisagreeError, match=rf"rank {odd}"):
+        model(randn(3, 4))
+
+
+@on_ranks(2)
+def test_the_first_difference_is_named():
+    """The message names unit and parameter, with both shapes."""
+    model = wrap_each(mlp(4, 9 + dist.get_rank(), 5))
+    with pytest.raises(RanksDisagreeError, match=r"unit `0`.*weight.*9, 4.*10, 4"):
+        model(randn(3, 4))
+
+
+@on_ranks(2)
+def test_ranks_that_differ_raise_in_a_state_dict_too():
+    """It is the first collective that raises, whichever it is."""
+    model = FSDP(mlp(4, 9 + dist.get_rank(), 5))
+    with pytest.raises(RanksDisagreeError):
+        model.state_dict()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("when", ["before use", "after backward"])
+def test_an_optimizer_from_before_wrapping_raises(flatten, when):
+    """Its first step raises, naming the first stale parameter, and steps nothing."""
+    model = mlp(4, 9, 5)
+    stale = sgd(model)
+    wrapped = wrap_each(model, flatten_parameters=flatten)
+    if when == "after backward":
+        wrapped(randn(3, 4)).sum().backward()
+    with pytest.raises(StaleOptimizerError, match=r"SGD.*0\.weight|0\.weight.*SGD"):
+        stale.step()
+    fresh = sgd(wrapped)
+    if when == "after backward":
+        fresh.step()
+
+
+@on_ranks(2)
+def test_other_optimizers_are_left_alone():
+    """Optimizers of plain modules, and of wrapped ones built after wrapping, step as ever."""
+    plain, wrapped = mlp(4, 5), FSDP(mlp(4, 5))
+    for model in (plain, wrapped):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_stale_parameter_group_added_later_raises():
+    """A stale parameter added to an optimizer that has stepped well is found too."""
+    layer = nn.Linear(4, 5)
+    weight = layer.weight
+    wrapped = FSDP(layer)
+    optimizer = sgd(wrapped)
+    wrapped(randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [weight]})
+    with pytest.raises(StaleOptimizerError, match="weight"):
+        optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_gradients_that_require_grad_are_refused():
+    """``create_graph=True`` raises a RuntimeError before any gradient, and the next step is clean."""
+    wrapped = wrap_each(mlp(4, 9, 5))
+    loss = wrapped(randn(3, 4)).square().sum()
+    with pytest.raises(GradRequiresGradError, match="create_graph"):
+        loss.backward(create_graph=True)
+    assert wrapped.params_with_grad == []
+    wrapped(randn(3, 4)).sum().backward()
+    assert len(wrapped.params_with_grad) == 2
+
+
+def test_the_exception_tree():
+    """Everything raised while running is a RuntimeError of ours, and what the seeds raised as well."""
+    assert fairshard.FairshardError is errors.FairshardError
+    assert issubclass(FairshardError, RuntimeError)
+    bases = {
+        "TrainingStateError": (ValueError, AssertionError),
+        "NotRootError": (AssertionError,),
+        "MixedGroupsError": (NotImplementedError,),
+        "GradRequiresGradError": (),
+        "ParameterShardedError": (),
+        "ShardChangedError": (),
+        "StaleOptimizerError": (),
+        "RanksDisagreeError": (),
+    }
+    for name, others in bases.items():
+        kind = getattr(errors, name)
+        assert issubclass(kind, (FairshardError,))
+        assert all(issubclass(kind, other) for other in others), name
+        assert str(kind("text")) == "text"
+
+
+@on_ranks(2)
+def test_a_shared_leaf_of_two_wrapped_models():
+    """A module that is wrapped already, wrapped again in another model, is an inner unit there, not an error."""
+    inner = FSDP(mlp(4, 4))
+    outer = FSDP(nn.Sequential(inner, copy.deepcopy(mlp(4, 5))))
+    assert outer(randn(3, 4)).shape == (3, 5)

@@ -1,0 +1,196 @@
+"""A wrapper looks like the module in it, and says what it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from fairshard.nn import FSDP as ALIAS
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import data_parallel
+from fairshard.utils.testing import rank_device
+from tests.models import mlp, tiny, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+
+def test_names():
+    """The class is found under fairscale's path, and under its short name."""
+    assert data_parallel.FullyShardedDataParallel is FSDP is ALIAS
+
+
+@on_ranks(2)
+def test_attributes_of_the_module():
+    """What the wrapper does not have is looked up on the module: attributes, methods, submodules, through layers."""
+
+    class Named(nn.Module):
+        kind = "named"
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+            self.size = 4
+
+        def describe(self, suffix):
+            return f"{self.kind} {self.size}{suffix}"
+
+    module = Named()
+    wrapped = FSDP(FSDP(module))
+    assert wrapped.kind == "named"
+    assert wrapped.size == 4
+    assert wrapped.describe("!") == "named 4!"
+    assert wrapped.layer is module.layer
+    assert wrapped.module.module is module
+    with pytest.raises(AttributeError, match="missing"):
+        wrapped.missing  # noqa: B018
+    assert not hasattr(wrapped, "missing")
+
+
+@on_ranks(2)
+def test_index_and_length():
+    """Indexing, slicing and ``len`` are those of the wrapped container."""
+    wrapped = wrap_each(mlp(4, 9, 5))
+    assert wrapped[1] is wrapped.module[1]
+    assert wrapped[-1].module.out_features == 5
+    assert len(wrapped) == 3
+    assert len(wrapped[:2]) == 2
+    with pytest.raises(TypeError):
+        FSDP(nn.Linear(4, 5))[0]
+
+
+@on_ranks(2, 3)
+def test_extra_repr():
+    """fairscale's nine fields in its order, then the bucket's size."""
+    wrapped = FSDP(nn.Linear(4, 5), reshard_after_forward=False, bucket_cap_mb=0.5)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    fields = [field.split("=") for field in wrapped.extra_repr().split(", ")]
+    assert [name for name, _ in fields] == [
+        "rank",
+        "world_size",
+        "reshard_after_forward",
+        "mixed_precision",
+        "fp32_reduce_scatter",
+        "flatten_parameters",
+        "cpu_offload",
+        "compute_dtype",
+        "move_grads_to_cpu",
+        "bucket_cap_mb",
+    ]
+    values = dict(fields)
+    assert (values["rank"], values["world_size"]) == (str(rank), str(world_size))
+    assert values["reshard_after_forward"] == "False"
+    assert values["bucket_cap_mb"] == "0.5"
+    half = FSDP(nn.Linear(4, 5), mixed_precision=True)
+    assert "mixed_precision=True" in half.extra_repr()
+    assert "compute_dtype=torch.float16" in half.extra_repr()
+    assert wrapped.extra_repr() in repr(wrapped)
+
+
+@on_ranks(2)
+def test_arguments_are_attributes():
+    """The arguments can be read back under their names."""
+    group = torch.distributed.new_group()
+    arguments = {
+        "reshard_after_forward": False,
+        "mixed_precision": True,
+        "fp32_reduce_scatter": True,
+        "flatten_parameters": False,
+        "cpu_offload": False,
+        "compute_dtype": torch.bfloat16,
+        "move_grads_to_cpu": False,
+        "bucket_cap_mb": 3,
+    }
+    module = nn.Linear(4, 5)
+    wrapped = FSDP(module, group, **arguments)
+    assert {name: getattr(wrapped, name) for name in arguments} == arguments
+    assert wrapped.process_group is group
+    assert wrapped.module is module
+    assert (wrapped.rank, wrapped.world_size) == (group.rank(), 2)
+    assert wrapped.require_backward_grad_sync is True
+    assert len(wrapped.params) == 2
+
+
+@on_ranks(2)
+def test_arguments_in_fairscales_order():
+    """Positional arguments have fairscale's order and defaults."""
+    wrapped = FSDP(nn.Linear(4, 5), None, False, True, True, False, False, torch.bfloat16, None, 7)
+    assert wrapped.reshard_after_forward is False
+    assert wrapped.mixed_precision is True
+    assert wrapped.fp32_reduce_scatter is True
+    assert wrapped.flatten_parameters is False
+    assert wrapped.compute_dtype is torch.bfloat16
+    assert wrapped.bucket_cap_mb == 7
+    default = FSDP(nn.Linear(4, 5))
+    assert default.reshard_after_forward is True
+    assert default.mixed_precision is False
+    assert default.flatten_parameters is True
+    assert default.bucket_cap_mb == 25
+
+
+@on_ranks(1, 2)
+def test_named_parameters_flattened():
+    """Flattened: one 1-D shard for each unit that owns parameters, under the unit's name."""
+    wrapped = wrap_tiny(tiny())
+    named = dict(wrapped.named_parameters())
+    assert list(named) == [
+        "flat_param_0",
+        "first.flat_param_0",
+        "first.up.flat_param_0",
+        "shared.flat_param_0",
+        "second.flat_param_0",
+    ]
+    world_size = torch.distributed.get_world_size()
+    assert named["first.up.flat_param_0"].shape == (77 // world_size + 77 % world_size,)
+    assert all(isinstance(param, nn.Parameter) and param.is_leaf for param in named.values())
+    assert [id(p) for p in wrapped.parameters()] == [id(p) for p in named.values()]
+
+
+@on_ranks(1, 2)
+def test_named_parameters_unflattened():
+    """Not flattened: the plain model's names, each once, with 1-D shards."""
+    plain = dict(tiny().named_parameters())
+    named = dict(wrap_tiny(tiny(), flatten_parameters=False).named_parameters())
+    assert set(named) == set(plain)
+    world_size = torch.distributed.get_world_size()
+    for name, param in named.items():
+        assert param.shape == (-(-plain[name].numel() // world_size),), name
+
+
+@on_ranks(2)
+def test_named_parameters_arguments():
+    """``prefix`` and ``recurse`` work as on any module; buffers have plain names too."""
+    wrapped = wrap_tiny(tiny())
+    assert [name for name, _ in wrapped.named_parameters("m", recurse=False)] == ["m.flat_param_0"]
+    assert next(iter(dict(wrapped.named_parameters(prefix="m")))) == "m.flat_param_0"
+    norm = FSDP(nn.Sequential(FSDP(nn.BatchNorm1d(3))))
+    assert [name for name, _ in norm.named_buffers()] == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+
+
+@on_ranks(1, 2)
+def test_zero_grad_reaches_the_shards():
+    """``zero_grad`` clears what ``backward`` filled, both ways."""
+    wrapped = wrap_each(mlp(4, 9, 5))
+    wrapped(randn(2, 4)).sum().backward()
+    wrapped.zero_grad(set_to_none=False)
+    assert all(not param.grad.any() for param in wrapped.parameters())
+    wrapped.zero_grad()
+    assert wrapped.params_with_grad == []
+
+
+@on_ranks(2)
+def test_non_tensor_arguments_and_outputs():
+    """Any arguments go in and any outputs come out, unchanged."""
+
+    class Echo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, *args, flag=None, **kwargs):
+            return self.layer(x), args, flag, kwargs
+
+    wrapped = FSDP(Echo().to(rank_device()))
+    marker = object()
+    out, args, flag, kwargs = wrapped(randn(2, 4), 1, "two", flag=marker, other=[3])
+    assert (args, flag, kwargs) == ((1, "two"), marker, {"other": [3]})
+    out.sum().backward()
+    assert wrapped.params[0].grad is not None

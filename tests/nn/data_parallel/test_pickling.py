@@ -1,0 +1,167 @@
+"""A wrapped model survives pickle, deepcopy, and the way to another process."""
+
+import copy
+import io
+import multiprocessing
+import pickle
+import tempfile
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd
+
+
+def train(wrapped, num_steps=2):
+    """A few steps; returns the losses."""
+    optimizer, losses = sgd(wrapped), []
+    for step in range(num_steps):
+        *inputs, targets = tiny_batch(dist.get_rank(), step)
+        loss = tiny_loss(wrapped(*inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"mixed_precision": True}], ids=str)
+def test_a_copy_trains_like_the_original(copied_by, num_steps, kwargs):
+    """Copied before or after some steps, the copy has the same state, trains alike, and shares no memory."""
+    wrapped = wrap_tiny(tiny(), **kwargs)
+    train(wrapped, num_steps)
+    copied = copied_by(wrapped)
+    state = wrapped.state_dict()
+    assert_same_state(copied.state_dict(), state)
+    losses = train(copied)
+    assert_same_state(wrapped.state_dict(), state)
+    assert train(wrapped) == losses
+    assert_same_state(copied.state_dict(), wrapped.state_dict())
+    assert repr(copied) == repr(wrapped)
+
+
+@on_ranks(2)
+def test_the_original_is_not_changed_by_being_copied():
+    """Pickling in the middle of a training leaves it as it was."""
+    a, b = wrap_tiny(tiny()), wrap_tiny(tiny())
+    train(a)
+    train(b)
+    pickle.dumps(a)
+    copy.deepcopy(a)
+    assert train(a) == train(b)
+
+
+@on_ranks(2)
+def test_the_group_is_missing_until_it_is_needed():
+    """After unpickling ``process_group`` reads "MISSING"; the first use takes the default group."""
+    copied = by_pickle(FSDP(nn.Linear(4, 5)))
+    assert copied.process_group == "MISSING"
+    copied(randn(2, 4))
+    assert copied.process_group is dist.group.WORLD
+
+
+@on_ranks(2)
+def test_the_group_may_be_set():
+    """``model.process_group = g`` is taken instead; deepcopy keeps the group."""
+    group = dist.new_group()
+    wrapped = FSDP(nn.Linear(4, 5), process_group=group)
+    assert copy.deepcopy(wrapped).process_group is group
+    copied = by_pickle(wrapped)
+    copied.process_group = group
+    copied(randn(2, 4)).sum().backward()
+    assert copied.process_group is group
+
+
+@on_ranks(2)
+def test_another_rank_or_world_size_is_refused():
+    """A shard belongs to one rank of one world size: elsewhere it raises, naming both."""
+    copied = by_pickle(FSDP(nn.Linear(4, 5)))
+    copied.process_group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ValueError, match=rf"{dist.get_rank()} of 2.*0 of 1"):
+        copied(randn(2, 4))
+    parts = [None, None]
+    dist.all_gather_object(parts, pickle.dumps(FSDP(nn.Linear(4, 5))))
+    foreign = pickle.loads(parts[1 - dist.get_rank()])
+    with pytest.raises(ValueError, match=rf"{1 - dist.get_rank()} of 2.*{dist.get_rank()} of 2"):
+        foreign(randn(2, 4))
+
+
+@pytest.mark.cpu_only
+@on_ranks(2)
+def test_shared_memory_is_copied_out():
+    """Sent as torch.multiprocessing sends, the copy does not follow later changes of the original."""
+    wrapped = wrap_each(mlp(4, 9, 5))
+    copied = pickle.loads(ForkingPickler.dumps(wrapped))
+    state = copied.state_dict()
+    with torch.no_grad():
+        for param in wrapped.parameters():
+            param.add_(1)
+    assert_same_state(copied.state_dict(), state)
+
+
+def _continue_elsewhere(rank, world_size, path, model, queue):
+    """The main function of a process that got a model: join a group, train, report."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    try:
+        queue.put((train(model), model.state_dict()["shared.bias"].tolist()))
+    except Exception as error:
+        queue.put(repr(error))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.cpu_only
+@on_ranks(2, timeout=120)
+def test_it_can_be_passed_to_another_process():
+    """Each rank hands its model to a new process; those form a group and train as the senders would."""
+    path = [str(Path(tempfile.mkdtemp()) / "store")]
+    dist.broadcast_object_list(path)
+    wrapped = wrap_tiny(tiny())
+    train(wrapped)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    arguments = (dist.get_rank(), 2, path[0], wrapped, queue)
+    process = context.Process(target=_continue_elsewhere, args=arguments)
+    process.start()
+    result = queue.get(timeout=60)
+    process.join(30)
+    assert result == (train(wrapped), wrapped.state_dict()["shared.bias"].tolist())
+
+
+@on_ranks(2)
+def test_in_the_middle_of_a_pass_it_is_refused():
+    """Inside a forward there is nothing whole to copy: an error says so."""
+    wrapped = wrap_each(mlp(4, 9, 5))
+    seen = []
+
+    def copy_it(*_):
+        for copied_by in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ValueError, match="IDLE"):
+                copied_by(wrapped)
+        seen.append(True)
+
+    handle = wrapped[0].module.register_forward_pre_hook(copy_it)
+    wrapped(randn(2, 4))
+    handle.remove()
+    assert seen == [True]
