@@ -90,11 +90,13 @@ def assert_same_state(actual, expected, rtol=0.0, atol=0.0):
 def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=0.0, atol=0.0):
     """Train ``wrap(model)`` and a plain replica side by side; losses and final state agree.
 
+    ``model`` may also be a function that builds it, for modules that cannot be copied.
+
     ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. SGD with momentum, which shows
     a wrong constant factor. With ``num_micro`` > 1 each step sums that many backwards, and each is reduced.
     """
-    plain = copy.deepcopy(model)
-    wrapped = wrap(copy.deepcopy(model))
+    build = functools.partial(copy.deepcopy, model) if isinstance(model, torch.nn.Module) else model
+    plain, wrapped = build(), wrap(build())
     of_plain, of_wrapped = (sgd(m, momentum=momentum) for m in (plain, wrapped))
     for step in range(num_steps):
         for micro in range(num_micro):

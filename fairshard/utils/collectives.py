@@ -91,7 +91,7 @@ class Communicator:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)  # the registry is keyed by it: a strong reference would keep both for ever
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.counts: dict[str, list[int]] = {}
@@ -103,6 +103,14 @@ class Communicator:
             self.exchange = dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
             )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group; whoever uses a communicator keeps its group alive."""
+        group = self._group()
+        if group is None:
+            raise FairshardError("The process group of a model was destroyed while the model was in use.")
+        return group
 
     def new_id(self) -> int:
         """A number for one flat param; the same on every rank that builds its models in the same order."""

@@ -32,7 +32,7 @@ def show(unit: Unit, writeback: bool) -> Iterator[None]:
     """
     before, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
     try:
-        if unit.is_gathered:
+        if unit.is_gathered and not unit.is_pinned:
             unit.reshard()
         with ExitStack() as stack:
             for flat_param in unit.flat_params:
@@ -40,6 +40,8 @@ def show(unit: Unit, writeback: bool) -> Iterator[None]:
             yield
     finally:
         unit.state = before
+        if unit.is_gathered:
+            unit.wait_unshard()
 
 
 @contextmanager

@@ -40,9 +40,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             slot: weakref.ref[ParamSlot] | None = _sharded.get(param)
             if slot is not None:
                 known = slot()
+                name = known.fqn if known else "of a model that is gone"
                 raise StaleOptimizerError(
                     f"An optimizer must be built after wrapping, but {type(optimizer).__name__} holds the original "
-                    f"parameter `{known.fqn if known else '?'}`, which has become a shard: stepping it would change nothing. Build the "
+                    f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
                     "optimizer from `model.parameters()` of the wrapped model."
                 )
     _clean[optimizer] = _num_sharded

@@ -119,6 +119,8 @@ class Root:
 
     def enter_backward(self, unit: Unit) -> Unit | None:
         """The backward has come to ``unit``; returns the one to gather ahead."""
+        if self.in_backward and unit is self.units[0] and unit.is_reached and current_task() != self.task:
+            self.reset()  # the outermost unit is reached once: the backward that did so before has raised
         if not self.in_backward:
             self.in_backward = True
             self.task = current_task()

@@ -7,6 +7,7 @@ are sent. The parameters are given back when no task still needs them.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +52,11 @@ class Unit:
         self._counted: dict[int, int] = {}  # graph task -> leaves that it reaches and has not come to yet
         self._open_calls: set[Call] = set()  # calls whose inputs' gradients are awaited
         self._hooks_inputs = True
-        self._is_reached = False  # by the running backward
+        self.is_reached = False  # by the running backward
         self._owes = False  # gradients, to the reduction
         self._num_arrived = 0  # calls that the running backward has come to ...
         self.num_calls = 0  # ... of those that it may come to
-        self.is_pinned = False  # gathered until its backward is over: no hook would gather it again
+        self.is_pinned = False  # gathered for good: its backward could come unseen
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("group", "flat_params", "config", "fqn", "reshard_after_forward")
@@ -125,14 +126,17 @@ class Unit:
         """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once."""
         root = self.root
         assert root is not None
+        keep = root.keeps_gathered(self)
         try:
             if call is not None:
                 outputs = apply_to_tensors(call.watch_output, outputs)
-                self.is_pinned |= not is_transparent(outputs) or call.lacks_outputs
+                keep = keep or call.lacks_outputs
+                if not is_transparent(outputs):
+                    self._pin(outputs)
         except BaseException:
             self.abort_forward()
             raise
-        self._leave_forward(keep=self.is_pinned or root.keeps_gathered(self))
+        self._leave_forward(keep or self.is_pinned)
         root.exit_forward(completed=True)
         return outputs
 
@@ -142,6 +146,16 @@ class Unit:
         assert root is not None
         self._leave_forward(keep=root.in_backward)  # a checkpoint may stop its recomputation by raising
         root.exit_forward(completed=False)
+
+    def _pin(self, outputs: Any) -> None:
+        if not self.is_pinned:
+            self.is_pinned = True
+            warnings.warn(
+                f"Unit `{self.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
+                "cannot look into. It stays gathered from now on, since a backward through them could not be seen in "
+                "time. Return tensors in tuples, lists, dicts or dataclasses.",
+                stacklevel=4,
+            )
 
     def _leave_forward(self, keep: bool) -> None:
         root = self.root
@@ -208,8 +222,8 @@ class Unit:
         self._reshard_when_done()
 
     def _reach(self) -> None:
-        if not self._is_reached:
-            self._is_reached = self._owes = True
+        if not self.is_reached:
+            self.is_reached = self._owes = True
             for flat_param in self.flat_params:
                 flat_param.forget_zeroed()
         self.state = TrainingState.BACKWARD_PRE
@@ -220,7 +234,7 @@ class Unit:
     def close_call(self, call: Call) -> None:
         """The gradients of one call's inputs are done."""
         self._open_calls.discard(call)
-        if self._is_reached:
+        if self.is_reached:
             self._reshard_when_done()
 
     def send_grads(self) -> None:
@@ -257,14 +271,14 @@ class Unit:
             self.buffers.detach()
         self._counted.clear()
         self._open_calls.clear()
-        self._is_reached = self._owes = self.is_pinned = False
+        self.is_reached = self._owes = False
         self._num_arrived = self.num_calls = 0
-        if self.is_gathered:
+        if self.is_gathered and not self.is_pinned:
             self.reshard()
         self.state = TrainingState.IDLE
 
     def _reshard_when_done(self) -> None:
-        if self.is_gathered and not self._counted and not self._open_calls:
+        if self.is_gathered and not self._counted and not self._open_calls and not self.is_pinned:
             if self.buffers is not None:
                 self.buffers.detach()
             self.reshard()

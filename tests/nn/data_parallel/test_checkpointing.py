@@ -13,7 +13,7 @@ from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import randn, train_alike
+from tests.reference import average_grads_, randn, sgd, train_alike
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
@@ -115,8 +115,6 @@ def test_checkpoint_with_accumulation(use_reentrant):
 
 def train_alike_accumulated(model):
     """Two passes under ``no_sync`` and one outside equal three passes of the plain model."""
-    from tests.reference import average_grads_, sgd
-
     plain = copy.deepcopy(model)
     wrapped = unit_inside(model)
     with wrapped.no_sync():

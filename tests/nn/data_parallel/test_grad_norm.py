@@ -10,7 +10,7 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
-from tests.models import mlp, tiny, wrap_each, wrap_tiny
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn
 
@@ -133,8 +133,6 @@ def test_frozen_parameters_do_not_count():
 @on_ranks(2)
 def test_tied_weights_count_once():
     """A tied weight is one parameter of the norm."""
-    from tests.models import tiny_batch, tiny_loss
-
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain))
     *inputs, targets = tiny_batch(0)

@@ -1,5 +1,7 @@
 """What the engine relies on in torch: if one of these fails, torch has changed under us."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,9 @@ from fairshard.nn.data_parallel import autograd_hooks
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.nn.data_parallel.test_unused import Chosen, alternate, loss_of, wrap_all
 from tests.on_ranks import on_ranks
-from tests.reference import randn, sgd
+from tests.reference import randn, sgd, train_alike
 
 
 def test_a_data_view_survives_refilling_its_buffer():
@@ -87,10 +90,8 @@ def test_num_reached_is_exact(used):
 
 
 @on_ranks(1, 2)
-def test_the_public_fallback_agrees(recurse=True):
+def test_the_public_fallback_agrees():
     """Without the private query, every pass gives the same weights: units just finish later."""
-    from unittest import mock
-
     states = []
     for private in (True, False):
         wrapped = wrap_tiny(tiny())
@@ -110,11 +111,6 @@ def test_the_public_fallback_agrees(recurse=True):
 @on_ranks(2)
 def test_the_public_fallback_copes_with_unused_parameters():
     """A leaf that is never reached only makes its unit wait for the end of the backward."""
-    from unittest import mock
-
-    from tests.nn.data_parallel.test_unused import Chosen, alternate, loss_of, wrap_all
-    from tests.reference import train_alike
-
     with mock.patch.object(autograd_hooks, "_will_execute", None):
         train_alike(Chosen(alternate), wrap_all, loss_of, num_steps=4, momentum=0.0)
         train_alike(Chosen(alternate), FSDP, loss_of, num_steps=4, momentum=0.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrize, parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -72,7 +72,7 @@ class Direct(nn.Module):
 
 
 def norms():
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.GroupNorm(2, 5), nn.RMSNorm(6))
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.GroupNorm(5, 5), nn.RMSNorm(6))
 
 
 def convolutions():
@@ -117,13 +117,15 @@ def loss_of(model, key):
 @pytest.mark.parametrize("flatten", [True, False])
 def test_it_trains_as_the_plain_module(name, flatten):
     """As a unit inside a unit, with gathers before forward and backward."""
-    torch.manual_seed(1)
-    model = nn.Sequential(MODELS[name]()).to(rank_device())
+
+    def build():
+        torch.manual_seed(1)
+        return nn.Sequential(MODELS[name]()).to(rank_device())
 
     def wrap(model):
         return FSDP(nn.Sequential(FSDP(model[0], flatten_parameters=flatten)), flatten_parameters=flatten)
 
-    train_alike(model, wrap, loss_of)
+    train_alike(build, wrap, loss_of)
 
 
 @on_ranks(2)
@@ -182,10 +184,7 @@ def test_views_of_parameters_saved_for_backward():
         def forward(self, x):
             return (x @ self.weight.t()) @ self.weight[:, :3] + x @ self.weight[:4, 1:]
 
-    train_alike(Views().to(rank_device()), lambda model: FSDP(nn.Sequential(FSDP(model))), two_d)
+    def wrap(model):
+        return FSDP(nn.Sequential(FSDP(model[0])))
 
-
-def two_d(model, key):
-    x = randn(3, 4, key=key)
-    out = model[0](x) if isinstance(model, nn.Sequential) else model(x)
-    return out.square().sum()
+    train_alike(nn.Sequential(Views()).to(rank_device()), wrap, lambda m, key: m(randn(3, 4, key=key)).square().sum())

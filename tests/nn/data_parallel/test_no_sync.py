@@ -119,7 +119,8 @@ def test_flags_are_restored_after_an_exception(when):
                 loss_of(wrapped, 0).backward()
             raise KeyError
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     assert wrapped.require_backward_grad_sync
     assert wrapped[0].require_backward_grad_sync
     loss_of(wrapped, 1).backward()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.nn.data_parallel.unit import Unit
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
@@ -143,8 +144,6 @@ def test_a_changed_order_is_followed():
 @on_ranks(2)
 def test_prefetch_changes_no_bit():
     """The same training with every look-ahead switched off gives the same weights."""
-    from fairshard.nn.data_parallel.exec_order import ExecOrder
-
     states = []
     for ahead in (True, False):
         model = wrap_tiny(tiny())

@@ -131,7 +131,8 @@ def test_state_inside_and_after():
             wrapped[0].assert_state(TrainingState.SUMMON_FULL_PARAMS)
             raise KeyError
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     wrapped.assert_state(TrainingState.IDLE)
     wrapped[0].assert_state(TrainingState.IDLE)
     assert wrapped(randn(2, 4)).shape == (2, 3)

@@ -33,7 +33,7 @@ def test_states_of_a_step():
         log.append((inner.training_state, wrapped.training_state))
 
     inner.module.register_forward_hook(note)
-    inner.module.register_full_backward_hook(note)
+    inner.module.register_full_backward_pre_hook(note)
     note()
     loss = wrapped(randn(2, 4).requires_grad_()).sum()
     note()
@@ -62,9 +62,9 @@ def test_assert_state():
     wrapped.assert_state(IDLE)
     wrapped.assert_state([FORWARD, IDLE])
     for kind in (AssertionError, ValueError, FairshardError):
-        with pytest.raises(kind, match="FORWARD.*IDLE"):
+        with pytest.raises(kind, match=r"FORWARD.*IDLE"):
             wrapped.assert_state(FORWARD)
-    with pytest.raises(ValueError, match="FORWARD or BACKWARD_PRE.*IDLE"):
+    with pytest.raises(ValueError, match=r"FORWARD or BACKWARD_PRE.*IDLE"):
         wrapped.assert_state([FORWARD, BACKWARD_PRE])
     with pytest.raises(ValueError, match=r"`0`|Unit `0"):
         wrapped[0].assert_state(FORWARD)

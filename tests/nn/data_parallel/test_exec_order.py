@@ -1,0 +1,73 @@
+"""The recorded order is a hint: right when passes repeat, harmless when they do not."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairshard.nn.data_parallel.exec_order import ExecOrder
+
+passes = st.lists(st.sampled_from("abcd"), max_size=8)
+
+
+def forward(order, units, backward_follows=True):
+    """One forward over ``units``; returns what each entry said comes next."""
+    order.begin_forward()
+    ahead = [order.enter(unit) for unit in units]
+    order.end_forward(backward_follows)
+    return ahead
+
+
+@given(passes)
+def test_a_repeated_pass_is_foreseen(units):
+    """The second time, each unit but the last is told its successor."""
+    order = ExecOrder()
+    assert forward(order, units) == [None] * len(units)
+    assert forward(order, units) == [*units[1:], None][: len(units)]
+
+
+@given(passes, passes)
+def test_another_pass_gives_hints_from_the_last_one_only(first, second):
+    """Whatever is said to come next did follow that unit, at that place, in the last pass."""
+    order = ExecOrder()
+    forward(order, first)
+    for position, ahead in enumerate(forward(order, second)):
+        if ahead is not None:
+            assert first[position] == second[position]
+            assert first[position + 1] == ahead
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=6, unique=True))
+def test_a_backward_runs_the_other_way(units):
+    """Going back through the units of one forward, each is told the one called before it."""
+    order = ExecOrder()
+    forward(order, units)
+    assert list(order.begin_backward()) == units[::-1]
+    assert [order.reenter(unit) for unit in units[::-1]] == [*units[:-1][::-1], None]
+
+
+@given(passes)
+def test_a_forward_without_grad_leaves_no_backward(units):
+    """What runs without grad is not waited for."""
+    order = ExecOrder()
+    forward(order, units, backward_follows=False)
+    assert list(order.begin_backward()) == []
+
+
+@given(passes, st.sampled_from("abcdx"))
+def test_an_unknown_unit_is_no_error(units, stranger):
+    """A unit that was not expected gets no hint, or one of those that wait; it never raises."""
+    order = ExecOrder()
+    forward(order, units)
+    order.begin_backward()
+    assert order.reenter(stranger) in {None, *units}
+    order.end_backward()
+    assert list(order.begin_backward()) == []
+
+
+def test_an_enclosing_unit_does_not_end_the_look_ahead():
+    """An outer unit whose output is that of an inner one comes right after it in the backward: hints go on."""
+    order = ExecOrder()
+    forward(order, ["root", "a", "b", "c"])
+    order.begin_backward()
+    hints = {unit: order.reenter(unit) for unit in ["c", "root", "b", "a"]}
+    assert hints["c"] == "b"
+    assert hints["b"] == "a"

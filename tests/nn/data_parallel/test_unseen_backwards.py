@@ -1,0 +1,115 @@
+"""Backwards that the engine cannot see coming, or that never end."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from tests.on_ranks import on_ranks
+
+
+class Box:
+    """An object that no container function looks into."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Boxing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Box(self.linear(x))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("on purpose")
+
+
+def twin_grads(make, *losses):
+    """Gradients of a plain model after a backward of each loss."""
+    torch.manual_seed(0)
+    plain = make()
+    for loss in losses:
+        loss(plain).backward()
+    return torch.cat([param.grad.reshape(-1) for param in plain.parameters()])
+
+
+def full_grads(model):
+    """The shards' gradients of the root, gathered; padding left out."""
+    (flat_param,) = model._fairshard_unit.flat_params
+    line = flat_param.shard.grad.new_empty(flat_param.layout.world_size, flat_param.shard_numel)
+    line[flat_param.rank] = flat_param.shard.grad
+    flat_param.comm.all_gather(line, 0).wait()
+    return line.view(-1)[: flat_param.layout.numel]
+
+
+@on_ranks(1, 2, 3)
+def test_outputs_in_an_unknown_object_keep_the_unit_gathered():
+    """A loss out of an object that cannot be hooked gets its gradient, twice, instead of reading freed memory."""
+    torch.manual_seed(0)
+    model = FSDP(Boxing())
+    x = torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="Return tensors"):
+        first = model(x).tensor.pow(2).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        second = model(2 * x).tensor.sum()
+    first.backward()
+    second.backward()
+    expected = twin_grads(Boxing, lambda m: m(x).tensor.pow(2).sum(), lambda m: m(2 * x).tensor.sum())
+    torch.testing.assert_close(full_grads(model), expected)
+
+
+@on_ranks(2)
+def test_a_backward_after_one_that_raised_is_whole():
+    """A retained graph may be differentiated after another backward raised, without a forward in between."""
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(nn.Linear(4, 4)))
+    x = torch.ones(2, 4)
+    good = model(x).pow(2).sum()
+    hook = model.module[0].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+    bad = model(x).sum()
+    hook.remove()
+    with pytest.raises(KeyError, match="on purpose"):
+        bad.backward()  # raises after the unit's outputs are reached, before its leaves are
+    good.backward()
+    expected = twin_grads(lambda: nn.Sequential(nn.Linear(4, 4)), lambda m: m(x).pow(2).sum())
+    torch.testing.assert_close(full_grads(model), expected)
+
+
+@on_ranks(2)
+def test_autograd_grad_leaves_no_gradients():
+    """``torch.autograd.grad`` with respect to an input works, and sets no shard's gradient, as on a plain module."""
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    x = torch.ones(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x)
+    with model.summon_full_params():
+        expected = torch.ones(2, 4) @ model.module[1].weight @ model.module[0].module.weight
+    torch.testing.assert_close(grad, expected)
+    assert model.params_with_grad == []
+
+
+@on_ranks(2)
+def test_a_dropped_model_is_freed():
+    """A model that nobody refers to any more is collected, its leaves too, after a step."""
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+    leaf = weakref.ref(model._fairshard_unit.flat_params[0].slots[0].leaf)
+    shard = weakref.ref(next(model.parameters()))
+    wrapper = weakref.ref(model)
+    del model
+    gc.collect()
+    assert (wrapper(), leaf(), shard()) == (None, None, None)

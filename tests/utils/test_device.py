@@ -1,0 +1,29 @@
+"""Streams and events on a CPU do nothing, and memory figures are bytes."""
+
+import torch
+
+from fairshard.utils.device import Stream, memory_allocated, now, peak_memory
+
+CPU = torch.device("cpu")
+
+
+def test_a_stream_of_the_cpu_is_the_program_itself():
+    """Work under a CPU stream runs where it stands; waiting for its events returns at once."""
+    stream = Stream(CPU)
+    with stream.use():
+        value = torch.ones(3)
+    event = stream.record()
+    stream.wait(event)
+    stream.wait(now(CPU))
+    event.wait()
+    assert value.sum() == 3
+
+
+def test_memory_figures_are_bytes():
+    """The resident size grows by what is allocated and touched; the peak is at least that."""
+    before = memory_allocated(CPU)
+    block = torch.ones(16 << 20, dtype=torch.uint8)
+    grown = memory_allocated(CPU) - before
+    assert grown > 8 << 20
+    assert peak_memory(CPU) >= memory_allocated(CPU) - (64 << 20)
+    assert block.nbytes == 16 << 20
