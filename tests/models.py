@@ -75,10 +75,10 @@ def wrap_tiny(model, **kwargs):
 
 def tiny_batch(*key):
     """Tokens, extra input and targets that depend on ``key`` (rank, step, ...) only."""
-    random = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    tokens = torch.randint(VOCAB, (2, 5), generator=random)
-    extra = torch.randn(2, 5, DIM, generator=random)
-    targets = torch.randint(VOCAB, (2, 5), generator=random)
+    random = torch.Generator("cpu").manual_seed(zlib.crc32(repr(key).encode()))
+    tokens = torch.randint(VOCAB, (2, 5), generator=random, device="cpu")
+    extra = torch.randn(2, 5, DIM, generator=random, device="cpu")
+    targets = torch.randint(VOCAB, (2, 5), generator=random, device="cpu")
     return tokens.to(rank_device()), extra.to(rank_device()), targets.to(rank_device())
 
 

@@ -121,5 +121,5 @@ def sgd(model, lr=0.1, momentum=0.9):
 
 def randn(*shape, key=()):
     """Normal numbers that depend on ``key`` and this rank only, on this rank's device."""
-    random = torch.Generator().manual_seed(zlib.crc32(repr((dist.get_rank(), key)).encode()))
-    return torch.randn(*shape, generator=random).to(rank_device())
+    random = torch.Generator("cpu").manual_seed(zlib.crc32(repr((dist.get_rank(), key)).encode()))
+    return torch.randn(*shape, generator=random, device="cpu").to(rank_device())

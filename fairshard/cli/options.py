@@ -54,7 +54,7 @@ class TrainOptions:
     dim: int = 128
     heads: int = 4
     context: int = 64
-    steps: int = 500
+    steps: int = 450
     batch_size: int = 32
     accumulate: int = 1
     lr: float = 4e-3

@@ -6,7 +6,8 @@ the call before.
 
     parent                         worker 0 ... worker W-1
     run(W, fn, x)  -- pickle -->   init_process_group; seed; fn(x)
-                   <-- pickle --   result or traceback; destroy_process_group
+                   <-- pickle --   result or traceback
+                   -- release -->  destroy_process_group
 
 A rank that raises, dies or does not come back makes :meth:`RankPool.run` raise :class:`RanksFailed`, with the
 traceback of each rank that raised and the stack of each rank that hung; the workers that hung are killed and
@@ -58,7 +59,7 @@ class RankPool:
     """Worker processes that serve as the ranks of one call after another.
 
     ``device`` is ``"cpu"`` (gloo) or ``"cuda"`` (NCCL for CUDA tensors, gloo for the others; rank ``r`` uses
-    GPU ``r``). Not thread-safe: one call at a time.
+    GPU ``r``, by default for every new tensor). Not thread-safe: one call at a time.
     """
 
     def __init__(self, device: str = "cpu"):
@@ -90,8 +91,11 @@ class RankPool:
         waiting = _Waiting(workers, timeout)
         while waiting.receive():
             pass
-        if waiting.failures or waiting.pending:
+        if waiting.pending:
             waiting.give_up()
+        for worker in workers:
+            worker.release()
+        if waiting.failures:
             raise RanksFailed(waiting.failures)
         return [waiting.results[rank] for rank in range(world_size)]
 
@@ -187,6 +191,11 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # a dead worker is reported when its answer is awaited
             self.pipe.send_bytes(pickle.dumps(call))
 
+    def release(self) -> None:
+        """Let the worker leave the call's group: all ranks have answered, so that none still connects to it."""
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send_bytes(b"")
+
     def output(self, limit: int = 8000) -> str:
         """The end of what the worker printed since the last :meth:`send`."""
         size = os.fstat(self.log.fileno()).st_size
@@ -268,6 +277,7 @@ def _serve(fd: int, port: int) -> None:
         while True:
             call = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(_answer(call, store))
+            pipe.recv_bytes()  # the release
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
@@ -300,6 +310,7 @@ def _answer(call: _Call, store: TCPStore) -> bytes:
         backend = "gloo"
         if call.device == "cuda":
             torch.get_device_module("cuda").set_device(call.rank)
+            torch.set_default_device("cuda")
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,

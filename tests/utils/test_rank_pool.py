@@ -150,3 +150,10 @@ def test_delay_makes_the_others_wait():
     (late, after), _ = run_ranks(2, _delayed_barrier)
     assert late > 0.15
     assert after < 0.15
+
+
+def test_ranks_that_never_talk_do_not_disturb_each_other():
+    """A rank that is done at once keeps its group until the others are done: they may still be connecting to it."""
+    for number in range(20):
+        results = run_ranks(3, _rank_and_size, number)
+        assert [result[0] for result in results] == [number, number + 1, number + 2]

@@ -99,6 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         unit = Unit(saved, flat_params, self.config)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._loading = Loading(unit)
+        self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
         self.module = module
         if flatten_parameters:
             for flat_param in flat_params:
@@ -378,6 +379,10 @@ class FullyShardedDataParallel(nn.Module):
                 "Call it on the model that wraps this one."
             )
         return root
+
+
+def _end_loading(wrapper: FullyShardedDataParallel, keys: Any) -> None:
+    wrapper._loading.end(keys)
 
 
 def _setting(name: str) -> property:

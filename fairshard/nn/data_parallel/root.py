@@ -119,8 +119,6 @@ class Root:
 
     def enter_backward(self, unit: Unit) -> Unit | None:
         """The backward has come to ``unit``; returns the one to gather ahead."""
-        if self.in_backward and unit is self.units[0] and unit.is_reached and current_task() != self.task:
-            self.reset()  # the outermost unit is reached once: the backward that did so before has raised
         if not self.in_backward:
             self.in_backward = True
             self.task = current_task()
@@ -138,6 +136,11 @@ class Root:
                 ]
             )
         return self.order.reenter(unit)
+
+    def check_live(self, unit: Unit, task: int) -> None:
+        """Drop a backward that raised, now that ``task`` comes to the outputs of ``unit``."""
+        if self.in_backward and unit is self.units[0] and unit.is_reached and task != self.task:
+            self.reset()  # the outermost unit's outputs are reached by one task only: the other one is over
 
     def _end_backward(self) -> None:
         for unit in self.units:

@@ -54,6 +54,7 @@ class Unit:
         self._hooks_inputs = True
         self.is_reached = False  # by the running backward
         self._owes = False  # gradients, to the reduction
+        self._is_partial = False  # the running backward does not reach all leaves, as far as it is known
         self._num_arrived = 0  # calls that the running backward has come to ...
         self.num_calls = 0  # ... of those that it may come to
         self.is_pinned = False  # gathered for good: its backward could come unseen
@@ -178,6 +179,7 @@ class Unit:
                 "was started with create_graph=True. Sharded gradients cannot be differentiated again; compute "
                 "such terms on an unwrapped module."
             )
+        root.check_live(self, task)
         ahead = root.enter_backward(self)
         self._check_versions()
         self._reach()
@@ -192,9 +194,11 @@ class Unit:
             reached = self._num_reached()
             if reached:
                 self._counted[task] = reached
-            # Frozen parameters, and leaves inside reentrant segments, are used until the inputs' gradients are done.
+            # A leaf that is not reached is unused, or inside a reentrant segment that is still to come. Like frozen
+            # parameters it may be read until the gradients of the unit's inputs are done.
+            self._is_partial = reached < sum(len(flat_param.nodes) for flat_param in self.flat_params)
             frozen = any(not flat_param.requires_grad for flat_param in self.flat_params)
-            self._hooks_inputs = frozen or not reached
+            self._hooks_inputs = frozen or self._is_partial
         if self._hooks_inputs:
             call.await_inputs()
             self._open_calls.add(call)
@@ -214,12 +218,10 @@ class Unit:
             self._counted[task] = left - 1
             return
         self._counted.pop(task, None)
-        # Another call of this unit may follow in a reentrant segment of its own: add up here, round once.
-        if task == root.task or self._num_arrived >= self.num_calls:
+        self._owes = True
+        if not self._is_partial and (task == root.task or self._has_arrived):
             self.send_grads()
-        else:
-            self._owes = True
-        self._reshard_when_done()
+        self._finish_when_done()
 
     def _reach(self) -> None:
         if not self.is_reached:
@@ -235,7 +237,7 @@ class Unit:
         """The gradients of one call's inputs are done."""
         self._open_calls.discard(call)
         if self.is_reached:
-            self._reshard_when_done()
+            self._finish_when_done()
 
     def send_grads(self) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
@@ -271,17 +273,27 @@ class Unit:
             self.buffers.detach()
         self._counted.clear()
         self._open_calls.clear()
-        self.is_reached = self._owes = False
+        self.is_reached = self._owes = self._is_partial = False
         self._num_arrived = self.num_calls = 0
         if self.is_gathered and not self.is_pinned:
             self.reshard()
         self.state = TrainingState.IDLE
 
-    def _reshard_when_done(self) -> None:
-        if self.is_gathered and not self._counted and not self._open_calls and not self.is_pinned:
+    def _finish_when_done(self) -> None:
+        """Send what is owed, and reshard, once neither a leaf nor an input is awaited."""
+        if self._counted or self._open_calls:
+            return
+        if self._owes and self._has_arrived:
+            self.send_grads()
+        if self.is_gathered and not self.is_pinned:
             if self.buffers is not None:
                 self.buffers.detach()
             self.reshard()
+
+    @property
+    def _has_arrived(self) -> bool:
+        """Whether all calls have been come to; until then gradients add up here, and are rounded once."""
+        return self._num_arrived >= self.num_calls
 
     # ---- parameters
 

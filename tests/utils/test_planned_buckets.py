@@ -1,0 +1,184 @@
+"""The engine's way through the bucketer: planned, written once, whatever really happens in the pass."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.utils.collectives import Communicator, communicator, counters, reset_counters
+from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.testing import delayed, rank_device
+from tests.on_ranks import on_ranks
+
+MB = 1024 * 1024
+
+
+class Source:
+    """A gradient of ``shard_numel`` elements for each rank: ``rank + value`` everywhere."""
+
+    log = []
+
+    def __init__(self, name, shard_numel, dtype=torch.float32):
+        self.name, self.shard_numel, self.reduce_dtype = name, shard_numel, dtype
+        self.comm = communicator(dist.group.WORLD)
+        self.compute_device = rank_device()
+        self.tag_id = self.comm.new_id()
+        self.value = 0.0
+        self.accepted = []
+
+    def bucket_views(self, columns):
+        return [columns]
+
+    def write_grads(self, views, columns):
+        views[0].fill_(dist.get_rank() + self.value)
+
+    def accept_grad(self, reduced):
+        assert reduced.shape == (self.shard_numel,)
+        self.accepted.append(reduced.unique().tolist())
+        Source.log.append(self.name)
+
+
+def mean(value=0.0):
+    """What `Source` must be given: the mean of ``rank + value``."""
+    return [sum(range(dist.get_world_size())) / dist.get_world_size() + value]
+
+
+def sources(*numels):
+    Source.log = []
+    return [Source(chr(97 + index), numel) for index, numel in enumerate(numels)]
+
+
+def sent():
+    return counters().get("reduce_scatter", (0, 0))
+
+
+@on_ranks(2, 3)
+def test_a_planned_pass_is_one_exact_bucket():
+    """What fits into the cap goes as one reduce-scatter of exactly its width; means arrive in plan order."""
+    own = sources(3, 5, 1)
+    bucketer = ReduceScatterBucketer(25)
+    for _ in range(3):
+        bucketer.plan(own)
+        reset_counters()
+        for source in own:
+            bucketer.reduce(source)
+        bucketer.flush()
+        assert sent() == (1, (dist.get_world_size() - 1) * (3 + 5 + 1) * 4)
+    assert [source.accepted for source in own] == [[mean()] * 3] * 3
+    assert Source.log == ["a", "b", "c"] * 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("numels", list(itertools.permutations([1, 2, 3])), ids=str)
+def test_buckets_are_cut_at_the_cap(numels):
+    """With room for 3 elements of each rank, sources share a bucket while they fit, in plan order."""
+    own = sources(*numels)
+    bucketer = ReduceScatterBucketer(3 * 4 * 2 / MB)
+    bucketer.plan(own)
+    reset_counters()
+    for source in own:
+        bucketer.reduce(source)
+    bucketer.flush()
+    expected = {(1, 2, 3): 2, (1, 3, 2): 3, (2, 1, 3): 2, (2, 3, 1): 3, (3, 1, 2): 2, (3, 2, 1): 2}[numels]
+    assert sent() == (expected, 6 * 4)
+    assert [source.accepted for source in own] == [[mean()]] * 3
+
+
+@on_ranks(2)
+def test_a_plan_is_a_hint():
+    """Another order, a source that was not planned, one that comes twice: all means are right."""
+    a, b, c, stranger = sources(3, 5, 1, 4)
+    bucketer = ReduceScatterBucketer(25)
+    bucketer.plan([a, b, c])
+    for source in (c, stranger, a):
+        bucketer.reduce(source)
+    a.value = 10.0
+    bucketer.reduce(a)
+    bucketer.reduce(b)
+    bucketer.flush()
+    assert sorted(a.accepted) == [mean(), mean(10.0)]
+    assert b.accepted == c.accepted == stranger.accepted == [mean()]
+
+
+@on_ranks(2)
+def test_what_does_not_come_is_not_waited_for():
+    """A source that never comes holds nothing up, and gets no gradient; the next pass is whole again."""
+    a, b, c = sources(3, 5, 1)
+    bucketer = ReduceScatterBucketer(25)
+    bucketer.plan([a, b, c])
+    bucketer.reduce(a)
+    bucketer.reduce(c)
+    bucketer.flush()
+    assert (a.accepted, b.accepted, c.accepted) == ([mean()], [], [mean()])
+    for source in (a, b, c):
+        bucketer.reduce(source)
+    bucketer.flush()
+    assert (a.accepted, b.accepted, c.accepted) == ([mean()] * 2, [mean()], [mean()] * 2)
+
+
+@on_ranks(2)
+def test_reset_forgets_an_interrupted_pass():
+    """After `reset` nothing is delivered of what was under way, and the next pass is right."""
+    a, b, c = sources(3, 5, 1)
+    bucketer = ReduceScatterBucketer(8 * 4 * 2 / MB)  # a and b share a bucket, c has its own
+    bucketer.plan([a, b, c])
+    bucketer.reduce(a)
+    bucketer.reduce(b)
+    bucketer.reset()
+    before = [len(source.accepted) for source in (a, b, c)]
+    bucketer.plan([a, b, c])
+    for source in (a, b, c):
+        bucketer.reduce(source)
+    bucketer.flush()
+    assert [len(source.accepted) for source in (a, b, c)] == [count + 1 for count in before]
+    assert a.accepted[-1] == b.accepted[-1] == c.accepted[-1] == mean()
+
+
+@pytest.mark.cpu_only
+@on_ranks(2)
+def test_memory_is_bounded():
+    """However late the other rank is, at most two buckets are under way, and none has memory after the pass."""
+    own = sources(*[64] * 8)
+    bucketer = ReduceScatterBucketer(0)
+    bucketer.plan(own)
+    buckets = []
+
+    def with_memory():
+        return sum(bucket.data.untyped_storage().size() > 0 for bucket in buckets)
+
+    with delayed(Communicator, "reduce_scatter", rank=1, delay=0.01):
+        for source in own:
+            buckets.append(bucketer._place[source][0])
+        for source in own:
+            bucketer.reduce(source)
+            assert with_memory() <= 2
+        bucketer.flush()
+    assert with_memory() == 0
+    assert [source.accepted for source in own] == [[mean()]] * 8
+
+
+@on_ranks(2)
+def test_dtypes_travel_apart():
+    """Sources of different reduce dtypes never share a bucket, and both means are right."""
+    a, b, c = Source("a", 3), Source("b", 3, torch.bfloat16), Source("c", 3)
+    bucketer = ReduceScatterBucketer(25)
+    bucketer.plan([a, b, c])
+    reset_counters()
+    for source in (a, b, c):
+        bucketer.reduce(source)
+    bucketer.flush()
+    assert sent() == (2, 6 * 4 + 3 * 2)
+    assert a.accepted == b.accepted == c.accepted == [mean()]
+
+
+@on_ranks(1)
+def test_alone_gradients_are_handed_over():
+    """With one rank nothing is sent, and each source gets its own gradient at once."""
+    (a,) = sources(3)
+    bucketer = ReduceScatterBucketer(25)
+    bucketer.plan([a])
+    bucketer.reduce(a)
+    bucketer.flush()
+    assert a.accepted == [mean()]
+    assert counters() == {}
