@@ -48,14 +48,18 @@ def describe(error: Exception, expected: bool) -> str:
 
 
 def first_failure(paths: Iterable[Path]) -> Failure | None:
-    """The earliest failure in these error files; None where there is none of ours."""
+    """The earliest failure in these files, which lie in folders named by local rank; None where there is none.
+
+    A rank that fails before our own code runs has its error written by torch, without our keys.
+    """
     failures: list[Failure] = []
     for path in paths:
         try:
             message = json.loads(path.read_text(encoding="utf-8"))["message"]
             extra = message["extraInfo"]
-            trace = "" if extra["expected"] else extra["py_callstack"]
-            failures.append(Failure(extra["rank"], message["message"], trace, extra["time_ns"]))
-        except (OSError, ValueError, KeyError, TypeError):  # not written to its end, or not by us
+            trace = "" if extra.get("expected") else extra["py_callstack"]
+            time_ns = extra.get("time_ns", int(extra["timestamp"]) * 10**9)
+            failures.append(Failure(extra.get("rank", int(path.parent.name)), message["message"], trace, time_ns))
+        except (OSError, ValueError, KeyError, TypeError):  # not written to its end, or of another form
             continue
     return min(failures, key=lambda failure: failure.time_ns, default=None)

@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fairshard.cli.failure import first_failure
 from fairshard.cli.options import TrainOptions, check_options
 from fairshard.cli.ranks import Ranks, default_threads
+from fairshard.cli.text import TextPlan
 
 # glibc then keeps freed memory instead of giving it back: units are gathered and freed all the time, and
 # faulting 64 MiB in again costs 19 ms instead of 3.
@@ -34,12 +35,12 @@ def launch(options: TrainOptions) -> int:
         OptionError: the options cannot work; no rank has started.
     """
     nproc = options.num_ranks
-    check_options(options, nproc, nproc)
+    plan = check_options(options, nproc, nproc)
     threads = options.threads or default_threads(nproc)
     inherited = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="fairshard-") as logs, _environment(inherited), _own_messages():
         try:
-            elastic_launch(_launch_config(nproc, logs), run_rank)(options)
+            elastic_launch(_launch_config(nproc, logs), run_rank)(options, plan)
         except ChildFailedError as error:
             return _report(error, Path(logs))
         except SignalException as error:
@@ -52,13 +53,13 @@ def launch(options: TrainOptions) -> int:
     return 0
 
 
-def run_rank(options: TrainOptions) -> None:
-    """Be one of the ranks: what `launch` has the elastic launcher run in each process."""
+def run_rank(options: TrainOptions, plan: TextPlan) -> None:
+    """Be one of the ranks: what ``launch`` has the elastic launcher run in each process."""
     from fairshard.cli.train import train_rank  # here, for the launcher itself needs no engine
 
     ranks = Ranks.from_environment()
     assert ranks is not None
-    train_rank(options, ranks, check_options(options, ranks.size, ranks.local_size), quiet=True)
+    train_rank(options, ranks, plan, quiet=True)
 
 
 def _launch_config(nproc: int, logs: str) -> LaunchConfig:

@@ -149,9 +149,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add(training, "--accumulate", int, "N", "passes that a step's batch is cut into (default: %(default)s)")
     _add(training, "--lr", float, "X", "peak learning rate of AdamW (default: %(default)s)")
     _add(training, "--weight-decay", float, "X", "of AdamW (default: %(default)s)")
-    _add(
-        training, "--warmup", int, "N", "steps up to the peak, then a cosine (default: --steps / 10, at least 20)"
-    )
+    _add(training, "--warmup", int, "N", "steps up to the peak, then a cosine (default: --steps / 10, at least 20)")
     _add(training, "--clip", float, "X", "largest gradient norm, 0 for no clipping (default: %(default)s)")
     _add(training, "--eval-every", int, "N", "steps between validations (default: %(default)s)")
     engine = parser.add_argument_group("engine")

@@ -54,13 +54,12 @@ def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
 
 def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
     """The end of a run in words."""
-    peaks = ", ".join(f"{size_text(nbytes)} on rank {rank}" for rank, nbytes in enumerate(summary.peak_bytes))
     return [
         f"validation loss  {summary.val_loss:.3f} nats per byte, from {first_val_loss:.3f} at the start",
         f"throughput       {summary.tokens_per_s:,.0f} tokens/s over all ranks",
         f"communication    {summary.collectives_per_step:.4g} collectives and "
         f"{size_text(summary.bytes_per_step)} a step and rank",
-        f"peak memory      {peaks}",
+        f"peak memory      {_by_rank(summary.peak_bytes)}",
     ]
 
 
@@ -75,7 +74,7 @@ class Progress:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
-        text = f"loss {metrics.loss:.3f}, {metrics.tokens_per_s:,.0f} tokens/s, {_memory(metrics.mem_bytes)}"
+        text = f"loss {metrics.loss:.3f}, {metrics.tokens_per_s:,.0f} tokens/s, memory {_by_rank(metrics.mem_bytes)}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
@@ -104,7 +103,7 @@ class Progress:
             self._bar.close()
 
 
-def _memory(mem_bytes: Sequence[int]) -> str:
-    if len(mem_bytes) > _MAX_RANKS_SHOWN:
-        return f"memory {size_text(min(mem_bytes))} to {size_text(max(mem_bytes))} a rank"
-    return f"memory {' | '.join(size_text(nbytes) for nbytes in mem_bytes)}"
+def _by_rank(sizes: Sequence[int]) -> str:
+    if len(sizes) > _MAX_RANKS_SHOWN:
+        return f"{size_text(min(sizes))} to {size_text(max(sizes))} a rank"
+    return " | ".join(size_text(nbytes) for nbytes in sizes)

@@ -95,8 +95,9 @@ def test_good_input_starts_the_ranks_with_the_options_of_the_command_line(launch
     assert (
         main(["train", "--nproc", "3", "--batch-size", "9", "--data", str(places / "short.txt"), "--context", "8"]) == 0
     )
-    ((started,),) = launched
+    ((started, plan),) = launched
     assert started == TrainOptions(nproc=3, batch_size=9, data=places / "short.txt", context=8)
+    assert plan.train_nbytes == 90
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_threads_are_the_visible_cpus_over_the_local_ranks(launched, monkeypatch
     names = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
     def fake_launch(*args):
-        return lambda options: seen.update({name: os.environ.get(name) for name in names})
+        return lambda *options: seen.update({name: os.environ.get(name) for name in names})
 
     monkeypatch.setattr(launch, "elastic_launch", fake_launch)
     monkeypatch.setattr(launch, "default_threads", lambda local_size: max(1, 6 // local_size))

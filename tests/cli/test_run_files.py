@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fairshard.cli import launch
 from fairshard.cli.curve import draw_loss, smoothed
-from fairshard.cli.failure import first_failure, record_failure
+from fairshard.cli.failure import Failure, first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, make_run_folder, summarize
 from fairshard.cli.progress import Progress, size_text, unit_lines
 from fairshard.nn.data_parallel.summary import UnitRow
@@ -148,7 +148,16 @@ def test_a_rank_that_was_killed_is_named_with_the_signal(code, words, tmp_path, 
 
 
 def test_half_an_error_file_is_passed_over(tmp_path):
-    """A rank may be killed while it writes its error: what cannot be read is no failure of ours."""
+    """A rank may be killed while it writes its error: what cannot be read is left out."""
     (tmp_path / "half.json").write_text('{"message": {"mess')
     (tmp_path / "other.json").write_text('{"message": "signal 15"}')
     assert first_failure(tmp_path.iterdir()) is None
+
+
+def test_an_error_file_that_torch_wrote_is_read_too(tmp_path):
+    """A rank that fails while it imports us has torch's keys only; its folder is named after it."""
+    path = tmp_path / "3" / "error.json"
+    path.parent.mkdir()
+    extra = {"py_callstack": "Traceback", "timestamp": "7"}
+    path.write_text(json.dumps({"message": {"message": "ImportError: x", "extraInfo": extra}}))
+    assert first_failure([path]) == Failure(3, "ImportError: x", "Traceback", 7_000_000_000)

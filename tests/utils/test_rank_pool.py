@@ -90,10 +90,10 @@ def test_a_hung_rank_is_reported_with_its_stack_and_replaced(pool):
     before = pool.run(2, _rank_and_size, 0)
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        pool.run(2, _hang_on, 0, timeout=1.0)
-    assert time.monotonic() - start < 10
+        pool.run(2, _hang_on, 0, timeout=3.0)
+    assert time.monotonic() - start < 20
     assert list(caught.value.failures) == [0]
-    assert "hung for 1.0 s" in str(caught.value)
+    assert "hung for 3.0 s" in str(caught.value)
     assert "_sleep_for_ever" in str(caught.value)
     assert "before the hang" in str(caught.value)
     after = pool.run(2, _rank_and_size, 0)
@@ -133,23 +133,22 @@ def test_results_that_cannot_be_pickled_are_an_error(pool):
         pool.run(1, threading.Lock)
 
 
-def _time_of_barrier():
-    start = time.monotonic()
-    dist.barrier()
-    return time.monotonic() - start
-
-
 def _delayed_barrier():
-    with delayed(dist, "barrier", rank=1, delay=0.2):
-        took = _time_of_barrier()
-    return took, _time_of_barrier()
+    store = dist.distributed_c10d._get_default_store()
+    with delayed(dist, "barrier", rank=1, delay=lambda: store.wait(["go"])):
+        work = dist.barrier(async_op=True)
+        completed_early = work.is_completed()
+        store.set("go", "")
+        work.wait()
+    with delayed(dist, "barrier", rank=0, delay=0.01):
+        dist.barrier()
+    dist.barrier()
+    return completed_early
 
 
 def test_delay_makes_the_others_wait():
-    """`delayed` holds one rank back; who needs it waits; afterwards nothing is late."""
-    (late, after), _ = run_ranks(2, _delayed_barrier)
-    assert late > 0.15
-    assert after < 0.15
+    """`delayed` holds one rank back until it is time; who needs it waits; afterwards nothing is late."""
+    assert run_ranks(2, _delayed_barrier)[0] is False
 
 
 def test_ranks_that_never_talk_do_not_disturb_each_other():

@@ -338,7 +338,7 @@ class Unit:
 class Call:
     """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs."""
 
-    __slots__ = ("_awaited", "_input_nodes", "_task", "num_outputs", "unit")
+    __slots__ = ("__weakref__", "_awaited", "_input_nodes", "_task", "num_outputs", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -349,15 +349,23 @@ class Call:
 
     def watch_output(self, tensor: Tensor) -> Tensor:
         """Tell the unit when a backward comes to ``tensor``."""
-        if tensor.requires_grad:
-            tensor.register_hook(self._on_output)
+        if tensor.requires_grad and not (self._input_nodes and input_node(tensor) in self._input_nodes):
+            tensor.register_hook(self._on_output)  # inputs handed through are none of the unit's work
             self.num_outputs += 1
         return tensor
 
     def watch_input(self, tensor: Tensor) -> Tensor:
         """Tell the unit when the gradient of ``tensor`` is done."""
         if tensor.requires_grad:
-            tensor.register_hook(self._on_input)
+            # Weak: the hook belongs to the node that is kept here, a cycle which the garbage collector cannot see.
+            call = weakref.ref(self)
+
+            def on_input(grad: Tensor) -> None:
+                known = call()
+                if known is not None:
+                    known.close_input()
+
+            tensor.register_hook(on_input)
             self._input_nodes.append(input_node(tensor))
         return tensor
 
@@ -377,7 +385,8 @@ class Call:
             self._task = task
             self.unit.pre_backward(self, task)
 
-    def _on_input(self, grad: Tensor) -> None:
+    def close_input(self) -> None:
+        """The gradient of one input is done."""
         self._awaited -= 1
         if self._awaited == 0:
             self.unit.close_call(self)

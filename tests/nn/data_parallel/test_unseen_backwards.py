@@ -103,13 +103,18 @@ def test_autograd_grad_leaves_no_gradients():
 
 
 @on_ranks(2)
-def test_a_dropped_model_is_freed():
-    """A model that nobody refers to any more is collected, its leaves too, after a step."""
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4)))
-    model(torch.ones(2, 4)).sum().backward()
+@pytest.mark.parametrize("mixed_precision", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_dropped_model_is_freed(mixed_precision, backward):
+    """A model that nobody refers to any more is collected, its leaves too, after a forward and after a step."""
+    inner = FSDP(nn.Linear(4, 4), mixed_precision=mixed_precision)
+    model = FSDP(nn.Sequential(inner, nn.Linear(4, 4)), mixed_precision=mixed_precision)
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    if backward:
+        loss.backward()
     leaf = weakref.ref(model._fairshard_unit.flat_params[0].slots[0].leaf)
     shard = weakref.ref(next(model.parameters()))
     wrapper = weakref.ref(model)
-    del model
+    del model, inner, loss
     gc.collect()
     assert (wrapper(), leaf(), shard()) == (None, None, None)
