@@ -24,7 +24,7 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 def accumulate_node(leaf: Tensor) -> Any:
     """The graph node that adds to ``leaf.grad``; it is the same for as long as someone holds it."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         grad_fn = leaf.view_as(leaf).grad_fn
     assert grad_fn is not None
     return grad_fn.next_functions[0][0]

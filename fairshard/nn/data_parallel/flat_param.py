@@ -81,6 +81,8 @@ class FlatParam:
         leaves hold their hooks where the garbage collector does not see it.
         """
         check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
+        self._check_leaves()
+        self.requires_grad = self.shard.requires_grad
         self.comm = comm
         self.tag_id = comm.new_id()
         self.compute_dtype = self.compute_dtype_under(config)
@@ -116,7 +118,14 @@ class FlatParam:
 
     def follow_requires_grad(self) -> bool:
         """Take over ``shard.requires_grad`` if the user changed it; True when it did change."""
-        wanted = self.shard.requires_grad
+        self._check_leaves()
+        if self.shard.requires_grad == self.requires_grad:
+            return False
+        self.requires_grad = self.shard.requires_grad
+        self._hook_leaves()
+        return True
+
+    def _check_leaves(self) -> None:
         for slot in self.slots:
             if slot.leaf.requires_grad != self.requires_grad:
                 raise FairshardError(
@@ -124,14 +133,6 @@ class FlatParam:
                     f"wrapping, but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{self.name}` in "
                     "named_parameters()), or before wrapping."
                 )
-        if wanted == self.requires_grad:
-            return False
-        self.requires_grad = wanted
-        for slot in self.slots:
-            slot.leaf.requires_grad_(wanted)
-            slot.leaf.grad = None
-        self._hook_leaves()
-        return True
 
     def unshard(self) -> None:
         """Start gathering the whole line into the buffer; `wait_unshard` ends it. **Collective.**
@@ -300,6 +301,7 @@ class FlatParam:
             hook.remove()
         self._hooks, self.nodes = [], []
         for slot, view in zip(self.slots, self._views, strict=True):
+            slot.leaf.requires_grad_(self.requires_grad)
             slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
             if self.requires_grad:
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))

@@ -107,6 +107,7 @@ class FullyShardedDataParallel(nn.Module):
         watch_optimizers(flat_params)
         for fqn, inner in units_below(self):
             inner.place(fqn)
+            inner.is_inner = inner is not unit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
@@ -372,8 +373,10 @@ class FullyShardedDataParallel(nn.Module):
         return self._unit.root or claim(self)
 
     def _require_root(self, what: str) -> Root:
-        root = self._claimed()
-        if root.units[0] is not self._unit:
+        root = self._unit.root
+        if root is None and not self._unit.is_inner:
+            root = claim(self)
+        if root is None or root.units[0] is not self._unit:
             raise NotRootError(
                 f"`{what}` must be called on the outermost wrapper, but this is the inner unit `{self._unit.fqn}`. "
                 "Call it on the model that wraps this one."

@@ -13,9 +13,9 @@ from fairshard.errors import StaleOptimizerError
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 
-# Which original parameters are leaves now, and by which count of them an optimizer was last found clean.
+# Which original parameters are leaves now; how many there were, and how many it held, when an optimizer was clean.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_clean: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_clean: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _num_sharded = 0
 _is_installed = False
 
@@ -33,7 +33,8 @@ def watch_optimizers(flat_params: list[FlatParam]) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _clean.get(optimizer) == _num_sharded:
+    seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
+    if _clean.get(optimizer) == seen:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -46,4 +47,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
                     "optimizer from `model.parameters()` of the wrapped model."
                 )
-    _clean[optimizer] = _num_sharded
+    _clean[optimizer] = seen

@@ -43,8 +43,9 @@ class ShardedParameter:
     ) -> NoReturn:
         """Refuse every torch function, naming the first sharded parameter among its arguments."""
         for arg in (*args, *(kwargs or {}).values()):
-            if isinstance(arg, cls):
-                arg._refuse()
+            for part in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(part, cls):
+                    part._refuse()
         raise ParameterShardedError("A parameter was read while it is sharded.")
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:

@@ -37,6 +37,7 @@ class Unit:
         self.flat_params = flat_params
         self.config = config
         self.fqn = ""
+        self.is_inner = False  # of another unit
         self.sync = True
         self.reshard_after_forward = config.reshard_after_forward
         self._forget_runtime()
@@ -60,7 +61,7 @@ class Unit:
         self.is_pinned = False  # gathered for good: its backward could come unseen
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("group", "flat_params", "config", "fqn", "reshard_after_forward")
+        kept = ("group", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
