@@ -22,8 +22,8 @@ def test_a_stream_of_the_cpu_is_the_program_itself():
 def test_memory_figures_are_bytes():
     """The resident size grows by what is allocated and touched; the peak is at least that."""
     before = memory_allocated(CPU)
-    block = torch.ones(16 << 20, dtype=torch.uint8)
+    block = torch.ones(128 << 20, dtype=torch.uint8)  # malloc asks the system for what is this large
     grown = memory_allocated(CPU) - before
-    assert grown > 8 << 20
+    assert grown > 64 << 20
     assert peak_memory(CPU) >= memory_allocated(CPU) - (64 << 20)
-    assert block.nbytes == 16 << 20
+    assert block.nbytes == 128 << 20

@@ -16,8 +16,9 @@ class ExecOrder(Generic[UnitT]):
     def __init__(self) -> None:
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
-        self._waiting: list[UnitT] = []
-        self._cursor = 0
+        self._waiting: list[UnitT] = []  # for a backward, in the order of the forward ...
+        self._is_left: list[bool] = []  # ... whether that has still to come to them ...
+        self._places: dict[UnitT, list[int]] = {}  # ... and where each unit stands
 
     def begin_forward(self) -> None:
         """A pass through the model starts."""
@@ -40,20 +41,33 @@ class ExecOrder(Generic[UnitT]):
 
     def begin_backward(self) -> Mapping[UnitT, int]:
         """A backward starts; returns the units that it should reach, in that order, with their number of calls."""
-        self._cursor = len(self._waiting)
+        self._is_left = [True] * len(self._waiting)
+        self._places = {}
+        for position, unit in enumerate(self._waiting):
+            self._places.setdefault(unit, []).append(position)
         return Counter(reversed(self._waiting))
 
     def reenter(self, unit: UnitT) -> UnitT | None:
-        """The backward has come to ``unit``; returns the one that it should come to next."""
-        for position in range(self._cursor - 1, -1, -1):
-            if self._waiting[position] is unit:
-                self._cursor = position
-                return self._waiting[position - 1] if position else None
+        """The backward has come to ``unit``; returns the one that it should come to next.
+
+        That is the one before it, or, for a unit around all others, whose outputs come first, the last one left.
+        """
+        places = self._places.get(unit)
+        if not places:
+            return None
+        position = places.pop()
+        self._is_left[position] = False
+        for start in (position, len(self._is_left)):
+            for before in range(start - 1, -1, -1):
+                if self._is_left[before]:
+                    return self._waiting[before]
         return None
 
     def end_backward(self) -> None:
         """The backward is over."""
         self._waiting = []
+        self._is_left = []
+        self._places = {}
 
     @property
     def recorded(self) -> Sequence[UnitT]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,13 +14,19 @@ from torch.distributed import ProcessGroup
 
 from fairshard.errors import NotRootError, TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
-from fairshard.nn.data_parallel.config import resolve
+from fairshard.nn.data_parallel.config import UnitConfig, resolve
 from fairshard.nn.data_parallel.full_params import show, summon
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.root import Root, claim
 from fairshard.nn.data_parallel.saved_group import MISSING, SavedGroup
 from fairshard.nn.data_parallel.sharding import shard_parameters
-from fairshard.nn.data_parallel.state_dict import Loading, full_state_dict, load_local_state_dict, local_state_dict
+from fairshard.nn.data_parallel.state_dict import (
+    Loading,
+    full_state_dict,
+    load_full_state_dict,
+    load_local_state_dict,
+    local_state_dict,
+)
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
@@ -168,20 +175,16 @@ class FullyShardedDataParallel(nn.Module):
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
-        root = self._claimed()
-        if self._unit is root.units[0]:
+        if (root := self._claimed()).units[0] is self._unit:
             root.assert_idle("state_dict")
         return full_state_dict(self, self._unit, destination, prefix, keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
         """Load a whole state dict, given on every rank; returns missing and unexpected keys. **Collective.**"""
         self._claimed().assert_idle("load_state_dict")
-        try:
-            return super().load_state_dict(state_dict, strict)
-        finally:
-            for _, part in walk(self):
-                if isinstance(part, FullyShardedDataParallel):
-                    part._loading.abandon()
+        loadings = [part._loading for _, part in walk(self) if isinstance(part, FullyShardedDataParallel)]
+        load = super().load_state_dict
+        return load_full_state_dict(loadings, lambda: load(state_dict, strict))
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
@@ -252,7 +255,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             TrainingStateError: it is in another.
         """
-        wanted = [state] if isinstance(state, TrainingState) else list(state)
+        wanted = [state] if isinstance(state, TrainingState) else state
         if not any(one.includes(self.training_state) for one in wanted):
             names = " or ".join(one.name for one in wanted)
             raise TrainingStateError(
@@ -262,9 +265,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, in fairscale's order."""
-        names = "rank world_size reshard_after_forward mixed_precision fp32_reduce_scatter flatten_parameters"
-        names += " cpu_offload compute_dtype move_grads_to_cpu bucket_cap_mb"
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names.split())
+        own = ("rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter")
+        own += ("flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in own)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -373,9 +376,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._unit.root or claim(self)
 
     def _require_root(self, what: str) -> Root:
-        root = self._unit.root
-        if root is None and not self._unit.is_inner:
-            root = claim(self)
+        root = self._unit.root if self._unit.is_inner else self._claimed()
         if root is None or root.units[0] is not self._unit:
             raise NotRootError(
                 f"`{what}` must be called on the outermost wrapper, but this is the inner unit `{self._unit.fqn}`. "
@@ -392,9 +393,7 @@ def _setting(name: str) -> property:
     return property(lambda self: getattr(self.config, name), doc=f"The argument ``{name}`` as resolved.")
 
 
-for _name in ("reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters"):
-    setattr(FullyShardedDataParallel, _name, _setting(_name))
-for _name in ("compute_dtype", "bucket_cap_mb"):
-    setattr(FullyShardedDataParallel, _name, _setting(_name))
+for _field in fields(UnitConfig):
+    setattr(FullyShardedDataParallel, _field.name, _setting(_field.name))
 FullyShardedDataParallel.cpu_offload = False  # type: ignore[attr-defined]
 FullyShardedDataParallel.move_grads_to_cpu = False  # type: ignore[attr-defined]

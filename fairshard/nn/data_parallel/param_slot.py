@@ -105,10 +105,7 @@ class ParamSlot:
             self._placeholder = None
         self.leaf.grad = None
         for module, name in self.owners:
-            if shard is None:
-                del module._parameters[name]
-            else:
-                module._parameters[name] = shard
+            module._parameters[name] = shard  # None keeps the name's place in the module's order
         self.detach()
 
     def attach(self, view: Tensor) -> None:
@@ -145,10 +142,7 @@ class ParamSlot:
                         f"Parameter `{self.fqn}` was replaced while its full value was shown; only its elements may "
                         "be changed there, in place (`with torch.no_grad(): param.copy_(...)`)."
                     )
-                if self._registered is None:
-                    del module._parameters[name]
-                else:
-                    module._parameters[name] = self._registered
+                module._parameters[name] = self._registered
             self.detach()
 
         return conceal

@@ -7,8 +7,9 @@ parameters are registered whole under their own names, so that modules with thei
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -77,8 +78,28 @@ class Loading:
         if stack is not None:
             stack.__exit__(RuntimeError, RuntimeError("the load was interrupted"), None)
 
+    def clean(self, text: str) -> str:
+        """``text`` with the names of this part as they are without the wrapper."""
+        return re.sub(rf"(?<![\w.]){re.escape(self._prefix)}module\.", self._prefix, text)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"_unit": self._unit, "_stack": None, "_prefix": ""}
+
+
+def load_full_state_dict(loadings: list[Loading], load: Callable[[], _IncompatibleKeys]) -> _IncompatibleKeys:
+    """``load()``, with the unwrapped names in its error, and nothing left undone by it."""
+    try:
+        return load()
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        text = str(error)
+        for loading in reversed(loadings):
+            text = loading.clean(text)
+        raise RuntimeError(text) from None
+    finally:
+        for loading in loadings:
+            loading.abandon()
 
 
 def local_state_dict(module: nn.Module) -> dict[str, Tensor]:

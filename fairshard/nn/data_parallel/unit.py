@@ -284,7 +284,9 @@ class Unit:
         """Send what is owed, and reshard, once neither a leaf nor an input is awaited."""
         if self._counted or self._open_calls:
             return
-        if self._owes and self._has_arrived:
+        root = self.root
+        assert root is not None
+        if self._owes and self._has_arrived and root.has_grads:
             self.send_grads()
         if self.is_gathered and not self.is_pinned:
             if self.buffers is not None:
