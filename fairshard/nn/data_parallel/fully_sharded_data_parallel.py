@@ -265,8 +265,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, in fairscale's order."""
-        own = ("rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter")
-        own += ("flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb")
+        own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
+        own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
         return ", ".join(f"{name}={getattr(self, name)}" for name in own)
 
     @property
