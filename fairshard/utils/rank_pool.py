@@ -2,7 +2,7 @@
 
 A :class:`RankPool` keeps its worker processes, so that a test on two ranks costs tens of milliseconds and
 torch is imported once per worker. Each call gets a fresh default process group; nothing else is shared with
-the call before.
+the call before::
 
     parent                         worker 0 ... worker W-1
     run(W, fn, x)  -- pickle -->   init_process_group; seed; fn(x)
