@@ -140,13 +140,21 @@ def delayed(owner: Any, name: str, rank: int, delay: float | Callable[[], object
 
     ``delay`` is a time in seconds, or a function that returns when it is time: that a peer has got somewhere can be
     read from a store, and then the order of events does not depend on the speed of the machine.
+
+    Raises:
+        AssertionError: ``rank`` never called ``owner.name``, so that nothing was late.
     """
     original = getattr(owner, name)
+    num_calls = 0
 
     def late(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
         if dist.get_rank() == rank:
+            num_calls += 1
             delay() if callable(delay) else time.sleep(delay)
         return original(*args, **kwargs)
 
     with mock.patch.object(owner, name, late):
         yield
+    if dist.get_rank() == rank and not num_calls:
+        raise AssertionError(f"{name} was to be late on rank {rank}, which never called it.")

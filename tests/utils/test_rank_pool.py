@@ -151,6 +151,16 @@ def test_delay_makes_the_others_wait():
     assert run_ranks(2, _delayed_barrier)[0] is False
 
 
+def _delay_of_nothing():
+    with pytest.raises(AssertionError, match="barrier was to be late on rank 0"), delayed(dist, "barrier", 0, 0.0):
+        pass
+
+
+def test_a_delay_that_delays_nothing_is_an_error():
+    """A test of lateness whose function is never called would pass whatever the engine does."""
+    run_ranks(1, _delay_of_nothing)
+
+
 def test_ranks_that_never_talk_do_not_disturb_each_other():
     """A rank that is done at once keeps its group until the others are done: they may still be connecting to it."""
     for number in range(20):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import reduce_scatter_bucketer
-from fairshard.utils.collectives import Communicator, Transfer
+from fairshard.utils.collectives import Communicator, RowGather, Transfer
 from fairshard.utils.testing import delayed
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -94,7 +94,7 @@ def test_forward_waits_for_a_late_all_gather(twin):
     plain, wrapped = two_steps(mlp(4, 5))
     sgd(plain).step()
     sgd(wrapped).step()
-    with late(Communicator, "all_gather", twin), without_wait("all_gather" if twin else None):
+    with late(RowGather, "start", twin), without_wait("all_gather" if twin else None):
         actual = wrapped(randn(3, 4, key=1)).detach().clone()
         done()
     assert_right_unless(twin, actual, plain(randn(3, 4, key=1)))
@@ -150,15 +150,15 @@ def test_clip_waits_for_a_late_all_reduce(twin):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(("owner", "name"), [(RowGather, "start"), (Communicator, "reduce_scatter")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_training_with_a_late_rank_keeps_every_bit(name, rank):
+def test_training_with_a_late_rank_keeps_every_bit(owner, name, rank):
     """Whole steps over several units and buckets, with one rank late in each collective: nothing changes."""
     states = []
     for seconds in (0.0, 0.02):
         model = wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0)
         optimizer = sgd(model)
-        with delayed(Communicator, name, rank=rank, delay=seconds):
+        with delayed(owner, name, rank=rank, delay=seconds):
             for step in range(3):
                 model(randn(3, 4, key=step)).square().sum().backward()
                 optimizer.step()
