@@ -11,6 +11,9 @@ running is one of these::
     |-- ParameterShardedError                                 an original parameter read outside its unit
     |-- ShardChangedError                                     weights edited between forward and backward
     |-- StaleOptimizerError                                   an optimizer built before wrapping
+    |-- HeldGradientError                                     an optimizer that would skip gradients in silence
+    |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
+    |-- HostMemoryError       (+ MemoryError)                 not enough host memory to pin
     `-- RanksDisagreeError                                    ranks built different models
 
 The extra bases are those that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
@@ -48,6 +51,18 @@ class ShardChangedError(FairshardError):
 
 class StaleOptimizerError(FairshardError):
     """An optimizer holds parameters from before wrapping, or steps before the backward ended."""
+
+
+class HeldGradientError(FairshardError):
+    """An optimizer does not see the gradients that units hold on the compute device."""
+
+
+class ShardOptimizerError(FairshardError, TypeError):
+    """An optimizer needs what a shard does not have: its parameter's shape, fp32, a closure over whole weights."""
+
+
+class HostMemoryError(FairshardError, MemoryError):
+    """The ranks of a host would pin more of its memory than is free."""
 
 
 class RanksDisagreeError(FairshardError):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import fairshard
+from fairshard.nn.data_parallel.summary import StateBytes
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,30 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` is by rank."""
+    """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` is by rank.
+
+    ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` say where rank 0 keeps shards, gradients and optimizer
+    state; ``copy_wait_s`` is how long it stood waiting for copies between them, a step.
+    """
 
     val_loss: float
     tokens_per_s: float
     collectives_per_step: float
     bytes_per_step: float
     peak_bytes: tuple[int, ...]
+    device_bytes: int
+    pinned_bytes: int
+    pageable_bytes: int
+    copy_wait_s: float
 
 
-def summarize(steps: Sequence[StepMetrics], val_loss: float, peak_bytes: tuple[int, ...]) -> Summary:
+def summarize(
+    steps: Sequence[StepMetrics],
+    val_loss: float,
+    peak_bytes: tuple[int, ...],
+    places: StateBytes,
+    copy_wait_s: float,
+) -> Summary:
     """Boil a run down to one ``Summary``."""
     seconds = math.fsum(step.step_s for step in steps)
     return Summary(
@@ -60,6 +75,10 @@ def summarize(steps: Sequence[StepMetrics], val_loss: float, peak_bytes: tuple[i
         collectives_per_step=sum(step.collectives for step in steps) / len(steps),
         bytes_per_step=sum(step.comm_bytes for step in steps) / len(steps),
         peak_bytes=peak_bytes,
+        device_bytes=places.device,
+        pinned_bytes=places.pinned,
+        pageable_bytes=places.pageable,
+        copy_wait_s=copy_wait_s / len(steps),
     )
 
 

@@ -16,6 +16,7 @@ from fairshard.utils.device import default_device_type, device_count
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+OPTIMIZERS = ("cpu-adamw", "adamw", "sgd")
 RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
 
 _AT_LEAST_ONE = (
@@ -65,6 +66,9 @@ class TrainOptions:
     precision: str = "fp32"
     bucket_cap_mb: float = 25.0
     reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    move_grads_to_cpu: bool | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -83,6 +87,13 @@ class TrainOptions:
             raise OptionError(f"--precision must be one of {', '.join(PRECISIONS)}, but is {self.precision}.")
         if self.device not in DEVICES:
             raise OptionError(f"--device must be one of {', '.join(DEVICES)}, but is {self.device}.")
+        if self.optimizer not in OPTIMIZERS:
+            raise OptionError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, but is {self.optimizer}.")
+        if self.cpu_offload and self.move_grads_to_cpu is False and self.optimizer != "cpu-adamw":
+            raise OptionError(
+                "--cpu-offload --no-move-grads-to-cpu needs --optimizer cpu-adamw, which fetches the gradients, but "
+                f"it is {self.optimizer}."
+            )
 
     @property
     def device_type(self) -> str:
@@ -161,6 +172,14 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         default=TrainOptions.reshard_after_forward,
         help="free a unit's full weights between forward and backward (default: yes)",
     )
+    offload = parser.add_argument_group("offload")
+    offload.add_argument("--cpu-offload", action="store_true", help="keep the weights' shards in host memory")
+    offload.add_argument(
+        "--move-grads-to-cpu",
+        action=argparse.BooleanOptionalAction,
+        help="copy reduced gradients there as they come (default: as --cpu-offload)",
+    )
+    _add(offload, "--optimizer", str, None, "cpu-adamw steps beside the copies (default: %(default)s)", OPTIMIZERS)
 
 
 def parsed_options(arguments: argparse.Namespace) -> TrainOptions:

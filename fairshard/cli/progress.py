@@ -60,6 +60,9 @@ def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
         f"communication    {summary.collectives_per_step:.4g} collectives and "
         f"{size_text(summary.bytes_per_step)} a step and rank",
         f"peak memory      {_by_rank(summary.peak_bytes)}",
+        f"state            rank 0 keeps {size_text(summary.device_bytes)} on the device, "
+        f"{size_text(summary.pinned_bytes)} pinned and {size_text(summary.pageable_bytes)} pageable on the host; "
+        f"a step waits {1e3 * summary.copy_wait_s:.3g} ms for copies between them",
     ]
 
 

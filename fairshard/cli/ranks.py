@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+from fairshard.utils.device import visible_cpus
 
 
 @dataclass(frozen=True)
@@ -24,16 +23,6 @@ class Ranks:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name, "") for name in names]
         return cls(*map(int, values)) if all(value.isdecimal() for value in values) else None
-
-
-def visible_cpus() -> int:
-    """CPUs this process may run on: its affinity mask, and the cgroup's quota where there is one."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _CGROUP_QUOTA.read_text().split()
-        return min(cpus, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no cgroup v2, or its quota is "max"
-        return cpus
 
 
 def default_threads(local_size: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fairshard.cli.metrics import MetricsFile, StepMetrics, summarize, write_config
 from fairshard.cli.progress import Progress, say, summary_lines
+from fairshard.nn.data_parallel.summary import StateBytes
 
 
 class RunLog:
@@ -36,12 +37,12 @@ class RunLog:
         self._file.validation(step, val_loss)
         self._progress.validation(step, val_loss)
 
-    def finish(self, peak_bytes: tuple[int, ...]) -> None:
+    def finish(self, peak_bytes: tuple[int, ...], places: StateBytes, copy_wait_s: float) -> None:
         """Write and show the summary, and draw the curve; the last call."""
         from fairshard.cli.curve import draw_loss  # here, for matplotlib takes a second to import
 
         first, *_, last = self._validations.values()
-        summary = summarize(self._steps, last, peak_bytes)
+        summary = summarize(self._steps, last, peak_bytes, places, copy_wait_s)
         self._file.summary(summary)
         self._stack.close()
         losses = [metrics.loss for metrics in self._steps]

@@ -35,14 +35,14 @@ from fairshard.cli.options import (
     parsed_options,
 )
 from fairshard.cli.progress import say, size_text, unit_lines
-from fairshard.cli.ranks import Ranks, default_threads, visible_cpus
+from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.nn.data_parallel.summary import UnitRow, unit_table
 from fairshard.utils.collectives import gather_scalars
-from fairshard.utils.device import peak_memory, set_device
+from fairshard.utils.device import peak_memory, set_device, visible_cpus
 
 _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTICE_S = 0.5
@@ -102,6 +102,8 @@ def build_model(options: TrainOptions, device: torch.device) -> FullyShardedData
             mixed_precision=dtype is not None,
             compute_dtype=dtype,
             bucket_cap_mb=options.bucket_cap_mb,
+            cpu_offload=options.cpu_offload,
+            move_grads_to_cpu=options.move_grads_to_cpu,
         )
 
     torch.manual_seed(options.seed)
@@ -138,7 +140,7 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
                     log.validation(step, val_loss)
         peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
         if log:
-            log.finish(peaks)
+            log.finish(peaks, trainer.places, trainer.copy_wait_s)
 
 
 def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[UnitRow]) -> RunLog:

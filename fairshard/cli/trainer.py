@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairshard import FairshardError
-from fairshard.cli.loss_scale import LossScale
 from fairshard.cli.metrics import StepMetrics
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.text import Bytes, Text, even_starts, windows
 from fairshard.nn import FullyShardedDataParallel
+from fairshard.nn.data_parallel.summary import StateBytes, copy_wait_s, state_bytes
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.utils.collectives import counters, gather_scalars, reset_counters
 from fairshard.utils.device import memory_allocated
 
@@ -36,6 +38,18 @@ def learning_rate(options: TrainOptions, step: int) -> float:
         return options.lr * step / options.warmup_steps
     done = (step - options.warmup_steps) / (options.steps - options.warmup_steps)
     return options.lr * (_FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def make_optimizer(model: FullyShardedDataParallel, options: TrainOptions) -> torch.optim.Optimizer:
+    """The optimizer that ``options`` name, with one fused call a shard."""
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr=options.lr, momentum=0.9, weight_decay=options.weight_decay, fused=True
+        )
+    settings: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay}
+    if options.optimizer == "cpu-adamw":
+        return CPUOptimizer(model, torch.optim.AdamW, num_threads=options.threads, **settings)
+    return torch.optim.AdamW(model.parameters(), fused=True, **settings)
 
 
 class Batches:
@@ -79,14 +93,9 @@ class Trainer:
         starts = even_starts(len(text.validation), options.context, count * ranks.size)
         own = windows(text.validation, starts[ranks.rank :: ranks.size], options.context)
         self._validation = np.split(own, count // rows)
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=options.lr,
-            betas=(0.9, 0.95),
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
-        self._scale = LossScale() if options.precision == "fp16" else None
+        self._optimizer = make_optimizer(model, options)
+        self._scaler = ShardedGradScaler(device.type, growth_interval=200, enabled=options.precision == "fp16")
+        self.places = StateBytes(0, 0, 0)
         self._tokens = 0
 
     def step(self, step: int) -> StepMetrics:
@@ -140,31 +149,34 @@ class Trainer:
     def _backward(self) -> float:
         """Accumulate the gradient of this rank's part of the next batch; return its mean loss."""
         batches = self._batches.next()
-        scale = self._scale.value if self._scale else 1.0
         total = torch.zeros((), device=self._device)
         for number, batch in enumerate(batches, start=1):
             # Only the last pass reduces: the others add up full gradients, W times the memory, no bytes sent.
             last = number == len(batches)
             with contextlib.nullcontext() if last else self.model.no_sync():
                 loss = self._loss(batch) / len(batches)
-                (loss * scale).backward()
+                self._scaler.scale(loss).backward()
             total += loss.detach()
         return total.item()
 
     def _update(self, step: int) -> float | None:
         """Clip and step the optimizer; return the gradient norm, or None where fp16 gradients overflowed."""
-        if self._scale:
-            self._scale.unscale_(self.model.parameters())
+        self._scaler.unscale_(self._optimizer)
         norm = float(self.model.clip_grad_norm_(self._options.clip or math.inf))
         finite = math.isfinite(norm)
-        if finite:
-            self._optimizer.step()
-        elif self._scale is None or self._scale.value <= 1:
+        if not finite and not (self._scaler.is_enabled() and self._scaler.get_scale() > 1):
             raise TrainingStopped(f"the gradient norm is {norm} at step {step}. Lower --lr or --clip.")
-        if self._scale:
-            self._scale.update(overflowed=not finite)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        if step == self._options.steps:
+            self.places = state_bytes(self.model, self._optimizer)
         self._optimizer.zero_grad()
         return norm if finite else None
+
+    @property
+    def copy_wait_s(self) -> float:
+        """Seconds that this rank has waited for copies between host and device."""
+        return copy_wait_s(self.model)
 
     def _check_loss(self, step: int, losses: list[float]) -> None:
         bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]

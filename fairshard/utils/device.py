@@ -6,11 +6,18 @@ asynchronous there (a collective) is waited for through its `fairshard.utils.col
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _NOTHING = contextlib.nullcontext()
+_CGROUP_CPUS = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_MEMORY = (  # version 2, version 1; "max" is no number, and means no limit
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 class Stream:
@@ -46,6 +53,15 @@ class Event:
         if self.cuda is not None:
             torch.cuda.current_stream().wait_event(self.cuda)
 
+    def has_passed(self) -> bool:
+        """Whether `synchronize` would return at once."""
+        return self.cuda is None or bool(self.cuda.query())
+
+    def synchronize(self) -> None:
+        """Make the host wait: afterwards what was copied to host memory before this moment can be read there."""
+        if self.cuda is not None:
+            self.cuda.synchronize()
+
 
 _PASSED = Event()
 
@@ -60,9 +76,48 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def current_device() -> torch.device:
+    """The GPU that new CUDA tensors go to."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def device_count() -> int:
     """Number of GPUs that this process sees; 0 without CUDA."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def host_register(data: Tensor) -> bool:
+    """Pin the memory of ``data``, which starts at a page, as it is; False where the limit of locked memory is hit.
+
+    `host_unregister` must be called before that memory is freed.
+    """
+    return int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0
+
+
+def host_unregister(address: int) -> None:
+    """Undo `host_register` for memory that starts at ``address``."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def visible_cpus() -> int:
+    """CPUs this process may run on: its affinity mask, and the control group's quota where there is one."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_CPUS.read_text().split()
+        return min(cpus, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or its quota is "max"
+        return cpus
+
+
+def free_host_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its control group where that is less."""
+    with open("/proc/meminfo") as file:
+        entries = dict(line.split(":") for line in file)
+    free = int(entries["MemAvailable"].split()[0]) * 1024
+    for limit, used in _CGROUP_MEMORY:
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(free, 0)
 
 
 def set_device(device: torch.device) -> None:

@@ -30,3 +30,9 @@ def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
             f"and {nbytes} were asked for. Call free_storage_(data) first."
         )
     storage.resize_(nbytes)
+
+
+def is_aliased(data: Tensor) -> bool:
+    """Whether any other tensor (a view, a detached alias) uses the memory of ``data``."""
+    storage = data.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # `data` and `storage`

@@ -31,3 +31,14 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
         widest = torch.promote_types(widest, norm.dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p)
     return total
+
+
+@torch.no_grad()
+def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+    """Write fp32 ``source`` to bf16 ``target``, up or down by chance so that the mean error is 0; returns ``target``.
+
+    bf16 is the upper half of fp32: 16 random bits are added to the lower half, which is then cut off.
+    """
+    noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, generator=generator)
+    noise.add_(source.view(torch.int32)).bitwise_and_(-1 << 16)
+    return target.copy_(noise.view(torch.float32))

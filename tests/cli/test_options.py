@@ -37,6 +37,8 @@ BAD = {
     "bucket negative": ("--bucket-cap-mb -1", "--bucket-cap-mb must be at least 0"),
     "warmup longer than the run": ("--steps 10 --warmup 11", "--warmup must be at most --steps = 10"),
     "seed too large": ("--seed 9223372036854775808", "--seed must be below 2**63"),
+    "optimizer unknown": ("--optimizer adam", "invalid choice: 'adam'"),
+    "gradients nobody fetches": ("--cpu-offload --no-move-grads-to-cpu", "needs --optimizer cpu-adamw"),
     "flag unknown": ("--bogus", "unrecognized arguments: --bogus"),
     "flag abbreviated": ("--step 5", "unrecognized arguments: --step"),
     **{

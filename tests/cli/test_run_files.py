@@ -12,7 +12,7 @@ from fairshard.cli.curve import draw_loss, smoothed
 from fairshard.cli.failure import Failure, first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, make_run_folder, summarize
 from fairshard.cli.progress import Progress, size_text, unit_lines
-from fairshard.nn.data_parallel.summary import UnitRow
+from fairshard.nn.data_parallel.summary import StateBytes, UnitRow
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -43,11 +43,13 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch)
 def test_the_summary_is_taken_over_all_steps():
     """Tokens per second are all tokens over all seconds, not a mean of rates; counts are means over the steps."""
     steps = [_metrics(1, seconds=4.0, collectives=12), _metrics(2, seconds=1.0), _metrics(3, seconds=1.0)]
-    summary = summarize(steps, val_loss=1.5, peak_bytes=(7, 8))
+    summary = summarize(steps, 1.5, (7, 8), StateBytes(1, 2, 3), copy_wait_s=0.6)
     assert summary.tokens_per_s == 300 / 6.0
     assert summary.collectives_per_step == (12 + 10 + 10) / 3
     assert summary.bytes_per_step == 1000 * (12 + 10 + 10) / 3
     assert (summary.val_loss, summary.peak_bytes) == (1.5, (7, 8))
+    assert (summary.device_bytes, summary.pinned_bytes, summary.pageable_bytes) == (1, 2, 3)
+    assert summary.copy_wait_s == 0.6 / 3
 
 
 def test_every_line_of_metrics_is_json_on_disk_at_once(tmp_path):

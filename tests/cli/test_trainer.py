@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fairshard.cli.gpt import GPT, GPTConfig
-from fairshard.cli.loss_scale import LossScale
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.text import Text, even_starts, windows
 from fairshard.cli.train import build_model
 from fairshard.cli.trainer import VALIDATION_WINDOWS, Batches, Trainer, TrainingStopped, learning_rate
+from fairshard.optim import ShardedGradScaler
 from fairshard.utils.collectives import gather_scalars
 from tests.on_ranks import on_ranks
 
@@ -109,13 +109,13 @@ def test_fp16_overflow_skips_the_step_on_all_ranks_and_halves_the_scale():
     """A scale far too large is halved once for each step it loses, alike on all ranks; until it fits, weights stay."""
     options = _options(precision="fp16", steps=40)
     trainer = _trainer(options)
-    trainer._scale = LossScale(2.0**40)
+    trainer._scaler = ShardedGradScaler("cpu", init_scale=2.0**40)
     before = [shard.detach().clone() for shard in trainer.model.parameters()]
     assert trainer.step(1).grad_norm is None
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
-    assert gather_scalars([trainer._scale.value]) == [[2.0**39]] * 2
+    assert gather_scalars([trainer._scaler.get_scale()]) == [[2.0**39]] * 2
     norms = [trainer.step(step).grad_norm for step in range(2, options.steps + 1)]
-    assert gather_scalars([trainer._scale.value]) == [[2.0 ** (39 - norms.count(None))]] * 2
+    assert gather_scalars([trainer._scaler.get_scale()]) == [[2.0 ** (39 - norms.count(None))]] * 2
     assert norms.count(None) < len(norms)
     assert not any(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
@@ -139,14 +139,31 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step():
         trainer.step(2)
 
 
-def test_the_loss_scale_doubles_after_its_interval_and_counts_anew_after_an_overflow():
-    """Growth needs ``growth_interval`` good steps in a row; an overflow halves at once and starts the count again."""
-    scale = LossScale(8.0, growth_interval=3)
-    values = []
-    for overflowed in (False, False, True, False, False, False, False):
-        scale.update(overflowed)
-        values.append(scale.value)
-    assert values == [8, 8, 4, 4, 4, 8, 8]
+@on_ranks(2)
+@pytest.mark.parametrize("offload", [{"cpu_offload": True}, {"move_grads_to_cpu": True}])
+def test_both_kinds_of_adamw_give_the_same_losses(offload):
+    """``cpu-adamw`` and ``adamw`` step the same fused kernel over the same shards: losses are equal bit for bit."""
+    curves = []
+    for optimizer in ("cpu-adamw", "adamw"):
+        trainer = _trainer(_options(optimizer=optimizer, **offload))
+        curves.append([trainer.step(step).loss for step in range(1, 5)])
+    assert curves[0] == curves[1]
+
+
+@on_ranks(2)
+def test_state_is_where_the_options_put_it():
+    """Shards, gradients and moments are counted on the host with offload, and on the device without."""
+    options = _options(steps=1, warmup=1)
+    offloaded = _options(steps=1, warmup=1, cpu_offload=True)
+    totals = []
+    for trainer in (_trainer(options), _trainer(offloaded)):
+        trainer.step(1)
+        shards = sum(shard.nbytes for shard in trainer.model.parameters())
+        steps = 4 * len(list(trainer.model.parameters()))  # AdamW's own counter, one fp32 a shard
+        totals.append((trainer.places, 4 * shards + steps))
+    (here, expected), (there, expected_there) = totals
+    assert (here.device, here.pinned, here.pageable) == (expected, 0, 0)
+    assert (there.device, there.pinned, there.pageable) == (0, 0, expected_there)
 
 
 def test_a_new_model_knows_nothing():

@@ -1,8 +1,17 @@
 """What a wrapper was asked for: resolved and validated once, frozen, shared by everything below it."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+
+
+class GradHome(Enum):
+    """Where the gradient of a shard is kept once it is reduced."""
+
+    SHARD = "on the shard, where the reduction left it"
+    HOST = "on the shard, in host memory"
+    HELD = "with the unit, on the compute device: torch refuses a ``.grad`` on another device than its parameter"
 
 
 @dataclass(frozen=True)
@@ -13,8 +22,22 @@ class UnitConfig:
     mixed_precision: bool
     fp32_reduce_scatter: bool
     flatten_parameters: bool
+    cpu_offload: bool
     compute_dtype: torch.dtype | None
+    move_grads_to_cpu: bool
     bucket_cap_mb: float
+
+    @property
+    def master_on_cpu(self) -> bool:
+        """Whether the parameters that an optimizer steps are in host memory, apart from those that compute."""
+        return self.cpu_offload or self.move_grads_to_cpu
+
+    @property
+    def grad_home(self) -> GradHome:
+        """Where reduced gradients are kept."""
+        if self.move_grads_to_cpu:
+            return GradHome.HOST
+        return GradHome.HELD if self.cpu_offload else GradHome.SHARD
 
     def compute_dtype_of(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``param_dtype`` are gathered and compute."""
@@ -36,7 +59,7 @@ def resolve(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: arguments contradict each other, or ask for what this version does not have.
+        ValueError: arguments contradict each other.
     """
     flags = {
         "reshard_after_forward": reshard_after_forward,
@@ -48,12 +71,10 @@ def resolve(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"`{name}` must be True or False, but is {value!r}. Pass it by keyword.")
-    if cpu_offload or move_grads_to_cpu:
-        name = "cpu_offload" if cpu_offload else "move_grads_to_cpu"
-        raise ValueError(
-            f"`{name}` must be left False in fairshard 0.1, but is True. Offload comes with fairshard 0.2; "
-            "until then parameters and gradients stay on the compute device."
-        )
+    if move_grads_to_cpu is None:
+        move_grads_to_cpu = cpu_offload
+    elif not isinstance(move_grads_to_cpu, bool):
+        raise TypeError(f"`move_grads_to_cpu` must be True, False or None, but is {move_grads_to_cpu!r}.")
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError(
             "`fp32_reduce_scatter=True` must go with `mixed_precision=True`, but that is False. Without mixed "
@@ -71,7 +92,14 @@ def resolve(
     if mixed_precision and compute_dtype is None:
         compute_dtype = torch.float16
     return UnitConfig(
-        reshard_after_forward, mixed_precision, fp32_reduce_scatter, flatten_parameters, compute_dtype, bucket_cap_mb
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mixed_precision,
+        fp32_reduce_scatter=fp32_reduce_scatter,
+        flatten_parameters=flatten_parameters,
+        cpu_offload=cpu_offload,
+        compute_dtype=compute_dtype,
+        move_grads_to_cpu=move_grads_to_cpu,
+        bucket_cap_mb=bucket_cap_mb,
     )
 
 

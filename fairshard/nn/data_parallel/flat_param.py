@@ -2,10 +2,10 @@
 
 What exists when, for ``W`` ranks and ``S`` elements a rank::
 
-    shard    [S]     param dtype     always: the truth; what the optimizer steps
+    shard    [S]     param dtype     always: the truth; what the optimizer steps; in host memory with offload
     buffer   [W*S]   compute dtype   while gathered; the collective writes it, the leaves are views of it
     leaves   shaped  compute dtype   views of buffer while gathered, else empty; autograd fills their .grad
-    .grad    [S]     param dtype     on the shard, after backward: the mean over ranks, added to what was there
+    grad     [S]     param dtype     after backward: the mean over ranks, added to what was there
 """
 
 from collections.abc import Callable
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.autograd_hooks import accumulate_node
-from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
+from fairshard.nn.data_parallel.config import GradHome, UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.collectives import Communicator, RowGather, Transfer, exchange_tag
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import free_storage_
 
 
 class FlatParam:
     """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
 
-    def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int) -> None:
+    def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int, on_cpu: bool = False) -> None:
         self.slots = slots
         self.name = name
         self._key = name
@@ -34,24 +36,30 @@ class FlatParam:
         self.rank = rank
         self.layout = FlatLayout([slot.numel for slot in slots], world_size)
         self.shard_numel = self.layout.shard_numel
+        self.on_cpu = on_cpu
         self.requires_grad = slots[0].leaf.requires_grad
-        self.shard = nn.Parameter(self.cut([slot.leaf for slot in slots]), requires_grad=self.requires_grad)
+        shard = self.cut([slot.leaf for slot in slots])
+        self.shard = nn.Parameter(shard.cpu() if on_cpu else shard, requires_grad=self.requires_grad)
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
         """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
         self.comm: Any = None
+        self.grad: Any = None
         self.nodes: list[Any] = []
         self.is_gathered = False
+        self.is_complete = True  # what is being reduced is all that the running backward gives
         self._hooks: list[Any] = []
         self._views: list[Tensor] = []
         self._transfer: Transfer | None = None
         self._uses = 0
         self._marker: tuple[Tensor, int] | None = None
         self._accumulated: Tensor | None = None
+        self._device_shard: Tensor | None = None
+        self._is_updated = True
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "requires_grad", "shard")
+        kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "on_cpu", "requires_grad", "shard")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,7 +82,7 @@ class FlatParam:
         """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
         return self.shard.dtype if self.slots[0].keeps_dtype else config.compute_dtype_of(self.shard.dtype)
 
-    def materialize(self, comm: Communicator, config: UnitConfig, on_grad: Any) -> None:
+    def materialize(self, comm: Communicator, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
         """Make the buffer and the leaves, with the dtype and device that the shard has by now.
 
         ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not hold this object:
@@ -87,17 +95,37 @@ class FlatParam:
         self.tag_id = comm.new_id()
         self.compute_dtype = self.compute_dtype_under(config)
         self.reduce_dtype = torch.float32 if config.fp32_reduce_scatter else self.compute_dtype
-        self.compute_device = self.shard.device
+        self.compute_device = transfers.device
+        self.grad = ShardGrad(self.shard, config.grad_home if self.on_cpu else GradHome.SHARD, transfers)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
-        self._is_whole = comm.world_size == 1 and self.compute_dtype == self.shard.dtype
+        self._is_whole = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
         with torch.inference_mode(False), torch.no_grad():
+            if self.on_cpu:
+                self._settle_on_cpu(keep_on_device=not config.cpu_offload)
+            elif self.shard.device != self.compute_device:
+                self.shard.data = self.shard.data.to(self.compute_device)
             if self._is_whole:
                 self._look_at(self.shard.data.view(1, -1))
             else:
-                self._look_at(self.shard.new_empty(comm.world_size, self.shard_numel, dtype=self.compute_dtype))
+                self._look_at(self._empty_line(self.compute_dtype))
                 free_storage_(self.buffer)
         self._hook_leaves()
+
+    def keep_on_device(self) -> None:
+        """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
+        self.on_cpu = False
+
+    def _settle_on_cpu(self, keep_on_device: bool) -> None:
+        """Move the shard to host memory that the GPU can read, after whatever `.cuda()` or `.half()` did to it."""
+        settled = host_empty_like(self.shard, self.compute_device)
+        settled.copy_(self.shard)
+        self.shard.data = settled
+        if keep_on_device:
+            self._device_shard = settled.new_empty(settled.shape, dtype=self.compute_dtype, device=self.compute_device)
+
+    def _empty_line(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.comm.world_size, self.shard_numel, dtype=dtype, device=self.compute_device)
 
     def _look_at(self, buffer: Tensor) -> None:
         """Make ``buffer`` ``[W, S]`` the memory that the leaves show."""
@@ -116,14 +144,13 @@ class FlatParam:
         spans = map(self.layout.param_span, range(len(self.slots)))
         return [line[span.start : span.stop].view(slot.shape) for slot, span in zip(self.slots, spans, strict=True)]
 
-    def follow_requires_grad(self) -> bool:
-        """Take over ``shard.requires_grad`` if the user changed it; True when it did change."""
+    def begin_pass(self) -> None:
+        """Follow what the user may have done to the shard since the last pass: its values, its ``requires_grad``."""
+        self._is_updated = True
         self._check_leaves()
-        if self.shard.requires_grad == self.requires_grad:
-            return False
-        self.requires_grad = self.shard.requires_grad
-        self._hook_leaves()
-        return True
+        if self.shard.requires_grad != self.requires_grad:
+            self.requires_grad = self.shard.requires_grad
+            self._hook_leaves()
 
     def _check_leaves(self) -> None:
         for slot in self.slots:
@@ -148,9 +175,19 @@ class FlatParam:
             return
         if not self._storage.size():
             self._storage.resize_(self._nbytes)
-        self._row.copy_(self.shard.detach())
+        self._row.copy_(self._newest(), non_blocking=True)
         self._uses += 1
         self._transfer = self._gather.start(exchange_tag("all_gather", self.tag_id, self._uses))
+
+    def _newest(self) -> Tensor:
+        """The shard as it is now, from the copy on the compute device where there is one."""
+        if self._device_shard is None:
+            return self.shard.detach()
+        if self._is_updated:
+            # In every pass: a change through ``shard.data`` leaves no trace that could be looked for.
+            self._device_shard.copy_(self.shard.detach(), non_blocking=True)
+            self._is_updated = False
+        return self._device_shard
 
     def wait_unshard(self) -> None:
         """Wait for the gather under way, if any, and hang the leaves into their modules."""
@@ -213,13 +250,16 @@ class FlatParam:
         self._marker = self._accumulated = None
 
     def accept_grad(self, reduced: Tensor) -> None:
-        """Set or add the mean over ranks, ``[S]``, to the shard's gradient."""
-        if reduced.dtype != self.shard.dtype:
-            reduced = reduced.to(self.shard.dtype)
-        if self.shard.grad is None:
-            self.shard.grad = reduced
-        else:
-            self.shard.grad.add_(reduced)
+        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and tell who waits for it."""
+        self.grad.add(reduced)
+        hooks = self.shard._post_accumulate_grad_hooks
+        if hooks:
+            self.grad.land()
+            for hook in tuple(hooks.values()):
+                hook(self.shard)
+        listener = self.grad.transfers.listener
+        if listener is not None and self.is_complete:
+            listener(self)
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -230,12 +270,13 @@ class FlatParam:
         """
         if self.reduce_dtype != self.compute_dtype:
             if self._accumulated is None:
-                self._accumulated = self.shard.new_zeros(self.layout.numel, dtype=self.reduce_dtype)
+                self._accumulated = torch.zeros(
+                    self.layout.numel, dtype=self.reduce_dtype, device=self.compute_device
+                )
             for index, slot in enumerate(self.slots):
                 self._take_grad(index, slot)
-        if self.shard.grad is None:
-            self.shard.grad = torch.zeros_like(self.shard)
-        self._marker = self.shard.grad, self.shard.grad._version
+        grad = self.grad.value_or_zeros()
+        self._marker = grad, grad._version
 
     @property
     def has_accumulated(self) -> bool:
@@ -247,7 +288,7 @@ class FlatParam:
         if self._marker is None:
             return
         kept, version = self._marker
-        grad = self.shard.grad
+        grad = self.grad.value
         if grad is None or ((grad is not kept or grad._version != version) and not grad.any()):
             self._marker = None
             self.drop_grads()
@@ -262,7 +303,7 @@ class FlatParam:
     @torch.no_grad()
     def gather_full(self) -> list[Tensor]:
         """Every parameter whole, in the shard's dtype, each in memory of its own. **Collective.**"""
-        line = self.shard.new_empty(self.layout.world_size, self.shard_numel)
+        line = self._empty_line(self.shard.dtype)
         line[self.rank] = self.shard
         if self.shard_numel:
             self._uses += 1
@@ -282,6 +323,15 @@ class FlatParam:
         span = self.layout.param_span(index)
         kept = self._accumulated[span.start : span.stop].view(slot.shape)
         return kept if grad is None else kept.add_(grad)
+
+    def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What is kept between steps on the compute device, and in host memory: shard and gradient."""
+        device = [tensor for tensor in (self._device_shard,) if tensor is not None]
+        host: list[Tensor] = []
+        (host if self.on_cpu else device).append(self.shard.detach())
+        if self.grad is not None:
+            (host if self.grad.is_on_host else device).extend(self.grad.tensors())
+        return device, host
 
     def register_on(self, module: nn.Module) -> None:
         """Register the shard as a parameter of ``module``, under this flat param's name."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch.distributed import ProcessGroup
 
 from fairshard.errors import NotRootError, TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
-from fairshard.nn.data_parallel.config import UnitConfig, resolve
+from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.full_params import show, summon
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.root import Root, claim
-from fairshard.nn.data_parallel.saved_group import MISSING, SavedGroup
+from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.sharding import shard_parameters
 from fairshard.nn.data_parallel.state_dict import (
     Loading,
@@ -30,11 +29,12 @@ from fairshard.nn.data_parallel.state_dict import (
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.unit_attributes import UnitAttributes
 from fairshard.utils.collectives import default_group
 from fairshard.utils.parallel import validate_process_group
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(UnitAttributes):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
@@ -59,9 +59,11 @@ class FullyShardedDataParallel(nn.Module):
             shards, gradients of shards and optimizer state stay fp32.
         fp32_reduce_scatter: send gradients in fp32 under ``mixed_precision``.
         flatten_parameters: one flat parameter for all of a unit's; False: a 1-D shard for each.
-        cpu_offload: comes with fairshard 0.2.
+        cpu_offload: keep shards and what the optimizer makes of them in host memory; gather from there.
         compute_dtype: the dtype to compute in under ``mixed_precision``.
-        move_grads_to_cpu: comes with fairshard 0.2.
+        move_grads_to_cpu: copy reduced gradients to host memory, where the optimizer then steps a master copy of
+            the shards; the value of ``cpu_offload`` if None. False with ``cpu_offload`` keeps them on the compute
+            device for `fairshard.optim.CPUOptimizer` to fetch.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are sent; 0 or less
             sends each unit's on its own. The outermost wrapper's value counts.
 
@@ -111,7 +113,7 @@ class FullyShardedDataParallel(nn.Module):
         if flatten_parameters:
             for flat_param in flat_params:
                 flat_param.register_on(self)
-        watch_optimizers(flat_params)
+        watch_optimizers(flat_params, self.config)
         for fqn, inner in units_below(self):
             inner.place(fqn)
             inner.is_inner = inner is not unit
@@ -163,6 +165,12 @@ class FullyShardedDataParallel(nn.Module):
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters, as `parameters` yields them, that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero all gradients, wherever they are kept."""
+        super().zero_grad(set_to_none)
+        for _, unit in units_below(self):
+            unit.zero_grad(set_to_none)
 
     # ---- state
 
@@ -263,56 +271,6 @@ class FullyShardedDataParallel(nn.Module):
                 f"(rank {self.rank})."
             )
 
-    def extra_repr(self) -> str:
-        """The settings, in fairscale's order."""
-        own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
-        own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
-        return ", ".join(f"{name}={getattr(self, name)}" for name in own)
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """This unit's own shards."""
-        return [flat_param.shard for flat_param in self._unit.flat_params]
-
-    @property
-    def process_group(self) -> ProcessGroup | str:
-        """The ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
-        return self._unit.group.group or MISSING
-
-    @process_group.setter
-    def process_group(self, group: ProcessGroup) -> None:
-        self._unit.group.group = group
-        self._unit.root = None
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the unit's group."""
-        return self._unit.group.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the unit's group."""
-        return self._unit.group.world_size
-
-    @property
-    def training_state(self) -> TrainingState:
-        """The phase that this unit is in."""
-        return self._unit.state
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether a backward reduces this unit's gradients; `no_sync` sets it for a whole model."""
-        return self._unit.sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, sync: bool) -> None:
-        self._unit.sync = sync
-
-    @property
-    def children_share_process_group(self) -> bool:
-        """Whether all units below use this one's group."""
-        return all(unit.group.group is self._unit.group.group for _, unit in units_below(self))
-
     # ---- nn.Module
 
     def __getattr__(self, name: str) -> Any:
@@ -366,11 +324,6 @@ class FullyShardedDataParallel(nn.Module):
                     seen.add(id(value))
                     yield join(prefix, join(fqn, name)), value
 
-    @property
-    def _unit(self) -> Unit:
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
-        return unit
-
     def _claimed(self) -> Root:
         """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
         return self._unit.root or claim(self)
@@ -387,13 +340,3 @@ class FullyShardedDataParallel(nn.Module):
 
 def _end_loading(wrapper: FullyShardedDataParallel, keys: Any) -> None:
     wrapper._loading.end(keys)
-
-
-def _setting(name: str) -> property:
-    return property(lambda self: getattr(self.config, name), doc=f"The argument ``{name}`` as resolved.")
-
-
-for _field in fields(UnitConfig):
-    setattr(FullyShardedDataParallel, _field.name, _setting(_field.name))
-FullyShardedDataParallel.cpu_offload = False  # type: ignore[attr-defined]
-FullyShardedDataParallel.move_grads_to_cpu = False  # type: ignore[attr-defined]

@@ -10,6 +10,11 @@ from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.tensors import norm_of
 
 
+def exceeds(norm: Tensor, max_norm: float) -> bool:
+    """Whether gradients of this norm are scaled down; not when it is NaN."""
+    return bool(max_norm / (norm + 1e-6) < 1)
+
+
 @torch.no_grad()
 def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
     """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return that norm.
@@ -36,7 +41,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
     filled: list[Tensor] = []
     for unit in units:
         for flat_param in unit.flat_params:
-            grad = flat_param.shard.grad
+            grad = flat_param.grad.value
             if grad is not None:
                 grads.append(grad)
                 filled.append(grad[: flat_param.layout.filled(comm.rank)])
@@ -51,7 +56,8 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
         power = own**norm_type
         comm.all_reduce(power, "sum").wait()
         total = power ** (1.0 / norm_type)
-    factor = max_norm / (total + 1e-6)
-    if grads and factor < 1:
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    if grads and exceeds(total, max_norm):
+        factor = max_norm / (total + 1e-6)
+        for device in dict.fromkeys(grad.device for grad in grads):
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return total

@@ -1,35 +1,72 @@
-"""An optimizer that would step nothing, or half a gradient, is told so at its first step."""
+"""An optimizer that would step nothing, half a gradient, or the wrong thing, is told so at its first step."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.errors import StaleOptimizerError
+from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
+from fairshard.nn.data_parallel.config import GradHome, UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 
-# Which original parameters are leaves now; how many there were, and how many it held, when an optimizer was clean.
+# Which original parameters are leaves now, which parameters are shards, how many there were, and how many it held,
+# when an optimizer was clean.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _num_sharded = 0
 _is_installed = False
 
+_NEEDS_SHAPES = {
+    "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "Lamb", "LAMB", "FusedLAMB", "Lars", "LARS",
+    "GaLoreAdamW", "CAME", "SM3",
+}  # fmt: skip
+_NEEDS_WHOLE = {"LBFGS"}
 
-def watch_optimizers(flat_params: list[FlatParam]) -> None:
-    """From now on, raise at the first step of an optimizer that holds an original parameter of ``flat_params``."""
+
+def watch_optimizers(flat_params: list[FlatParam], config: UnitConfig) -> None:
+    """From now on, check each optimizer that holds shards or original parameters of ``flat_params``."""
     global _num_sharded, _is_installed
     for flat_param in flat_params:
         for slot in flat_param.slots:
             _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
             _num_sharded += 1
+        _shards[flat_param.shard] = weakref.ref(flat_param), config.grad_home
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
         _is_installed = True
+
+
+def allow_held_gradients(optimizer: Optimizer) -> None:
+    """``optimizer`` is handed the gradients that units hold: let it step."""
+    _fetchers.add(optimizer)
+
+
+def check_optimizer_class(optimizer_class: type, name: str) -> None:
+    """Raise if optimizers of this class cannot step the 1-D shard ``name``.
+
+    Raises:
+        ShardOptimizerError: it needs the shape of a parameter, or all parameters at once.
+    """
+    names = {base.__name__ for base in optimizer_class.__mro__}
+    if names & _NEEDS_SHAPES:
+        raise ShardOptimizerError(
+            f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is a 1-D shard of one rank. "
+            "Use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or train that module unwrapped."
+        )
+    if names & _NEEDS_WHOLE:
+        raise ShardOptimizerError(
+            f"{optimizer_class.__name__} needs all parameters and a closure, but `{name}` is the shard of one rank: "
+            "its line search would take another step on every rank. Use an elementwise optimizer (AdamW, SGD)."
+        )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -47,4 +84,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
                     "optimizer from `model.parameters()` of the wrapped model."
                 )
+            _check_shard(optimizer, param)
     _clean[optimizer] = seen
+
+
+def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
+    entry: tuple[weakref.ref[FlatParam], GradHome] | None = _shards.get(param)
+    flat_param = entry[0]() if entry else None
+    if entry is None or flat_param is None:
+        return
+    check_optimizer_class(type(optimizer), flat_param.name)
+    if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
+        raise ShardOptimizerError(
+            f"An optimizer on the CPU must step fp32 masters, but `{flat_param.name}` is {param.dtype}: its moments "
+            "would lose what they add up. Wrap the fp32 module with `mixed_precision=True` and "
+            f"`compute_dtype={param.dtype}`; CPUOptimizer's `state_dtype` halves the moments."
+        )
+    if entry[1] is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
+        raise HeldGradientError(
+            f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
+            f"compute device, where {type(optimizer).__name__} does not see it: it would skip the parameter. Use "
+            "fairshard.optim.CPUOptimizer, or leave `move_grads_to_cpu` out."
+        )

@@ -13,6 +13,8 @@ from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
+from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
+from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below
 from fairshard.nn.data_parallel.unit import Unit
@@ -33,10 +35,10 @@ def claim(module: nn.Module) -> Root:
         unit.place(fqn)
     units = [unit for _, unit in found]
     comms = {unit: communicator(unit.group.resolve()) for unit in units}
-    shards = [flat_param.shard for unit in units for flat_param in unit.flat_params]
-    device = shards[0].device if shards else torch.device("cpu")
+    device = compute_device(units)
     for comm in dict.fromkeys(comms.values()):
         check_agreement(comm, [unit for unit in units if comms[unit] is comm], device)
+        check_host_memory(comm, [unit for unit in units if comms[unit] is comm], device)
     root = Root(units, device)
     for part in module.modules():
         wrapped = unit_of(part)
@@ -59,6 +61,8 @@ class Root:
         self.order: ExecOrder[Unit] = ExecOrder()
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
+        self.transfers = GradTransfers(device)
+        self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
         self.bucketer = ReduceScatterBucketer(units[0].config.bucket_cap_mb, self.reduce_stream)
         self.free = now(device)
         self.in_backward = False
@@ -88,6 +92,7 @@ class Root:
         self._depth -= 1
         if self._depth or self.in_backward:
             return
+        self._wait_for_reads()
         backward_follows = completed and torch.is_grad_enabled()
         self.order.end_forward(backward_follows)
         for unit in self._ahead if backward_follows else self.units:
@@ -110,7 +115,7 @@ class Root:
                 )
             other.is_stale = other.is_gathered
             for flat_param in other.flat_params:
-                flat_param.follow_requires_grad()
+                flat_param.begin_pass()
         self.order.begin_forward()
         self.unshard_stream.wait(now(self.device))  # the optimizer's step
         self._warn_autocast()
@@ -146,6 +151,9 @@ class Root:
         for unit in self.units:
             unit.finish_backward(self.has_grads)
         self.bucketer.flush()
+        if self.transfers.listener is None:  # else they land when they are stepped
+            self._land_grads()
+        self._wait_for_reads()
         self.has_grads = False
         self.order.end_backward()
         self.in_backward = False
@@ -153,6 +161,8 @@ class Root:
     def reset(self) -> None:
         """Drop what a pass left behind that ended in an exception."""
         self.bucketer.reset()
+        self._land_grads()
+        self._wait_for_reads()
         for unit in self.units:
             unit.reset()
         self.order.end_backward()
@@ -160,6 +170,16 @@ class Root:
         self._depth = 0
 
     # ---- memory, state
+
+    def _land_grads(self) -> None:
+        for unit in self.units:
+            for flat_param in unit.flat_params:
+                flat_param.grad.land()
+
+    def _wait_for_reads(self) -> None:
+        """Let the host wait until the GPU has read the shards in host memory: from now on they may change."""
+        if self._reads_host_memory and self.device.type == "cuda":
+            self.transfers.wait(self.unshard_stream.record())
 
     def note_free(self) -> None:
         """A unit has given its memory back: gathers from now on wait until compute has passed this moment."""

@@ -44,7 +44,7 @@ def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_siz
     flat_params = []
     for index, group in enumerate(groups):
         name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
-        flat_param = FlatParam(group, name, rank, world_size)
+        flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
         for slot in group:
             slot.register(None if config.flatten_parameters else flat_param.shard)
         flat_params.append(flat_param)

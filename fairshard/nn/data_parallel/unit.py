@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import GradRequiresGradError, ShardChangedError
-from fairshard.nn.data_parallel.autograd_hooks import current_task, input_node, num_reached
+from fairshard.nn.data_parallel.autograd_hooks import current_task, num_reached
 from fairshard.nn.data_parallel.buffers import ComputeBuffers
+from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.saved_group import SavedGroup
@@ -92,7 +93,7 @@ class Unit:
                 method(leaf)
 
         for flat_param in self.flat_params:
-            flat_param.materialize(comm, self.config, tell)
+            flat_param.materialize(comm, self.config, root.transfers, tell)
         if self.config.mixed_precision and self.config.compute_dtype is not None:
             self.buffers = ComputeBuffers(modules, self.config.compute_dtype)
 
@@ -246,9 +247,11 @@ class Unit:
         assert root is not None
         self.state = TrainingState.BACKWARD_POST
         self._owes = False
+        is_last = self._has_arrived and not self._is_partial
         for flat_param in self.flat_params:
             if flat_param.requires_grad and flat_param.shard_numel:
                 if self.sync:
+                    flat_param.is_complete = is_last
                     root.bucketer.reduce(flat_param)
                 else:
                     flat_param.accumulate()
@@ -298,6 +301,18 @@ class Unit:
         """Whether all calls have been come to; until then gradients add up here, and are rounded once."""
         return self._num_arrived >= self.num_calls
 
+    @property
+    def shard_grad(self) -> dict[nn.Parameter, Tensor]:
+        """The gradient of each shard that has one, wherever it is kept."""
+        grads = {fp.shard: fp.grad.value for fp in self.flat_params if fp.grad is not None}
+        return {shard: grad for shard, grad in grads.items() if grad is not None}
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop or zero the gradients of the shards, wherever they are kept."""
+        for flat_param in self.flat_params:
+            if flat_param.grad is not None:
+                flat_param.grad.zero(set_to_none)
+
     # ---- parameters
 
     def unshard(self) -> None:
@@ -336,60 +351,3 @@ class Unit:
                     f"`{flat_param.name}` (rank {flat_param.rank}) did. Run the backward before the optimizer's step, "
                     "load_state_dict or any other change of the parameters, or run the forward again after it."
                 )
-
-
-class Call:
-    """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs."""
-
-    __slots__ = ("__weakref__", "_awaited", "_input_nodes", "_task", "num_outputs", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.num_outputs = 0
-        self._input_nodes: list[Any] = []
-        self._awaited = 0
-        self._task: int | None = None
-
-    def watch_output(self, tensor: Tensor) -> Tensor:
-        """Tell the unit when a backward comes to ``tensor``."""
-        if tensor.requires_grad and not (self._input_nodes and input_node(tensor) in self._input_nodes):
-            tensor.register_hook(self._on_output)  # inputs handed through are none of the unit's work
-            self.num_outputs += 1
-        return tensor
-
-    def watch_input(self, tensor: Tensor) -> Tensor:
-        """Tell the unit when the gradient of ``tensor`` is done."""
-        if tensor.requires_grad:
-            # Weak: the hook belongs to the node that is kept here, a cycle which the garbage collector cannot see.
-            call = weakref.ref(self)
-
-            def on_input(grad: Tensor) -> None:
-                known = call()
-                if known is not None:
-                    known.close_input()
-
-            tensor.register_hook(on_input)
-            self._input_nodes.append(input_node(tensor))
-        return tensor
-
-    @property
-    def lacks_outputs(self) -> bool:
-        """Whether a backward could come to the unit without passing any output seen here."""
-        trainable = any(flat_param.requires_grad for flat_param in self.unit.flat_params)
-        return not self.num_outputs and (trainable or bool(self._input_nodes))
-
-    def await_inputs(self) -> None:
-        """Count the inputs that the running backward computes gradients of; without any, its end closes the call."""
-        self._awaited = num_reached(self._input_nodes)
-
-    def _on_output(self, grad: Tensor) -> None:
-        task = current_task()
-        if task != self._task:
-            self._task = task
-            self.unit.pre_backward(self, task)
-
-    def close_input(self) -> None:
-        """The gradient of one input is done."""
-        self._awaited -= 1
-        if self._awaited == 0:
-            self.unit.close_call(self)

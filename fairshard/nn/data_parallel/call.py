@@ -1,0 +1,86 @@
+"""One call of a unit: the hooks that tell it when a backward comes to what went out, and is done with what came in."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fairshard.nn.data_parallel.autograd_hooks import current_task, input_node, num_reached
+
+
+class _FlatParam(Protocol):
+    requires_grad: bool
+
+
+class CalledUnit(Protocol):
+    """The unit, as its calls see it."""
+
+    @property
+    def flat_params(self) -> Sequence[_FlatParam]:
+        """What is gathered for the call."""
+
+    def pre_backward(self, call: Call, task: int) -> None:
+        """The backward of graph task ``task`` has come to an output of ``call``."""
+
+    def close_call(self, call: Call) -> None:
+        """The gradients of the inputs of ``call`` are done."""
+
+
+class Call:
+    """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs."""
+
+    __slots__ = ("__weakref__", "_awaited", "_input_nodes", "_task", "num_outputs", "unit")
+
+    def __init__(self, unit: CalledUnit) -> None:
+        self.unit = unit
+        self.num_outputs = 0
+        self._input_nodes: list[Any] = []
+        self._awaited = 0
+        self._task: int | None = None
+
+    def watch_output(self, tensor: Tensor) -> Tensor:
+        """Tell the unit when a backward comes to ``tensor``."""
+        if tensor.requires_grad and not (self._input_nodes and input_node(tensor) in self._input_nodes):
+            tensor.register_hook(self._on_output)  # inputs handed through are none of the unit's work
+            self.num_outputs += 1
+        return tensor
+
+    def watch_input(self, tensor: Tensor) -> Tensor:
+        """Tell the unit when the gradient of ``tensor`` is done."""
+        if tensor.requires_grad:
+            # Weak: the hook belongs to the node that is kept here, a cycle which the garbage collector cannot see.
+            call = weakref.ref(self)
+
+            def on_input(grad: Tensor) -> None:
+                known = call()
+                if known is not None:
+                    known.close_input()
+
+            tensor.register_hook(on_input)
+            self._input_nodes.append(input_node(tensor))
+        return tensor
+
+    @property
+    def lacks_outputs(self) -> bool:
+        """Whether a backward could come to the unit without passing any output seen here."""
+        trainable = any(flat_param.requires_grad for flat_param in self.unit.flat_params)
+        return not self.num_outputs and (trainable or bool(self._input_nodes))
+
+    def await_inputs(self) -> None:
+        """Count the inputs that the running backward computes gradients of; without any, its end closes the call."""
+        self._awaited = num_reached(self._input_nodes)
+
+    def _on_output(self, grad: Tensor) -> None:
+        task = current_task()
+        if task != self._task:
+            self._task = task
+            self.unit.pre_backward(self, task)
+
+    def close_input(self) -> None:
+        """The gradient of one input is done."""
+        self._awaited -= 1
+        if self._awaited == 0:
+            self.unit.close_call(self)

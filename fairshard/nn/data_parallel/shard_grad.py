@@ -1,0 +1,150 @@
+"""Where the gradient of a shard is kept, and how it gets there.
+
+A reduced gradient that moves to host memory is on its way while the backward goes on::
+
+    reduce stream    | reduce-scatter k | reduce-scatter k+1 |
+    copy stream                         | copy k ----- |            into memory that this file owns
+    host                                               land: set as `.grad`, or added to it
+
+*Invariant*: a gradient is visible only when it has landed. Who reads one in the middle of a backward sees the last
+sum or None, never memory that a copy is still writing.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.nn.data_parallel.config import GradHome
+from fairshard.utils.device import Event, Stream, now
+from fairshard.utils.pinned import host_empty_like
+from fairshard.utils.storage import is_aliased
+
+_MAX_KEPT_NBYTES = 64 << 20
+
+
+class GradTransfers:
+    """What the gradients of one model share: the stream of their copies, who is told of them, time spent waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = Stream(device)
+        self.listener: Callable[[Any], None] | None = None
+        self.waited_s = 0.0
+        self._reads: deque[tuple[Tensor, Event]] = deque()
+
+    def copy(self, source: Tensor, target: Tensor) -> Event:
+        """Copy ``source``, which the current stream has made, into host memory; returns the moment it has landed.
+
+        ``source`` is kept until then. More than 64 MiB of such are not kept: the host waits for the oldest.
+        """
+        made = now(source.device)
+        with self.stream.use():
+            self.stream.wait(made)
+            target.copy_(source, non_blocking=True)
+            landed = self.stream.record()
+        self._reads.append((source, landed))
+        while self._reads and (self._reads[0][1].has_passed() or self._num_kept_bytes() > _MAX_KEPT_NBYTES):
+            self.wait(self._reads.popleft()[1])
+        return landed
+
+    def wait(self, event: Event) -> None:
+        """Let the host wait for ``event``, and note how long that took."""
+        if not event.has_passed():
+            started = time.perf_counter()
+            event.synchronize()
+            self.waited_s += time.perf_counter() - started
+
+    def _num_kept_bytes(self) -> int:
+        return sum(source.nbytes for source, _ in self._reads)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A copy under way to ``host``, done at ``landed``."""
+
+    host: Tensor
+    landed: Event
+
+
+class ShardGrad:
+    """The gradient of one shard."""
+
+    def __init__(self, shard: nn.Parameter, home: GradHome, transfers: GradTransfers) -> None:
+        self._shard = shard
+        self._home = home
+        self.transfers = transfers
+        self._held: Tensor | None = None
+        self._buffers: deque[Tensor] = deque(maxlen=2)  # a second one while gradients add up
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient ``[S]``, wherever it is."""
+        return self._held if self._home is GradHome.HELD else self._shard.grad
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether gradients move to host memory."""
+        return self._home is GradHome.HOST
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept here between steps."""
+        return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
+
+    def add(self, reduced: Tensor) -> None:
+        """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves."""
+        if reduced.dtype != self._shard.dtype:
+            reduced = reduced.to(self._shard.dtype)
+        if self._home is not GradHome.HOST:
+            self._set_or_add(reduced)
+            return
+        host = self._take_buffer()
+        self._flights.append(_Flight(host, self.transfers.copy(reduced, host)))
+
+    def land(self) -> None:
+        """Wait for copies under way, and make what they bring visible."""
+        while self._flights:
+            flight = self._flights.popleft()
+            self.transfers.wait(flight.landed)
+            self._set_or_add(flight.host)
+
+    def value_or_zeros(self) -> Tensor:
+        """The gradient; one of zeros is made if there is none."""
+        if self.value is None:
+            device = self.transfers.device if self._home is GradHome.HELD else None
+            self._set(torch.zeros_like(self._shard, device=device))
+        assert self.value is not None
+        return self.value
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop the gradient, or write zeros over it."""
+        if set_to_none:
+            self._set(None)
+        elif self.value is not None:
+            self.value.zero_()
+
+    def _set(self, grad: Tensor | None) -> None:
+        if self._home is GradHome.HELD:
+            self._held = grad
+        else:
+            self._shard.grad = grad
+
+    def _set_or_add(self, grad: Tensor) -> None:
+        kept = self.value
+        if kept is None:
+            self._set(grad.data)  # a version counter of its own, not that of the whole bucket
+        else:
+            kept.add_(grad)
+
+    def _take_buffer(self) -> Tensor:
+        """Host memory for one gradient: memory of an earlier one, if nobody refers to that any more."""
+        for buffer in self._buffers:
+            if not is_aliased(buffer):
+                return buffer.detach()
+        self._buffers.append(host_empty_like(self._shard, self.transfers.device))
+        return self._buffers[-1].detach()

@@ -1,0 +1,83 @@
+"""What fairscale's wrapper shows of itself as attributes: its arguments, its ranks, its state."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.saved_group import MISSING
+from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below
+from fairshard.nn.data_parallel.unit import Unit
+
+
+class UnitAttributes(nn.Module):
+    """A module with a unit; its attributes under fairscale's names, the arguments of the wrapper among them."""
+
+    config: UnitConfig
+
+    def extra_repr(self) -> str:
+        """The settings, in fairscale's order."""
+        own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
+        own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in own)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This unit's own shards."""
+        return [flat_param.shard for flat_param in self._unit.flat_params]
+
+    @property
+    def process_group(self) -> ProcessGroup | str:
+        """The ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
+        return self._unit.group.group or MISSING
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        self._unit.group.group = group
+        self._unit.root = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the unit's group."""
+        return self._unit.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the unit's group."""
+        return self._unit.group.world_size
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The phase that this unit is in."""
+        return self._unit.state
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward reduces this unit's gradients; `no_sync` sets it for a whole model."""
+        return self._unit.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._unit.sync = sync
+
+    @property
+    def children_share_process_group(self) -> bool:
+        """Whether all units below use this one's group."""
+        return all(unit.group.group is self._unit.group.group for _, unit in units_below(self))
+
+    @property
+    def _unit(self) -> Unit:
+        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
+        return unit
+
+
+def _setting(name: str) -> property:
+    return property(lambda self: getattr(self.config, name), doc=f"The argument ``{name}`` as resolved.")
+
+
+for _field in fields(UnitConfig):
+    setattr(UnitAttributes, _field.name, _setting(_field.name))

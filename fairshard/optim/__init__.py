@@ -1,0 +1,6 @@
+"""Optimizers and loss scaling for sharded models."""
+
+from fairshard.optim.cpu_optimizer import CPUOptimizer
+from fairshard.optim.sharded_grad_scaler import ShardedGradScaler
+
+__all__ = ["CPUOptimizer", "ShardedGradScaler"]

@@ -1,0 +1,335 @@
+"""An optimizer that steps shards in host memory: one fused call a shard, beside the backward if wanted."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fairshard.errors import FairshardError
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_, exceeds
+from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_optimizer_class
+from fairshard.nn.data_parallel.root import Root, claim
+from fairshard.nn.data_parallel.tree import unit_of, units_below
+from fairshard.optim.cpu_worker import CPUWorker, default_num_threads
+from fairshard.optim.early_steps import EarlySteps
+from fairshard.optim.grad_staging import GradStaging
+from fairshard.optim.shard_step import ShardStep
+
+ClipMode = Literal["wait", "speculate"]
+
+
+class CPUOptimizer(Optimizer):
+    """Steps the shards of a wrapped model with any elementwise torch optimizer, those in host memory on the CPU.
+
+    >>> import torch
+    >>> from fairshard.nn import FullyShardedDataParallel as FSDP
+    >>> from fairshard.optim import CPUOptimizer
+    >>> model = FSDP(torch.nn.Linear(8, 1), cpu_offload=True)
+    >>> optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=1e-3, clip_grad_norm=1.0)
+    >>> model(torch.ones(4, 8)).mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+
+    Gradients that stay on the compute device (``cpu_offload=True, move_grads_to_cpu=False``) are fetched while the
+    shards before them are stepped. The numbers are those of the plain optimizer over the same shards, bit for bit.
+
+    With ``overlap=True``, a backward inside ``with optimizer.last_backward():`` steps each shard as soon as its
+    gradient is complete; `step` then waits for what is left. Hyperparameters and gradients must not change between.
+
+    Args:
+        model: a wrapped model, or a module that contains some.
+        optimizer_class: of torch's interface; its fused kernel is used where it has one.
+        params: parameters or param groups, as for any optimizer; all of ``model`` if None.
+        clip_grad_norm: clip the norm of all gradients to this in every step, as ``model.clip_grad_norm_`` does.
+        clip_mode: with ``overlap``, whether to step before the norm is known. ``"speculate"`` keeps a copy of each
+            shard and its state, and goes back to it when the norm says otherwise, or the loss scale does.
+        overlap: step during backward.
+        state_dtype: torch.bfloat16 halves the moments, with stochastic rounding; None keeps them fp32.
+        offload_fraction: the part of the parameters, counted unit by unit, that is stepped on the CPU; the rest
+            stays, with its state, on the compute device. To be chosen before the first forward.
+        num_threads: CPU threads of a step; this rank's part of the host's CPUs if None.
+
+    Raises:
+        ShardOptimizerError: ``optimizer_class`` cannot work on 1-D shards.
+        ValueError: the arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[Optimizer],
+        *,
+        params: Iterable[Any] | None = None,
+        clip_grad_norm: float | None = None,
+        clip_mode: ClipMode = "wait",
+        overlap: bool = False,
+        state_dtype: torch.dtype | None = None,
+        offload_fraction: float = 1.0,
+        num_threads: int | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        _check_arguments(clip_grad_norm, clip_mode, overlap, state_dtype)
+        self._model = weakref.ref(model)
+        self._flat_params = {
+            flat_param.shard: flat_param for _, unit in units_below(model) for flat_param in unit.flat_params
+        }
+        if not self._flat_params:
+            raise ValueError(
+                f"`model` must contain FullyShardedDataParallel units, but {type(model).__name__} has none. Wrap it "
+                "first, and build the optimizer from the wrapped model."
+            )
+        for flat_param in self._flat_params.values():
+            check_optimizer_class(optimizer_class, flat_param.name)
+        _keep_on_device(list(self._flat_params.values()), offload_fraction)
+        groups = list(model.parameters() if params is None else params)
+        self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))
+        super().__init__(self._template.param_groups, self._template.defaults)
+        self.clip_grad_norm = clip_grad_norm
+        self.clip_mode = clip_mode
+        self.overlap = overlap
+        self.state_dtype = state_dtype
+        self._worker = CPUWorker(num_threads or default_num_threads(overlap))
+        self._staging = GradStaging(self._worker)
+        self._steps: dict[nn.Parameter, ShardStep] = {}
+        self._early: EarlySteps | None = None
+        self._broken = ""
+        allow_held_gradients(self)
+
+    # ---- what a torch optimizer does
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all shards that have a gradient, or finish what `last_backward` has begun. **Collective** if it clips.
+
+        Raises:
+            FairshardError: a step on the worker thread failed, or what an overlapped step relied on has changed.
+        """
+        self._assert_whole()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        early, self._early = self._early, None
+        if early is not None:
+            self._finish(early)
+        else:
+            self._assert_reduced()
+            self._clip()
+            self._step_all()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero all gradients, those that units hold on the compute device among them."""
+        super().zero_grad(set_to_none)
+        for flat_param in self._flat_params.values():
+            if flat_param.grad is not None:
+                flat_param.grad.zero(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; also ends the refusal to step after an interrupted overlapped backward."""
+        super().load_state_dict(state_dict)
+        if self.state_dtype is not None:
+            for param, state in self.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == param.shape:
+                        state[name] = value.to(self.state_dtype)
+        self._broken = ""
+        self._early = None
+
+    # ---- overlap
+
+    @contextmanager
+    def last_backward(self, scaler: Any = None) -> Iterator[None]:
+        """The backward inside is the last before `step`: shards are stepped as soon as their gradients are complete.
+
+        The forward may be inside too. ``scaler`` is the `ShardedGradScaler` that scales the loss, if one does.
+
+        Raises:
+            ValueError: ``overlap`` is not on, or a scaler without ``clip_mode="speculate"``.
+        """
+        self._assert_whole()
+        if not self.overlap:
+            raise ValueError("`last_backward` needs CPUOptimizer(..., overlap=True), but `overlap` is False.")
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        if scaler is not None and self.clip_mode != "speculate":
+            raise ValueError(
+                '`last_backward(scaler)` needs `clip_mode="speculate"`, but it is "wait": whether a step overflowed is '
+                "known only after the backward, when its shards have been stepped already."
+            )
+        if self._early is not None:
+            raise FairshardError("`last_backward` was entered twice without a step between. Call optimizer.step().")
+        transfers = self._root().transfers
+        early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
+        transfers.listener = early.take
+        try:
+            yield
+        except BaseException:
+            transfers.listener = None
+            self._broken = early.abandon()
+            raise
+        transfers.listener = None
+        self._assert_reduced()
+        early.complete(self._flat_params.values())
+        self._early = early
+
+    def rollback(self) -> None:
+        """Undo what `last_backward` stepped, bit for bit; the gradients stay. Nothing to do when it stepped nothing.
+
+        Raises:
+            FairshardError: ``clip_mode`` is not ``"speculate"``, so that no copy was kept.
+        """
+        early, self._early = self._early, None
+        if early is not None:
+            early.undo()
+
+    def note_unscaled(self, inverse_scale: Tensor) -> None:
+        """The scaler has multiplied the gradients by ``inverse_scale``."""
+        if self._early is not None:
+            self._early.note_unscaled(inverse_scale)
+
+    # ---- for the scaler and the early steps
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each parameter that has one, wherever it is kept."""
+        grads = [self.grad_of(param) for group in self.param_groups for param in group["params"]]
+        return [grad for grad in grads if grad is not None]
+
+    def grad_of(self, param: nn.Parameter) -> Tensor | None:
+        """The gradient of one parameter, wherever it is kept."""
+        flat_param = self._flat_params.get(param)
+        return param.grad if flat_param is None or flat_param.grad is None else flat_param.grad.value
+
+    def step_of(self, param: nn.Parameter) -> ShardStep:
+        """What steps ``param``."""
+        if param not in self._steps:
+            flat_param = self._flat_params.get(param)
+            name = "" if flat_param is None else f"{flat_param.name} of rank {flat_param.rank}"
+            seed = zlib.crc32(name.encode())
+            self._steps[param] = ShardStep(self._template, self, param, seed)
+        return self._steps[param]
+
+    def group_of(self, param: nn.Parameter) -> dict[str, Any] | None:
+        """The param group that ``param`` is in."""
+        return next((group for group in self.param_groups if any(p is param for p in group["params"])), None)
+
+    # ---- private
+
+    def _step_all(self) -> None:
+        """Fetch gradient k while shard k - 1 is stepped."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = self.grad_of(param)
+                if grad is None:
+                    continue
+                step = self.step_of(param)
+                if param.device.type != "cpu":
+                    step.run(group, grad, self.state_dtype)
+                    continue
+                flat_param = self._flat_params.get(param)
+                name = flat_param.name if flat_param is not None else "a parameter outside of all units"
+                fetched = self._staging.fetch(flat_param, grad)
+                self._worker.submit(f"`{name}`", partial(_run, step, group, fetched, self.state_dtype))
+        self._worker.join()
+
+    def _clip(self) -> bool:
+        """Scale the gradients if their norm is too large; whether it was."""
+        if self.clip_grad_norm is None:
+            return False
+        units = self._root().units
+        return exceeds(clip_grad_norm_(units, self.clip_grad_norm, 2.0), self.clip_grad_norm)
+
+    def _finish(self, early: EarlySteps) -> None:
+        try:
+            self._worker.join()
+            early.check_unchanged()
+        except FairshardError as error:
+            self._broken = early.abandon() and str(error)
+            raise
+        if self._clip():
+            early.undo()
+            self._step_all()
+
+    def _root(self) -> Root:
+        model = self._model()
+        unit = None if model is None else unit_of(model)
+        if model is None or unit is None or unit.is_inner:
+            raise ValueError(
+                "Clipping and `last_backward` need the outermost FullyShardedDataParallel as `model`, but it is "
+                f"{type(model).__name__}{' inside another' if unit else ''}. Pass that wrapper to CPUOptimizer."
+            )
+        return unit.root or claim(model)
+
+    def _assert_whole(self) -> None:
+        if self._broken:
+            raise FairshardError(
+                f"Some shards were stepped and others were not: {self._broken} Load model and optimizer from a "
+                'checkpoint. With clip_mode="speculate" such steps are undone instead.'
+            )
+
+    def _assert_reduced(self) -> None:
+        for flat_param in self._flat_params.values():
+            if flat_param.has_accumulated:
+                raise FairshardError(
+                    f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
+                    "no_sync() and no backward outside of it has followed. Run the last micro-batch without no_sync()."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("CPUOptimizer must not be pickled or copied: build a new one and use load_state_dict().")
+
+
+def _run(
+    step: ShardStep, group: dict[str, Any], fetched: Callable[[], Tensor], state_dtype: torch.dtype | None
+) -> None:
+    step.run(group, fetched(), state_dtype)
+
+
+def _check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: torch.dtype | None) -> None:
+    if clip is not None and not clip > 0:
+        raise ValueError(f"`clip_grad_norm` must be positive or None, but is {clip}.")
+    if mode not in ("wait", "speculate"):
+        raise ValueError(f'`clip_mode` must be "wait" or "speculate", but is {mode!r}.')
+    if overlap and clip is not None and mode != "speculate":
+        raise ValueError(
+            '`overlap=True` with `clip_grad_norm` needs `clip_mode="speculate"`, but it is "wait": the norm is known '
+            "only after the backward, when shards have been stepped already."
+        )
+    if state_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"`state_dtype` must be torch.bfloat16 or None (fp32), but is {state_dtype}.")
+
+
+def _with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs``, with the fused kernel asked for where the class has one and nothing speaks against it."""
+    own = inspect.signature(optimizer_class.__init__).parameters
+    others = ("fused", "foreach", "capturable", "differentiable")
+    if "fused" in own and not any(name in kwargs for name in others):
+        return {**kwargs, "fused": True}
+    return dict(kwargs)
+
+
+def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:
+    """Leave the first units on the compute device: their gradients come last, with nothing to overlap with."""
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"`offload_fraction` must be between 0 and 1, but is {fraction}.")
+    if fraction == 1.0:
+        return
+    offloaded = [flat_param for flat_param in flat_params if flat_param.on_cpu]
+    if any(flat_param.comm is not None for flat_param in offloaded):
+        raise ValueError("`offload_fraction` must be chosen before the first forward. Build the optimizer earlier.")
+    total = sum(flat_param.shard_numel for flat_param in offloaded)
+    kept = 0
+    for flat_param in offloaded:
+        if kept + flat_param.shard_numel > (1.0 - fraction) * total:
+            break
+        kept += flat_param.shard_numel
+        flat_param.keep_on_device()

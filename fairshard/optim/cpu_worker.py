@@ -1,0 +1,90 @@
+"""One thread that steps shards in the order in which they come, beside the thread that trains."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from fairshard.errors import FairshardError
+from fairshard.utils.device import visible_cpus
+
+_log = logging.getLogger("fairshard")
+
+
+class CPUWorker:
+    """Runs jobs one after another. After one has failed, those behind it are skipped until `join` has told."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: list[tuple[str, Future[None]]] = []
+        self._has_failed = False
+
+    def submit(self, what: str, job: Callable[[], None]) -> None:
+        """Let ``job`` run when those before it are done; ``what`` names it in errors."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="fairshard-cpu-optimizer")
+        self._jobs.append((what, self._executor.submit(self._run, job)))
+
+    def wait_until_left(self, number: int) -> None:
+        """Wait until at most ``number`` jobs run or wait."""
+        for _, future in self._jobs[: len(self._jobs) - number]:
+            future.exception()
+
+    def settle(self) -> None:
+        """Wait until no job runs or waits; failures are left to `join`."""
+        for _, future in self._jobs:
+            future.exception()
+
+    def join(self) -> None:
+        """Wait for all jobs.
+
+        Raises:
+            FairshardError: one failed; it names that one.
+        """
+        self.settle()
+        jobs, self._jobs = self._jobs, []
+        self._has_failed = False
+        for what, future in jobs:
+            error = future.exception()
+            if error is not None:
+                raise FairshardError(f"The CPU step of {what} failed: {error!r}") from error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            with cpu_threads(self.num_threads):
+                job()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+
+def default_num_threads(overlap: bool) -> int:
+    """This rank's part of the host's CPUs; one less, for the rank itself, when steps overlap with its backward."""
+    cpus = visible_cpus()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    threads = max(1, cpus // ranks - (1 if overlap else 0))
+    _log.info("CPUOptimizer steps on %d threads (%d CPUs, %d ranks on this host)", threads, cpus, ranks)
+    return threads
+
+
+@contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """Let torch use ``number`` threads inside, whatever ``OMP_NUM_THREADS`` says, and as many as before after."""
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,135 @@
+"""Steps taken while the backward still runs: begun shard by shard, checked at the end, undone if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.errors import FairshardError
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.optim.cpu_worker import CPUWorker
+
+if TYPE_CHECKING:
+    from fairshard.optim.cpu_optimizer import CPUOptimizer
+
+
+class EarlySteps:
+    """The shards that one backward has stepped, and what was assumed when it did.
+
+    ``inverse_scale`` is what the scaler will multiply the gradients by; the steps see them multiplied already.
+    """
+
+    def __init__(self, optimizer: CPUOptimizer, worker: CPUWorker, inverse_scale: Tensor | None) -> None:
+        self._optimizer = optimizer
+        self._worker = worker
+        self._inverse_scale = inverse_scale
+        self._speculates = optimizer.clip_mode == "speculate"
+        self._settings = [_settings_of(group) for group in optimizer.param_groups]
+        self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self._taken: dict[nn.Parameter, tuple[FlatParam, Tensor, int] | None] = {}
+        self._is_unscaled = False
+
+    def take(self, flat_param: FlatParam) -> None:
+        """The gradient of one shard is complete: step it."""
+        shard = flat_param.shard
+        group = self._groups.get(shard)
+        if group is None or shard.device.type != "cpu":
+            return
+        if shard in self._taken:
+            raise FairshardError(
+                f"The gradient of `{flat_param.name}` came a second time after it had been stepped. Run the backward "
+                "of this step outside of last_backward()."
+            )
+        self._taken[shard] = None
+        self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group))
+
+    def complete(self, flat_params: Iterable[FlatParam]) -> None:
+        """The backward is over: step the other shards that have a gradient, and wait for all."""
+        for flat_param in flat_params:
+            if flat_param.shard not in self._taken and flat_param.shard in self._groups:
+                flat_param.grad.land()
+                if flat_param.grad.value is not None:
+                    self.take(flat_param)
+        self._worker.settle()
+
+    def abandon(self) -> str:
+        """Undo the steps after a failure; without copies to go back to, return what is to be said about them."""
+        self._worker.settle()
+        if self._speculates:
+            self.undo()
+            return ""
+        if not self._taken:
+            return ""
+        return f"{len(self._taken)} of {len(self._groups)} shards had been stepped when the backward raised."
+
+    def undo(self) -> None:
+        """Put every stepped shard and its state back as they were."""
+        if not self._speculates:
+            raise FairshardError('Only steps of clip_mode="speculate" can be undone: the others keep no copy.')
+        self._worker.settle()
+        for shard, taken in self._taken.items():
+            if taken is not None:
+                self._optimizer.step_of(shard).restore_image()
+        self._taken.clear()
+
+    def note_unscaled(self, inverse_scale: Tensor) -> None:
+        """The gradients were multiplied by ``inverse_scale`` after they had been stepped."""
+        if self._inverse_scale is None or not torch.equal(self._inverse_scale, inverse_scale.cpu()):
+            raise FairshardError(
+                "The steps taken during the backward did not know the scale that the loss was multiplied by. Pass the "
+                "scaler: `with optimizer.last_backward(scaler):`."
+            )
+        self._is_unscaled = True
+        for shard, taken in self._taken.items():
+            if taken is not None:
+                self._taken[shard] = taken[0], taken[1], taken[1]._version
+
+    def check_unchanged(self) -> None:
+        """Raise, by name, if hyperparameters or gradients are not those that the steps were taken with."""
+        if self._inverse_scale is not None and not self._is_unscaled:
+            raise FairshardError("last_backward(scaler) must be followed by scaler.step(optimizer), not a bare step.")
+        for group, before in zip(self._optimizer.param_groups, self._settings, strict=True):
+            for name, value in _settings_of(group).items():
+                if name not in before or not _equal(before[name], value):
+                    raise FairshardError(
+                        f"Hyperparameter `{name}` must not change between last_backward() and step(), but went from "
+                        f"{before.get(name)} to {value}. Change it after the step."
+                    )
+        for shard, taken in self._taken.items():
+            if taken is None:
+                continue
+            flat_param, grad, version = taken
+            if self._optimizer.grad_of(shard) is not grad or grad._version != version:
+                raise FairshardError(
+                    f"The gradient of `{flat_param.name}` must not change between last_backward() and step(), but "
+                    "did. Run the backward outside of last_backward() to edit gradients."
+                )
+
+    def _step(self, flat_param: FlatParam, group: dict[str, Any]) -> None:
+        shard = flat_param.shard
+        flat_param.grad.land()
+        grad = flat_param.grad.value
+        assert grad is not None
+        step = self._optimizer.step_of(shard)
+        if self._speculates:
+            step.save_image()
+        self._taken[shard] = flat_param, grad, grad._version
+        host = grad.to(shard.device)
+        if self._inverse_scale is not None:
+            host = host * self._inverse_scale
+        step.run(group, host, self._optimizer.state_dtype)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,43 @@
+"""Host memory through which gradients come from the compute device to be stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.optim.cpu_worker import CPUWorker
+from fairshard.utils.pinned import host_empty_like
+
+
+class GradStaging:
+    """Two buffers in turn: one gradient is copied while the one before it is stepped."""
+
+    def __init__(self, worker: CPUWorker) -> None:
+        self._worker = worker
+        self._buffers: list[Tensor | None] = [None, None]
+        self._turn = 0
+
+    def fetch(self, flat_param: FlatParam | None, grad: Tensor) -> Callable[[], Tensor]:
+        """Start the copy of ``grad`` to host memory, if it is not there; the function returned waits for it.
+
+        The buffer is used again two gradients later: first waits until the job before the last is done.
+        """
+        if grad.device.type == "cpu":
+            return lambda: grad
+        assert flat_param is not None
+        self._worker.wait_until_left(1)
+        self._turn = 1 - self._turn
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < grad.numel() or buffer.dtype != grad.dtype:
+            buffer = self._buffers[self._turn] = host_empty_like(grad, grad.device)
+        host = buffer[: grad.numel()]
+        transfers = flat_param.grad.transfers
+        landed = transfers.copy(grad, host)
+
+        def wait() -> Tensor:
+            transfers.wait(landed)
+            return host
+
+        return wait

@@ -1,0 +1,129 @@
+"""The step of one shard by any torch optimizer: one call of its kernel over one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fairshard.errors import FairshardError
+from fairshard.utils.tensors import round_stochastically_
+
+
+class ShardStep:
+    """Steps one shard with the hyperparameters that its group has at that moment.
+
+    ``template`` is an optimizer of the wanted class. Its twin here sees a single group of a single parameter; the
+    state is that of ``owner``, where users look for it.
+    """
+
+    def __init__(self, template: Optimizer, owner: Optimizer, shard: nn.Parameter, seed: int) -> None:
+        self._owner = owner
+        self._shard = shard
+        self._seed = seed
+        self._twin = object.__new__(type(template))
+        self._twin.__dict__.update(template.__dict__)
+        # Without the profiler and the hooks around it, which belong to the owner's step.
+        step = type(template).step
+        self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        self._image: _Image | None = None
+
+    @torch.no_grad()
+    def run(self, group: dict[str, Any], grad: Tensor, state_dtype: torch.dtype | None) -> None:
+        """Step with ``grad``, which is on the shard's device; ``state_dtype`` other than None stores moments so."""
+        shard, twin = self._shard, self._twin
+        own = {**group, "params": [shard]}
+        twin.param_groups = [own]
+        twin.state = self._owner.state
+        kept, shard.grad = shard.grad, grad
+        narrow = self._widen() if state_dtype is not None else {}
+        try:
+            self._step(twin)
+        finally:
+            shard.grad = kept
+        if state_dtype is not None:
+            self._narrow(narrow, state_dtype)
+        if any(value is not group.get(name) for name, value in own.items() if name != "params"):
+            raise FairshardError(
+                f"{type(twin).__name__} keeps counters in its param groups, which a step of one shard at a time would "
+                "raise once a shard. Use it as a plain optimizer over model.parameters()."
+            )
+
+    def save_image(self) -> None:
+        """Keep shard and state as they are now, bit for bit, for `restore_image`."""
+        if self._image is None:
+            self._image = _Image()
+        self._image.save(self._shard, self._owner.state.get(self._shard))
+
+    def restore_image(self) -> None:
+        """Put back what `save_image` kept."""
+        assert self._image is not None
+        state = self._image.restore(self._shard, self._owner.state.get(self._shard))
+        if state is None:
+            self._owner.state.pop(self._shard, None)
+
+    def _widen(self) -> dict[str, Tensor]:
+        """Let the kernel see moments in the shard's dtype; returns the stored ones."""
+        state = self._owner.state.get(self._shard, {})
+        narrow = {name: value for name, value in state.items() if self._is_moment(value)}
+        for name, value in narrow.items():
+            state[name] = value.to(self._shard.dtype)
+        return narrow
+
+    def _narrow(self, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Store the moments in ``dtype`` again, rounded at random: to nearest, small changes would never add up."""
+        state = self._owner.state[self._shard]
+        number = int(state["step"]) if "step" in state else 0
+        generator = torch.Generator().manual_seed(hash((self._seed, number)) & 0x7FFFFFFFFFFFFFFF)
+        for name, value in list(state.items()):
+            if self._is_moment(value):
+                target = narrow.get(name)
+                state[name] = round_stochastically_(
+                    value, torch.empty_like(value, dtype=dtype) if target is None else target, generator
+                )
+
+    def _is_moment(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == self._shard.shape and value.is_floating_point()
+
+
+class _Image:
+    """Copies of a shard and its state, in memory that is used again."""
+
+    def __init__(self) -> None:
+        self._shard: Tensor | None = None
+        self._state: dict[str, Any] | None = None
+
+    @torch.no_grad()
+    def save(self, shard: Tensor, state: Mapping[str, Any] | None) -> None:
+        self._shard = _copied(shard.detach(), self._shard)
+        if state is None:
+            self._state = None
+            return
+        before = self._state or {}
+        self._state = {
+            name: _copied(value, before.get(name)) if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+
+    @torch.no_grad()
+    def restore(self, shard: Tensor, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Write back, in place; returns the state, None if there was none yet."""
+        assert self._shard is not None
+        shard.copy_(self._shard)
+        if self._state is None or state is None:
+            return None
+        for name, value in self._state.items():
+            if isinstance(value, Tensor):
+                state[name].copy_(value)
+            else:
+                state[name] = value
+        return state
+
+
+def _copied(value: Tensor, into: Any) -> Tensor:
+    if isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype:
+        return into.copy_(value)
+    return value.detach().clone()

@@ -1,0 +1,116 @@
+"""Loss scaling when every rank sees only its shards of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from fairshard.optim.cpu_optimizer import CPUOptimizer
+from fairshard.utils.collectives import communicator, default_group
+from fairshard.utils.device import default_device_type
+
+
+class ShardedGradScaler(GradScaler):
+    """torch's ``GradScaler`` whose verdict is that of all ranks: a step is skipped on every one of them or on none.
+
+    Gradients may lie on the CPU, on a GPU, or on both. `unscale_` and `step` are **collective**.
+
+    >>> from fairshard.optim import ShardedGradScaler
+    >>> scaler = ShardedGradScaler(init_scale=2.0**10)
+
+    Args:
+        device: kind of the device that computes the loss; CUDA where there is a GPU if None.
+        init_scale: factor of the first loss.
+        backoff_factor: what the scale is multiplied by after an overflow ...
+        growth_factor: ... and after ``growth_interval`` steps without one.
+        growth_interval: in steps.
+        enabled: False makes every method do what it would without a scaler.
+        process_group: the ranks that shard the model; the default group if None.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device or default_device_type(),
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self._group = process_group
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step with unscaled gradients, unless those of any rank overflowed; returns what the step returns.
+
+        Steps that ``CPUOptimizer.last_backward(scaler)`` has taken on trust are undone then. **Collective.**
+
+        Raises:
+            RuntimeError: it was called twice without `update`, or with a closure.
+        """
+        if not self._enabled:
+            result: float | None = optimizer.step(*args, **kwargs)
+            return result
+        if "closure" in kwargs or args:
+            raise RuntimeError(
+                "An optimizer must not be given a closure under a gradient scaler: whether to step is known only after "
+                "the backward. Compute the loss before scaler.step(optimizer)."
+            )
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("scaler.step() must be followed by scaler.update() before it is called again.")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        overflowed = any(found.item() for found in state["found_inf_per_device"].values())
+        result = None
+        if not overflowed:
+            result = optimizer.step(**kwargs)
+        elif isinstance(optimizer, CPUOptimizer):
+            optimizer.rollback()
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def inverse_scale(self) -> Tensor:
+        """What the gradients are going to be multiplied by: 0-d fp32, on the CPU."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale.double().reciprocal().float().cpu()
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiply all gradients by ``inv_scale``; say on each of their devices whether any rank's overflowed."""
+        if isinstance(optimizer, CPUOptimizer):
+            grads = optimizer.gradients()
+        else:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None]
+        overflowed = found_inf.clone()
+        for device in dict.fromkeys(grad.device for grad in grads):
+            found = torch.zeros((), dtype=torch.float32, device=device)
+            own = [grad for grad in grads if grad.device == device]
+            torch._amp_foreach_non_finite_check_and_unscale_(own, found, inv_scale.to(device))
+            overflowed.copy_(torch.maximum(overflowed, found.to(overflowed.device)))
+        communicator(self._group or default_group()).all_reduce(overflowed, "max").wait()
+        if isinstance(optimizer, CPUOptimizer):
+            optimizer.note_unscaled(inv_scale)
+        return {overflowed.device: overflowed}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_group"] = None  # process groups do not travel; the default one is taken
+        return state

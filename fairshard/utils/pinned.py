@@ -1,0 +1,64 @@
+"""Host memory that a GPU copies from and to by itself, pinned at its exact size.
+
+torch's own pinned allocator rounds up to powers of two, up to twice what was asked for. Here the memory is
+ordinary, starts at a page, and is registered with the driver as it is.
+"""
+
+import mmap
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from fairshard.utils.device import free_host_memory, host_register, host_unregister
+
+MAX_FRACTION = 0.8
+_has_warned = False
+
+
+def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
+    """Uninitialised memory on the CPU for the elements of ``like``; pinned if ``compute_device`` is a GPU.
+
+    Where the limit of locked memory is hit, the memory is pageable and a warning says so, once.
+    """
+    if compute_device.type != "cuda":
+        return torch.empty(like.shape, dtype=like.dtype)
+    return _pinned_empty(like.numel(), like.dtype).view(like.shape)
+
+
+def too_much_to_pin(nbytes: int, local_world_size: int) -> str:
+    """Why ``nbytes`` on each of ``local_world_size`` ranks of this host must not be pinned; empty if they may."""
+    free = free_host_memory()
+    if nbytes * local_world_size <= MAX_FRACTION * free:
+        return ""
+    return (
+        f"Host memory to be pinned must be at most {MAX_FRACTION:.0%} of what is free, but {local_world_size} ranks "
+        f"here would pin {nbytes / 2**30:.2f} GiB each, with {free / 2**30:.2f} GiB free. Use more hosts, "
+        "`move_grads_to_cpu=False`, or a smaller model."
+    )
+
+
+def _pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    nbytes = numel * dtype.itemsize
+    line = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    start = -line.data_ptr() % mmap.PAGESIZE
+    data = line[start : start + nbytes].view(dtype)
+    if not nbytes:
+        return data
+    if host_register(data):
+        weakref.finalize(line.untyped_storage(), host_unregister, data.data_ptr())
+    else:
+        _warn_not_pinned(nbytes)
+    return data
+
+
+def _warn_not_pinned(nbytes: int) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned: the limit of locked memory is hit "
+            "(`ulimit -l`). Copies to and from the GPU are slower, and no longer overlap with its work.",
+            stacklevel=2,
+        )

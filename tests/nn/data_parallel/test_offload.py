@@ -1,0 +1,330 @@
+"""Shards and gradients in host memory: where they are, when they are there, and that nothing else changes."""
+
+import contextlib
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.errors import HostMemoryError
+from fairshard.nn.data_parallel import placement as placement_module
+from fairshard.nn.data_parallel.placement import check_host_memory
+from fairshard.nn.data_parallel.shard_grad import GradTransfers
+from fairshard.nn.data_parallel.summary import state_bytes
+from fairshard.optim import CPUOptimizer
+from fairshard.utils.device import Event
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd
+
+SETTINGS = {
+    "device": {},
+    "offload": {"cpu_offload": True},
+    "master": {"move_grads_to_cpu": True},
+    "held": {"cpu_offload": True, "move_grads_to_cpu": False},
+}
+PLACEMENTS = pytest.mark.parametrize("placement", ["offload", "master", "held"])
+
+
+def build(placement="device"):
+    return wrap_each(mlp(4, 9, 5), bucket_cap_mb=0, **SETTINGS[placement])
+
+
+def optimizer_of(model):
+    return CPUOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def backward(model, step):
+    loss = model(randn(3, 4, key=step)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def train(model, num_steps=3):
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(num_steps):
+        losses.append(backward(model, step).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Late(Event):
+    """A copy that happens no sooner than somebody waits for it; what it is to write holds NaN until then."""
+
+    __slots__ = ("_source", "_target")
+
+    def __init__(self, source, target):
+        super().__init__()
+        self._source, self._target = source.clone(), target.fill_(float("nan"))
+
+    def has_passed(self):
+        return self._target is None
+
+    def synchronize(self):
+        if self._target is not None:
+            self._target.copy_(self._source)
+            self._target = None
+
+
+@contextlib.contextmanager
+def late_copies(twin=False):
+    """Every copy of a gradient is late; in the ``twin`` nobody waits for them."""
+    made = []
+
+    def copy_later(transfers, source, target):
+        made.append(Late(source, target))
+        return made[-1]
+
+    no_wait = mock.patch.object(GradTransfers, "wait", mock.Mock())
+    with mock.patch.object(GradTransfers, "copy", copy_later), no_wait if twin else contextlib.nullcontext():
+        yield
+    assert made, "nothing was copied"
+
+
+@on_ranks(1, 2)
+@PLACEMENTS
+def test_what_the_optimizer_sees_is_where_the_table_says(placement):
+    """Parameters are fp32 on the CPU; gradients are on them, or held by the unit and not on them."""
+    model = build(placement)
+    backward(model, 0)
+    for wrapper in (model[0], model[2]):
+        (flat_param,) = wrapper._unit.flat_params
+        (grad,) = wrapper._unit.shard_grad.values()
+        assert flat_param.shard.device.type == "cpu"
+        assert flat_param.shard.dtype == torch.float32
+        assert flat_param.on_cpu
+        assert (flat_param.shard.grad is None) == (placement == "held")
+        assert grad.shape == flat_param.shard.shape
+        assert (flat_param._device_shard is not None) == (placement == "master")
+    assert model.cpu_offload == (placement != "master")
+    assert model.move_grads_to_cpu == (placement != "held")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_gradient_is_read_only_after_its_copy_has_landed(twin):
+    """Late copies change nothing, for the optimizer, the norm and ``p.grad``; without the waits they are NaN."""
+    model, reference = build("offload"), build()
+    with late_copies(twin):
+        backward(model, 0)
+        backward(model, 1)  # adds to the first
+        norm = model.clip_grad_norm_(0.1)
+    backward(reference, 0)
+    backward(reference, 1)
+    expected = reference.clip_grad_norm_(0.1)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad) != twin
+    assert torch.equal(norm, expected) != twin
+
+
+@on_ranks(2)
+@PLACEMENTS
+def test_late_copies_change_no_bit_of_training(placement):
+    """Losses and weights of runs whose copies are all late are those of a run without offload."""
+    model, reference = build(placement), build()
+    with late_copies() if placement != "held" else contextlib.nullcontext():
+        losses = train(model)
+    assert losses == train(reference)
+    assert_same_state(model.state_dict(), reference.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["device", "offload", "master"])
+def test_a_hook_on_a_shard_reads_the_reduced_gradient(placement):
+    """A post-accumulate hook of the user runs once a backward and shard, when the sum has landed."""
+    model, reference = build(placement), build()
+    seen = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.update({name: param.grad.clone()}))
+    for step in range(2):
+        with late_copies() if placement != "device" else contextlib.nullcontext():
+            backward(model, step)
+        backward(reference, step)
+        expected = {name: param.grad for name, param in reference.named_parameters()}
+        assert seen.keys() == expected.keys()
+        assert all(torch.equal(seen[name], grad) for name, grad in expected.items())
+
+
+@on_ranks(2)
+def test_a_gradient_that_lands_late_is_not_seen_early():
+    """In the middle of a backward ``p.grad`` is None or the last sum, never memory that is still written."""
+    model = build("offload")
+    params = list(model.parameters())
+    seen = []
+    model[0].module.register_full_backward_pre_hook(lambda *_: seen.extend(param.grad for param in params))
+    with late_copies():
+        backward(model, 0)
+    assert seen == [None, None]
+    assert all(param.grad.isfinite().all() for param in params)
+
+
+@on_ranks(2)
+def test_a_gradient_that_the_user_keeps_is_not_written_over():
+    """The memory of gradients is used again, but not while a tensor, a view or an alias of one is alive."""
+    model = build("offload")
+    addresses = set()
+    kept = []
+    for step in range(6):
+        backward(model, step)
+        grad = next(iter(model.parameters())).grad
+        addresses.add(grad.data_ptr())
+        if step % 2:
+            keep = {1: grad, 3: grad[1:], 5: grad.detach()}[step]
+            kept.append((keep, keep.clone()))
+        model.zero_grad()
+        del grad
+    assert all(torch.equal(one, other) for one, other in kept)
+    assert len(addresses) < 6, "no memory was used again"
+
+
+@on_ranks(2)
+@PLACEMENTS
+def test_a_changed_shard_is_seen_by_the_next_forward_however_it_was_changed(placement):
+    """In place, through ``.data``, by a new ``.data``, by an optimizer: the next output follows, state dicts too."""
+    model, reference = build(placement), build()
+    model(randn(3, 4))
+
+    def edit(one, kind):
+        with torch.no_grad():
+            for param in one.parameters():
+                if kind == "in place":
+                    param.mul_(1.5)
+                elif kind == "through data":
+                    param.data.add_(0.25)
+                else:
+                    param.data = param.data.clone().sub_(0.5)
+
+    for kind in ("in place", "through data", "new data"):
+        edit(model, kind)
+        edit(reference, kind)
+        assert_same_state(model.state_dict(), reference.state_dict())
+        assert torch.equal(model(randn(3, 4)), reference(randn(3, 4)))
+
+
+@on_ranks(2)
+@PLACEMENTS
+def test_the_state_dict_right_after_a_step_has_the_stepped_weights(placement):
+    """No forward lies between: whole, local and summoned weights are the new ones."""
+    model, reference = build(placement), build()
+    for one in (model, reference):
+        optimizer = optimizer_of(one)
+        backward(one, 0)
+        optimizer.step()
+    assert_same_state(model.state_dict(), reference.state_dict())
+    assert_same_state(model.local_state_dict(), reference.local_state_dict())
+    with model.summon_full_params(), reference.summon_full_params():
+        assert torch.equal(model[0].weight, reference[0].weight)
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+    with model.summon_full_params():
+        assert (model[0].weight == 0.5).all()
+
+
+@on_ranks(1, 2, 3)
+@PLACEMENTS
+def test_evaluation_before_training_changes_nothing(placement):
+    """The first pass is an evaluation: losses and weights of the training after it are the same."""
+    model, reference = build(placement), build()
+    with torch.no_grad():
+        assert torch.equal(model(randn(3, 4)), reference(randn(3, 4)))
+    assert train(model) == train(reference)
+    assert_same_state(model.state_dict(), reference.state_dict())
+
+
+@on_ranks(2)
+@PLACEMENTS
+def test_the_step_after_an_exception_is_clean(placement):
+    """A forward and a backward that raise leave nothing behind: gradients after `zero_grad` are a fresh model's."""
+    model, reference = build(placement), build()
+
+    def fail(*_):
+        raise ValueError("on purpose")
+
+    for register in ("register_forward_hook", "register_full_backward_pre_hook"):
+        hook = getattr(model[0].module, register)(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            backward(model, 0)
+        hook.remove()
+        model.zero_grad()
+    assert train(model) == train(reference)
+    assert_same_state(model.state_dict(), reference.state_dict())
+
+
+@on_ranks(2)
+@PLACEMENTS
+@pytest.mark.parametrize("by", ["copy", "pickle"])
+def test_a_copy_of_an_offloaded_model_trains_on_its_own(placement, by):
+    """Deepcopied or pickled after a step, the copy trains as the original would, and leaves it alone."""
+    model = build(placement)
+    train(model, 1)
+    before = model.state_dict()
+    made = copy.deepcopy(model) if by == "copy" else pickle.loads(pickle.dumps(model))
+    reference = build()
+    train(reference, 1)
+    assert train(made) == train(reference)
+    assert_same_state(made.state_dict(), reference.state_dict())
+    assert_same_state(model.state_dict(), before)
+
+
+@on_ranks(2)
+@PLACEMENTS
+def test_frozen_units_have_no_gradient_memory(placement):
+    """A frozen unit's shard is on the CPU too, and has neither gradient nor a buffer for one."""
+    model = mlp(4, 9, 5)
+    model[0].requires_grad_(False)
+    model = wrap_each(model, **SETTINGS[placement])
+    optimizer = optimizer_of(model)
+    backward(model, 0)
+    optimizer.step()
+    frozen, trained = model[0]._unit.flat_params[0], model[2]._unit.flat_params[0]
+    assert not frozen.grad.tensors()
+    assert len(trained.grad.tensors()) == 1
+    momentum = optimizer.state[trained.shard]["momentum_buffer"].nbytes
+    host = frozen.shard.nbytes + trained.shard.nbytes + momentum
+    device = sum(fp._device_shard.nbytes for fp in (frozen, trained)) if placement == "master" else 0
+    if placement == "held":
+        device += trained.shard.nbytes
+    else:
+        host += trained.shard.nbytes
+    found = state_bytes(model, optimizer)
+    assert (found.device, found.pinned, found.pageable) == (device, 0, host)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["offload", "master"])
+def test_plain_optimizers_work_as_without_offload(placement):
+    """SGD and fused AdamW over ``model.parameters()``: the weights are those of the run on the device."""
+    for make in (sgd, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)):
+        states = []
+        for one in (build(placement), build()):
+            optimizer = make(one)
+            for step in range(3):
+                backward(one, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(one.state_dict())
+        assert_same_state(*states)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("poor", [None, 0, 1])
+def test_more_pinned_memory_than_the_host_has_is_refused_on_all_ranks(poor):
+    """One rank's host has too little free: both raise, naming that rank; with enough none does."""
+    model = build("offload")
+    model(randn(3, 4))
+    units = [wrapper._unit for wrapper in (model, model[0], model[2])]
+    shards = sum(param.nbytes for param in model.parameters())
+    nbytes = 2 * 2 * shards  # shards and gradients, of the two ranks of this host
+    free = int(nbytes / 0.8) + 1 if dist.get_rank() != poor else int(nbytes / 0.8) - 1
+    with (
+        mock.patch("fairshard.utils.pinned.free_host_memory", return_value=free),
+        mock.patch.object(placement_module, "_log"),
+    ):
+        expected = contextlib.nullcontext() if poor is None else pytest.raises(HostMemoryError, match=f"rank {poor} on")
+        with expected:
+            check_host_memory(units[0].comm, units, torch.device("cuda"))

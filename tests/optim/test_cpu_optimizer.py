@@ -1,0 +1,399 @@
+"""CPUOptimizer: an optimizer like any other to its users, and an error where it cannot be."""
+
+import copy
+import functools
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
+from fairshard.optim.shard_step import ShardStep
+from fairshard.utils.testing import rank_device
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+
+HELD = {"cpu_offload": True, "move_grads_to_cpu": False}
+
+
+def model_and_twin(**placement):
+    """The same wrapped model twice: for CPUOptimizer, and, on the compute device, for the plain optimizer."""
+    return wrap_each(mlp(4, 9, 7, 5), **placement), wrap_each(mlp(4, 9, 7, 5))
+
+
+def backward(model, step):
+    model(randn(3, 4, key=step)).square().sum().backward()
+
+
+def assert_same_params(one, other):
+    for name, value in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name].cpu(), value.cpu()), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", [{}, {"cpu_offload": True}, {"move_grads_to_cpu": True}, HELD])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam"])
+def test_any_elementwise_optimizer_gives_its_own_numbers(placement, name):
+    """Over any class the result is that of the plain optimizer on the same shards; fused where the class has it."""
+    optimizer_class = getattr(torch.optim, name)
+    fused = {"fused": True} if name in ("AdamW", "Adam", "SGD", "Adagrad") else {}
+    model, twin = model_and_twin(**placement)
+    optimizer = CPUOptimizer(model, optimizer_class, lr=0.01)
+    plain = optimizer_class(twin.parameters(), lr=0.01, **fused)
+    for step in range(3):
+        for one, of_one in ((model, optimizer), (twin, plain)):
+            backward(one, step)
+            of_one.step()
+            of_one.zero_grad()
+    assert_same_params(model, twin)
+    assert all(group.get("fused", False) == bool(fused) for group in optimizer.param_groups)
+
+
+@on_ranks(2)
+def test_param_groups_schedulers_and_state_dicts_work():
+    """Two groups, a scheduler, and a state dict that goes into a plain optimizer and back into a new one of ours."""
+    model, twin = model_and_twin(cpu_offload=True)
+
+    def groups(one):
+        first, *others = one.parameters()
+        return [{"params": [first], "lr": 0.05}, {"params": others, "weight_decay": 0.1}]
+
+    ours = CPUOptimizer(model, torch.optim.AdamW, params=groups(model), lr=0.01)
+    plain = torch.optim.AdamW(groups(twin), lr=0.01, fused=True)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in (ours, plain)]
+    for step in range(4):
+        for one, optimizer, scheduler in zip((model, twin), (ours, plain), schedulers, strict=True):
+            backward(one, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if step == 1:
+            state = copy.deepcopy(ours.state_dict())
+            assert state["param_groups"] == plain.state_dict()["param_groups"]
+            for index, entries in plain.state_dict()["state"].items():
+                assert all(torch.equal(state["state"][index][name], value) for name, value in entries.items())
+            schedulers[0].optimizer = ours = CPUOptimizer(model, torch.optim.AdamW, params=groups(model), lr=0.7)
+            ours.load_state_dict(state)
+    assert_same_params(model, twin)
+
+
+@on_ranks(2)
+def test_parameters_outside_of_all_units_are_stepped_too():
+    """A plain module that contains units: its own parameters follow the plain optimizer."""
+
+    def build(**placement):
+        torch.manual_seed(3)
+        first = nn.Linear(4, 4, device=rank_device())
+        return nn.Sequential(first, FSDP(nn.Linear(4, 2, device=rank_device()), **placement))
+
+    model, twin = build(cpu_offload=True), build()
+    ours = CPUOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for step in range(3):
+        for one, optimizer in ((model, ours), (twin, plain)):
+            backward(one, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_params(model, twin)
+
+
+@on_ranks(2)
+def test_one_call_of_the_kernel_a_shard():
+    """A step of AdamW over four shards launches the fused kernel four times, each on one tensor."""
+    model, _ = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01)
+    backward(model, 0)
+    sizes = []
+    original = torch._fused_adamw_
+
+    def counted(params, *args, **kwargs):
+        sizes.append([param.numel() for param in params])
+        return original(params, *args, **kwargs)
+
+    with mock.patch.object(torch, "_fused_adamw_", counted):
+        optimizer.step()
+    assert sizes == [[param.numel()] for param in model.parameters()]
+
+
+@on_ranks(2)
+def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
+    """What goes wrong on the worker thread is raised in `step`, once; the next step works."""
+    model, _ = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model, 0)
+    second = list(model.parameters())[1]
+    original = ShardStep.run
+
+    def failing(step, group, grad, state_dtype):
+        if step._shard is second:
+            raise MemoryError("no more of it")
+        original(step, group, grad, state_dtype)
+
+    with mock.patch.object(ShardStep, "run", failing):
+        with pytest.raises(FairshardError, match=r"`2.flat_param_0`.*no more"):
+            optimizer.step()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_held_gradients_stay_off_the_parameters_and_are_zeroed_with_them():
+    """``p.grad`` is None, the unit has it; accumulation adds; both ways of zeroing work, from model and optimizer."""
+    model, twin = model_and_twin(**HELD)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
+    unit = model[0]._unit
+    for zero in (optimizer.zero_grad, model.zero_grad):
+        for set_to_none in (True, False):
+            for step in range(2):
+                backward(model, step)
+                backward(twin, step)
+            (shard,) = unit.flat_params
+            assert shard.shard.grad is None
+            assert torch.equal(unit.shard_grad[shard.shard], twin[0].params[0].grad)
+            assert not any(param.grad is not None for param in model.parameters())
+            zero(set_to_none)
+            twin.zero_grad()
+            left = unit.shard_grad.get(shard.shard)
+            assert left is None if set_to_none else not left.any()
+            model.zero_grad()
+
+
+@on_ranks(1, 2)
+def test_a_plain_optimizer_that_would_skip_held_gradients_is_refused():
+    """Nothing is skipped in silence: the first step raises, names the parameter and the cure."""
+    model, _ = model_and_twin(**HELD)
+    backward(model, 0)
+    with pytest.raises(HeldGradientError, match=r"0.flat_param_0.*fairshard.optim.CPUOptimizer"):
+        sgd(model).step()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_optimizers_that_need_shapes_or_closures_are_refused(name, ours):
+    """By name and with the cure: at construction by CPUOptimizer, at the first step as a plain optimizer."""
+    optimizer_class = getattr(torch.optim, name, None) or type(name, (torch.optim.SGD,), {})
+    if name == "Muon":  # it looks at shapes itself when it is built
+        optimizer_class = type("Muon", (torch.optim.SGD,), {})
+    model = FSDP(mlp(4, 2))
+    make = functools.partial(CPUOptimizer, model) if ours else _step_once
+    with pytest.raises(ShardOptimizerError, match=rf"{name} needs .*`flat_param_0`"):
+        make(optimizer_class, params=model.parameters())
+
+
+def _step_once(optimizer_class, params):
+    optimizer_class(params, lr=0.1).step(lambda: torch.zeros(()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ours", [True, False])
+def test_low_precision_masters_on_the_cpu_are_refused(ours):
+    """A bf16 model with offload: its optimizer would keep bf16 moments without anyone having asked for it."""
+    model = FSDP(mlp(4, 2).bfloat16(), cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.AdamW) if ours else torch.optim.AdamW(model.parameters())
+    model(randn(3, 4).bfloat16()).sum().backward()
+    with pytest.raises(ShardOptimizerError, match=r"must step fp32 masters, but `flat_param_0` is torch\.bfloat16"):
+        optimizer.step()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm"),
+        ({"clip_mode": "guess"}, "clip_mode"),
+        ({"clip_grad_norm": 1.0, "overlap": True}, 'clip_mode="speculate"'),
+        ({"state_dtype": torch.float16}, "state_dtype"),
+        ({"offload_fraction": 1.5}, "offload_fraction"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(settings, words):
+    """At construction, naming the argument."""
+    with pytest.raises(ValueError, match=words):
+        CPUOptimizer(FSDP(mlp(4, 2), cpu_offload=True), torch.optim.SGD, lr=0.1, **settings)
+
+
+@on_ranks(1)
+def test_a_model_without_units_is_refused():
+    """There is nothing to step on the CPU in a plain module, and clipping needs the outermost wrapper."""
+    with pytest.raises(ValueError, match="must contain FullyShardedDataParallel units"):
+        CPUOptimizer(mlp(4, 2), torch.optim.SGD, lr=0.1)
+    outer = nn.Sequential(FSDP(mlp(4, 2)))
+    optimizer = CPUOptimizer(outer, torch.optim.SGD, lr=0.1, clip_grad_norm=1.0)
+    backward(outer, 0)
+    with pytest.raises(ValueError, match="need the outermost FullyShardedDataParallel"):
+        optimizer.step()
+
+
+@on_ranks(1)
+def test_an_optimizer_with_counters_in_its_groups_is_refused():
+    """Stepped a shard at a time such a counter would go up once a shard: wrong, so it raises."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["num_steps"] = group.get("num_steps", 0) + 1
+            return super().step(closure)
+
+    model = FSDP(mlp(4, 2), cpu_offload=True)
+    optimizer = CPUOptimizer(model, Counting, lr=0.1)
+    backward(model, 0)
+    with pytest.raises(FairshardError, match="keeps counters in its param groups"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_of_no_sync_alone_are_not_stepped():
+    """A step after ``no_sync`` backwards only would step zeros: it raises and says what is missing."""
+    model, _ = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
+    with model.no_sync():
+        backward(model, 0)
+    with pytest.raises(FairshardError, match="accumulated under no_sync"):
+        optimizer.step()
+    backward(model, 1)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_half_moments_follow_the_loss_of_full_ones():
+    """``state_dtype=torch.bfloat16``: moments take half the memory; over 60 steps each loss is within 2 %."""
+    curves, sizes = [], []
+    for state_dtype in (None, torch.bfloat16):
+        model = wrap_tiny(tiny(), cpu_offload=True)
+        optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=3e-3, state_dtype=state_dtype)
+        losses = []
+        for step in range(60):
+            *inputs, targets = tiny_batch(step % 3)
+            loss = tiny_loss(model(*inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(losses)
+        moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        sizes.append(sum(moment.nbytes for moment in moments))
+    assert curves[0][-1] < 0.5 * curves[0][0], "the test must train"
+    assert curves[1] == pytest.approx(curves[0], rel=0.02)
+    assert 2 * sizes[1] == sizes[0]
+
+
+@on_ranks(2)
+def test_half_moments_are_the_same_after_a_load():
+    """Rounding at random depends on shard and step only: a run resumed from a state dict repeats every bit."""
+    states = []
+    for resume in (False, True):
+        model, _ = model_and_twin(cpu_offload=True)
+        optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16)
+        for step in range(4):
+            if resume and step == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16)
+                optimizer.load_state_dict(saved)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", [{"cpu_offload": True}, {"move_grads_to_cpu": True}, HELD])
+def test_a_part_of_the_units_can_stay_on_the_device(placement):
+    """``offload_fraction``: the first units keep shard, gradient and state on the device; the numbers are the same."""
+    model, twin = model_and_twin(**placement)
+    ours = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, offload_fraction=0.5, clip_grad_norm=0.1)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=True)
+    for step in range(3):
+        backward(model, step)
+        backward(twin, step)
+        twin.clip_grad_norm_(0.1)
+        for optimizer in (ours, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_params(model, twin)
+    flat_params = [flat_param for one in (model[0], model[2], model[4]) for flat_param in one._unit.flat_params]
+    kept = [flat_param.shard_numel for flat_param in flat_params if not flat_param.on_cpu]
+    assert 0 < sum(kept) <= 0.5 * sum(flat_param.shard_numel for flat_param in flat_params)
+    with pytest.raises(ValueError, match="before the first forward"):
+        CPUOptimizer(model, torch.optim.AdamW, offload_fraction=0.5)
+
+
+@on_ranks(2)
+def test_threads_are_set_for_the_step_and_restored():
+    """The kernel sees the threads that were asked for, the training thread those it had."""
+    model, _ = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, num_threads=2)
+    backward(model, 0)
+    seen = []
+    original = ShardStep.run
+
+    def looking(step, *args):
+        seen.append(torch.get_num_threads())
+        return original(step, *args)
+
+    before = torch.get_num_threads()
+    with mock.patch.object(ShardStep, "run", looking):
+        optimizer.step()
+    assert set(seen) == {2} != {before}
+    assert torch.get_num_threads() == before
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("local", "overlap", "threads"), [("2", False, 4), ("2", True, 3), ("16", True, 1)])
+def test_threads_are_this_ranks_part_of_the_cpus(local, overlap, threads):
+    """CPUs over local ranks, less one for the rank itself when its backward goes on meanwhile."""
+    with (
+        mock.patch.object(cpu_worker, "visible_cpus", return_value=8),
+        mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=local),
+    ):
+        assert cpu_worker.default_num_threads(overlap) == threads
+
+
+@on_ranks(1)
+def test_it_is_not_pickled_or_copied():
+    """A copy would step the parameters of the original: refused, with the way to do it."""
+    optimizer = CPUOptimizer(FSDP(mlp(4, 2)), torch.optim.SGD, lr=0.1)
+    for make in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="load_state_dict"):
+            make(optimizer)
+
+
+@on_ranks(2)
+def test_a_closure_is_called_before_the_step():
+    """As with any torch optimizer: its loss is returned, its gradients are stepped."""
+    model, twin = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
+
+    def closure():
+        loss = model(randn(3, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    expected = twin(randn(3, 4)).square().sum()
+    expected.backward()
+    assert torch.equal(optimizer.step(closure), expected)
+    torch.optim.SGD(twin.parameters(), lr=0.1, fused=True).step()
+    assert_same_params(model, twin)
+
+
+@on_ranks(2)
+def test_a_disabled_scaler_changes_nothing():
+    """``ShardedGradScaler(enabled=False)`` is accepted everywhere, also where a real one is not."""
+    model, twin = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
+    scaler = ShardedGradScaler("cpu", enabled=False)
+    with optimizer.last_backward(scaler):
+        scaler.scale(model(randn(3, 4)).square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    twin(randn(3, 4)).square().sum().backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1, fused=True).step()
+    assert_same_params(model, twin)
+    assert dist.get_world_size() == 2

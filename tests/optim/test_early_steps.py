@@ -1,0 +1,209 @@
+"""Steps taken during the backward: taken early, checked, undone."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.errors import FairshardError
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.optim.shard_step import ShardStep
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+OFFLOAD = {"cpu_offload": True}
+HELD = {"cpu_offload": True, "move_grads_to_cpu": False}
+
+
+def build(clip_mode="wait", clip=None, momentum=0.9, **placement):
+    model = wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0, **(placement or OFFLOAD))
+    return model, CPUOptimizer(
+        model, torch.optim.SGD, lr=0.1, momentum=momentum, overlap=True, clip_mode=clip_mode, clip_grad_norm=clip
+    )
+
+
+def loss_of(model, step):
+    return model(randn(3, 4, key=step)).square().sum()
+
+
+def bits(model, optimizer):
+    """Weights and momenta, copied."""
+    momenta = [optimizer.state[param]["momentum_buffer"].clone() for param in model.parameters() if optimizer.state]
+    return [param.detach().clone() for param in model.parameters()] + momenta
+
+
+def assert_same_bits(one, other):
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@on_ranks(2)
+def test_shards_are_stepped_while_the_backward_runs():
+    """The last layer's shard has been stepped before the first layer's gradient is there."""
+    model, optimizer = build()
+    loss_of(model, 0).backward()  # the first forward tells how often each unit is called
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped = []
+    original = ShardStep.run
+
+    def noting(step, *args):
+        original(step, *args)
+        stepped.append(step._shard)
+
+    early = []
+
+    def look(*_):
+        optimizer._worker.settle()
+        early.extend(stepped)
+
+    model[0].module.register_full_backward_pre_hook(look)
+    loss = loss_of(model, 1)
+    with mock.patch.object(ShardStep, "run", noting), optimizer.last_backward():
+        loss.backward()
+    assert early[0] is model[4].params[0]
+    assert len(early) < len(stepped) == 3
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["lr", "momentum"])
+def test_a_hyperparameter_changed_before_the_step_is_refused(name):
+    """The shards were stepped with the old value: `step` raises and names it."""
+    model, optimizer = build()
+    with optimizer.last_backward():
+        loss_of(model, 0).backward()
+    optimizer.param_groups[0][name] = 0.5
+    with pytest.raises(FairshardError, match=f"Hyperparameter `{name}` must not change"):
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", [OFFLOAD, HELD])
+@pytest.mark.parametrize("edit", ["in place", "replaced"])
+def test_a_gradient_edited_before_the_step_is_refused(placement, edit):
+    """The edit would have come too late: `step` raises and names the parameter."""
+    model, optimizer = build(**placement)
+    with optimizer.last_backward():
+        loss_of(model, 0).backward()
+    grad = model[2]._unit.flat_params[0].grad
+    if edit == "in place":
+        grad.value.mul_(2)
+    else:
+        grad._set(grad.value * 2)
+    with pytest.raises(FairshardError, match=r"gradient of `2.flat_param_0` must not change"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_without_copies_a_backward_that_raises_breaks_the_optimizer_until_a_load():
+    """Some shards are a step ahead: no further step is taken, the message says so, a loaded state ends it."""
+    model, optimizer = build()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved, weights = optimizer.state_dict(), model.state_dict()
+    failing = model[0].module.register_full_backward_pre_hook(_fail)
+    loss = loss_of(model, 1)
+    with pytest.raises(ValueError, match="on purpose"), optimizer.last_backward():
+        loss.backward()
+    failing.remove()
+    with pytest.raises(FairshardError, match=r"[12] of 3 shards had been stepped .* Load model and optimizer"):
+        optimizer.step()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+
+
+def _fail(*_):
+    raise ValueError("on purpose")
+
+
+@on_ranks(2)
+def test_with_copies_a_backward_that_raises_changes_no_bit():
+    """Speculative steps of an interrupted backward are undone, the first step's too, which made the state."""
+    model, optimizer = build("speculate", clip=1.0)
+    before = bits(model, optimizer)
+    for step in range(2):
+        failing = model[0].module.register_full_backward_pre_hook(_fail)
+        loss = loss_of(model, step)
+        with pytest.raises(ValueError, match="on purpose"), optimizer.last_backward():
+            loss.backward()
+        failing.remove()
+        assert_same_bits(bits(model, optimizer), before)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = bits(model, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_overflow_on_one_rank_undoes_the_steps_of_all(rank):
+    """Rank ``rank`` overflows: shards and momenta of both ranks are what they were, and the scale is halved."""
+    model, optimizer = build("speculate")
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        before = bits(model, optimizer)
+        overflows = step == 1
+        with optimizer.last_backward(scaler):
+            factor = float("inf") if overflows and dist.get_rank() == rank else 1.0
+            scaler.scale(loss_of(model, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if overflows:
+            assert_same_bits(bits(model, optimizer), before)
+            assert scaler.get_scale() == 4.0
+        else:
+            assert not torch.equal(bits(model, optimizer)[0], before[0])
+
+
+@on_ranks(2)
+def test_a_scaler_must_be_named_and_used():
+    """Early steps need the scale, and to be told of an overflow: both omissions are errors, not wrong weights."""
+    model, optimizer = build("speculate")
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    with optimizer.last_backward():
+        scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(FairshardError, match=r"with optimizer.last_backward\(scaler\)"):
+        scaler.step(optimizer)
+    model, optimizer = build("speculate")
+    with optimizer.last_backward(scaler):
+        scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(FairshardError, match=r"followed by scaler\.step"):
+        optimizer.step()
+    _, waiting = build()
+    with pytest.raises(ValueError, match='clip_mode="speculate"'), waiting.last_backward(scaler):
+        pass
+
+
+@on_ranks(1)
+def test_last_backward_needs_overlap_and_a_step_each_time():
+    """Entered without ``overlap=True``, or twice without a step: refused."""
+    model, optimizer = build()
+    plain = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="overlap=True"), plain.last_backward():
+        pass
+    with optimizer.last_backward():
+        loss_of(model, 0).backward()
+    with pytest.raises(FairshardError, match="twice without a step"), optimizer.last_backward():
+        pass
+
+
+@on_ranks(2)
+def test_a_failing_early_step_is_raised_by_step():
+    """The worker's exception comes out of `step`, with the unit's name; the optimizer then refuses to go on."""
+    model, optimizer = build()
+    with mock.patch.object(ShardStep, "run", mock.Mock(side_effect=MemoryError("no more of it"))):
+        with optimizer.last_backward():
+            loss_of(model, 0).backward()
+        with pytest.raises(FairshardError, match=r"CPU step of `\w.flat_param_0` failed.*no more of it"):
+            optimizer.step()
+    with pytest.raises(FairshardError, match="Load model and optimizer from a checkpoint"):
+        optimizer.step()
