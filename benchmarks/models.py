@@ -30,8 +30,10 @@ class GPTConfig:
 
 
 MODELS = {
+    "gpt-5m": GPTConfig(num_blocks=4, dim=256, vocab=4096, batch=2, context=128),
     "gpt-29m": GPTConfig(num_blocks=8, dim=512, vocab=4096, batch=2, context=128),
     "gpt-109m": GPTConfig(num_blocks=8, dim=1024, vocab=4096, batch=1, context=64),
+    "gpt-1.3b": GPTConfig(num_blocks=24, dim=2048, vocab=50304, batch=8, context=1024),
 }
 
 

@@ -95,7 +95,7 @@ class Session:
         """Write everything so far, raw, with the settings and the machine it was measured on."""
         record = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "hardware": _hardware(),
+            "hardware": hardware(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "settings": {**vars(self.options), "out": self.options.out.name},
             "malloc": {name: os.environ[name] for name in os.environ if name.startswith("MALLOC_")},
@@ -147,7 +147,7 @@ class Session:
             raise SystemExit(f"error: engines disagree, so their times say nothing: {difference}")
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": cpu, "visible_cpus": len(os.sched_getaffinity(0)), "memory_bytes": memory}

@@ -20,10 +20,10 @@ from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_, exceeds
 from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_optimizer_class
 from fairshard.nn.data_parallel.root import Root, claim
 from fairshard.nn.data_parallel.tree import unit_of, units_below
-from fairshard.optim.cpu_worker import CPUWorker, default_num_threads
+from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_staging import GradStaging
-from fairshard.optim.shard_step import ShardStep
+from fairshard.optim.shard_step import ShardStep, Twin
 
 ClipMode = Literal["wait", "speculate"]
 
@@ -100,6 +100,7 @@ class CPUOptimizer(Optimizer):
         self.state_dtype = state_dtype
         self._worker = CPUWorker(num_threads or default_num_threads(overlap))
         self._staging = GradStaging(self._worker)
+        self._twin = Twin(self._template, self)
         self._steps: dict[nn.Parameter, ShardStep] = {}
         self._early: EarlySteps | None = None
         self._broken = ""
@@ -225,21 +226,28 @@ class CPUOptimizer(Optimizer):
     # ---- private
 
     def _step_all(self) -> None:
-        """Fetch gradient k while shard k - 1 is stepped."""
+        """Step what has its gradient beside it at once; the rest shard by shard, each fetched while one is stepped."""
+        groups = []
         for group in self.param_groups:
+            beside = []
             for param in group["params"]:
                 grad = self.grad_of(param)
                 if grad is None:
                     continue
-                step = self.step_of(param)
-                if param.device.type != "cpu":
-                    step.run(group, grad, self.state_dtype)
-                    continue
                 flat_param = self._flat_params.get(param)
-                name = flat_param.name if flat_param is not None else "a parameter outside of all units"
+                is_held = flat_param is not None and flat_param.grad.is_held
+                if not is_held and self.state_dtype is None:
+                    beside.append(param)
+                    continue
+                what = "a parameter outside of all units" if flat_param is None else f"`{flat_param.name}`"
                 fetched = self._staging.fetch(flat_param, grad)
-                self._worker.submit(f"`{name}`", partial(_run, step, group, fetched, self.state_dtype))
+                self._worker.submit(what, partial(_run, self.step_of(param), group, fetched, self.state_dtype))
+            groups.append({**group, "params": beside})
+        with cpu_threads(self._worker.num_threads):
+            self._twin.step(groups)
         self._worker.join()
+        for group, stepped in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in stepped.items() if name != "params"})
 
     def _clip(self) -> bool:
         """Scale the gradients if their norm is too large; whether it was."""

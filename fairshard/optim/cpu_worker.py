@@ -34,13 +34,12 @@ class CPUWorker:
 
     def wait_until_left(self, number: int) -> None:
         """Wait until at most ``number`` jobs run or wait."""
-        for _, future in self._jobs[: len(self._jobs) - number]:
-            future.exception()
+        if len(self._jobs) > number:
+            self._jobs[-1 - number][1].exception()  # they end in order
 
     def settle(self) -> None:
         """Wait until no job runs or waits; failures are left to `join`."""
-        for _, future in self._jobs:
-            future.exception()
+        self.wait_until_left(0)
 
     def join(self) -> None:
         """Wait for all jobs.

@@ -10,46 +10,60 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fairshard.errors import FairshardError
+from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients
 from fairshard.utils.tensors import round_stochastically_
 
 
-class ShardStep:
-    """Steps one shard with the hyperparameters that its group has at that moment.
+class Twin:
+    """An optimizer of the wanted class that steps some parameters of ``owner``, whose state it works on.
 
-    ``template`` is an optimizer of the wanted class. Its twin here sees a single group of a single parameter; the
-    state is that of ``owner``, where users look for it.
+    ``template`` is an optimizer of that class.
     """
 
-    def __init__(self, template: Optimizer, owner: Optimizer, shard: nn.Parameter, seed: int) -> None:
+    def __init__(self, template: Optimizer, owner: Optimizer) -> None:
         self._owner = owner
-        self._shard = shard
-        self._seed = seed
-        self._twin = object.__new__(type(template))
-        self._twin.__dict__.update(template.__dict__)
+        self._optimizer = object.__new__(type(template))
+        self._optimizer.__dict__.update(template.__dict__)
         # Without the profiler and the hooks around it, which belong to the owner's step.
         step = type(template).step
         self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        allow_held_gradients(self._optimizer)  # a subclass may call its base's step, with the hooks
+
+    @torch.no_grad()
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        """Step the parameters of ``groups``, with their hyperparameters and the gradients that are on them."""
+        self._optimizer.param_groups = groups
+        self._optimizer.state = self._owner.state
+        self._step(self._optimizer)
+
+
+class ShardStep:
+    """Steps one shard with the hyperparameters that its group has at that moment."""
+
+    def __init__(self, template: Optimizer, owner: Optimizer, shard: nn.Parameter, seed: int) -> None:
+        self._twin = Twin(template, owner)
+        self._owner = owner
+        self._shard = shard
+        self._seed = seed
         self._image: _Image | None = None
 
     @torch.no_grad()
     def run(self, group: dict[str, Any], grad: Tensor, state_dtype: torch.dtype | None) -> None:
         """Step with ``grad``, which is on the shard's device; ``state_dtype`` other than None stores moments so."""
-        shard, twin = self._shard, self._twin
+        shard = self._shard
         own = {**group, "params": [shard]}
-        twin.param_groups = [own]
-        twin.state = self._owner.state
         kept, shard.grad = shard.grad, grad
         narrow = self._widen() if state_dtype is not None else {}
         try:
-            self._step(twin)
+            self._twin.step([own])
         finally:
             shard.grad = kept
         if state_dtype is not None:
             self._narrow(narrow, state_dtype)
         if any(value is not group.get(name) for name, value in own.items() if name != "params"):
             raise FairshardError(
-                f"{type(twin).__name__} keeps counters in its param groups, which a step of one shard at a time would "
-                "raise once a shard. Use it as a plain optimizer over model.parameters()."
+                "An optimizer that keeps counters in its param groups must step all shards at once, but this is a step "
+                "of one shard, which would raise them once a shard. Leave out overlap, state_dtype and held gradients."
             )
 
     def save_image(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
-from fairshard.optim.shard_step import ShardStep
+from fairshard.optim.shard_step import ShardStep, Twin
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
@@ -104,9 +104,10 @@ def test_parameters_outside_of_all_units_are_stepped_too():
 
 
 @on_ranks(2)
-def test_one_call_of_the_kernel_a_shard():
-    """A step of AdamW over four shards launches the fused kernel four times, each on one tensor."""
-    model, _ = model_and_twin(cpu_offload=True)
+@pytest.mark.parametrize("placement", [{"cpu_offload": True}, HELD], ids=["offload", "held"])
+def test_the_fused_kernel_gets_whole_shards(placement):
+    """All in one call where gradients are beside them; one call each where gradients are fetched."""
+    model, _ = model_and_twin(**placement)
     optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01)
     backward(model, 0)
     sizes = []
@@ -118,13 +119,14 @@ def test_one_call_of_the_kernel_a_shard():
 
     with mock.patch.object(torch, "_fused_adamw_", counted):
         optimizer.step()
-    assert sizes == [[param.numel()] for param in model.parameters()]
+    shards = [param.numel() for param in model.parameters()]
+    assert sizes == ([[numel] for numel in shards] if placement == HELD else [shards])
 
 
 @on_ranks(2)
 def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
     """What goes wrong on the worker thread is raised in `step`, once; the next step works."""
-    model, _ = model_and_twin(cpu_offload=True)
+    model, _ = model_and_twin(**HELD)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     backward(model, 0)
     second = list(model.parameters())[1]
@@ -156,6 +158,7 @@ def test_held_gradients_stay_off_the_parameters_and_are_zeroed_with_them():
             assert shard.shard.grad is None
             assert torch.equal(unit.shard_grad[shard.shard], twin[0].params[0].grad)
             assert not any(param.grad is not None for param in model.parameters())
+            assert model.params_with_grad == list(model.parameters())
             zero(set_to_none)
             twin.zero_grad()
             left = unit.shard_grad.get(shard.shard)
@@ -231,8 +234,8 @@ def test_a_model_without_units_is_refused():
 
 
 @on_ranks(1)
-def test_an_optimizer_with_counters_in_its_groups_is_refused():
-    """Stepped a shard at a time such a counter would go up once a shard: wrong, so it raises."""
+def test_an_optimizer_with_counters_in_its_groups_counts_steps_or_is_refused():
+    """Stepped all at once it counts as ever; a shard at a time it would count shards: wrong, so it raises."""
 
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
@@ -240,7 +243,13 @@ def test_an_optimizer_with_counters_in_its_groups_is_refused():
                 group["num_steps"] = group.get("num_steps", 0) + 1
             return super().step(closure)
 
-    model = FSDP(mlp(4, 2), cpu_offload=True)
+    model, _ = model_and_twin(cpu_offload=True)
+    optimizer = CPUOptimizer(model, Counting, lr=0.1)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+    assert optimizer.param_groups[0]["num_steps"] == 2
+    model, _ = model_and_twin(**HELD)
     optimizer = CPUOptimizer(model, Counting, lr=0.1)
     backward(model, 0)
     with pytest.raises(FairshardError, match="keeps counters in its param groups"):
@@ -326,20 +335,21 @@ def test_a_part_of_the_units_can_stay_on_the_device(placement):
 
 
 @on_ranks(2)
-def test_threads_are_set_for_the_step_and_restored():
+@pytest.mark.parametrize("placement", [{"cpu_offload": True}, HELD], ids=["offload", "held"])
+def test_threads_are_set_for_the_step_and_restored(placement):
     """The kernel sees the threads that were asked for, the training thread those it had."""
-    model, _ = model_and_twin(cpu_offload=True)
+    model, _ = model_and_twin(**placement)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, num_threads=2)
     backward(model, 0)
     seen = []
-    original = ShardStep.run
+    original = Twin.step
 
-    def looking(step, *args):
+    def looking(twin, groups):
         seen.append(torch.get_num_threads())
-        return original(step, *args)
+        return original(twin, groups)
 
     before = torch.get_num_threads()
-    with mock.patch.object(ShardStep, "run", looking):
+    with mock.patch.object(Twin, "step", looking):
         optimizer.step()
     assert set(seen) == {2} != {before}
     assert torch.get_num_threads() == before

@@ -40,7 +40,8 @@ def _describe(unit: Unit) -> list[str]:
     lines = [
         f"{place} with mixed_precision={config.mixed_precision}, compute_dtype={config.compute_dtype}, "
         f"fp32_reduce_scatter={config.fp32_reduce_scatter}, flatten_parameters={config.flatten_parameters}, "
-        f"bucket_cap_mb={config.bucket_cap_mb}"
+        f"bucket_cap_mb={config.bucket_cap_mb}, cpu_offload={config.cpu_offload}, "
+        f"move_grads_to_cpu={config.move_grads_to_cpu}"
     ]
     lines += [
         f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "

@@ -163,8 +163,9 @@ class FullyShardedDataParallel(UnitAttributes):
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """The parameters, as `parameters` yields them, that have a gradient."""
-        return [param for param in self.parameters() if param.grad is not None]
+        """The parameters, as `parameters` yields them, that have a gradient, on them or held by their unit."""
+        held = {shard for _, unit in units_below(self) for shard in unit.shard_grad}
+        return [param for param in self.parameters() if param.grad is not None or param in held]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, wherever they are kept."""

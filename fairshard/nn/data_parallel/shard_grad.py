@@ -85,12 +85,17 @@ class ShardGrad:
     @property
     def value(self) -> Tensor | None:
         """The gradient ``[S]``, wherever it is."""
-        return self._held if self._home is GradHome.HELD else self._shard.grad
+        return self._held if self.is_held else self._shard.grad
 
     @property
     def is_on_host(self) -> bool:
         """Whether gradients move to host memory."""
         return self._home is GradHome.HOST
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gradients are held here, on the compute device, and not on the shard."""
+        return self._home is GradHome.HELD
 
     def tensors(self) -> list[Tensor]:
         """What is kept here between steps."""
@@ -100,7 +105,7 @@ class ShardGrad:
         """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves."""
         if reduced.dtype != self._shard.dtype:
             reduced = reduced.to(self._shard.dtype)
-        if self._home is not GradHome.HOST:
+        if not self.is_on_host:
             self._set_or_add(reduced)
             return
         host = self._take_buffer()
@@ -116,7 +121,7 @@ class ShardGrad:
     def value_or_zeros(self) -> Tensor:
         """The gradient; one of zeros is made if there is none."""
         if self.value is None:
-            device = self.transfers.device if self._home is GradHome.HELD else None
+            device = self.transfers.device if self.is_held else None
             self._set(torch.zeros_like(self._shard, device=device))
         assert self.value is not None
         return self.value
@@ -129,7 +134,7 @@ class ShardGrad:
             self.value.zero_()
 
     def _set(self, grad: Tensor | None) -> None:
-        if self._home is GradHome.HELD:
+        if self.is_held:
             self._held = grad
         else:
             self._shard.grad = grad

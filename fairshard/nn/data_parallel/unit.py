@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import GradRequiresGradError, ShardChangedError
+from fairshard.errors import GradRequiresGradError, ParameterShardedError, ShardChangedError
 from fairshard.nn.data_parallel.autograd_hooks import current_task, num_reached
 from fairshard.nn.data_parallel.buffers import ComputeBuffers
 from fairshard.nn.data_parallel.call import Call
@@ -213,6 +213,11 @@ class Unit:
         root.has_grads = True
         left = self._counted.get(task)
         if left is None:  # a task that began inside this unit: a reentrant segment
+            if not self.is_gathered:
+                raise ParameterShardedError(
+                    f"A backward came to the parameters of unit `{self.fqn or 'root'}` while they were sharded, "
+                    "through a tensor that the unit did not return. Return every tensor that the loss is made of."
+                )
             root.enter_backward(self)
             self._reach()
             left = self._num_reached()

@@ -118,3 +118,56 @@ def test_a_dropped_model_is_freed(mixed_precision, backward):
     del model, inner, loss
     gc.collect()
     assert (wrapper(), leaf(), shard()) == (None, None, None)
+
+
+class Storing(nn.Module):
+    """Keeps a loss of its own beside what it returns, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.loss = None
+
+    def forward(self, x):
+        self.loss = self.linear(x).square().mean()  # not through what is returned
+        return self.linear(2 * x)
+
+
+@on_ranks(2)
+def test_a_stored_loss_added_to_a_returned_one_works():
+    """The backward comes to the returned output too: the gradients are those of the plain model."""
+    torch.manual_seed(0)
+    plain = Storing()
+    inner = Storing()
+    inner.load_state_dict(plain.state_dict())
+    model = FSDP(nn.Sequential(FSDP(inner), nn.Linear(4, 1)))
+    head = nn.Linear(4, 1)
+    head.load_state_dict(_whole_head(model))
+    x = torch.ones(2, 4)
+    (head(plain(x)).sum() + plain.loss).backward()
+    (model(x).sum() + inner.loss).backward()
+    expected = torch.cat([param.grad.reshape(-1) for param in plain.parameters()])
+    assert torch.equal(full_grads(model.module[0]), expected)
+
+
+def _whole_head(model):
+    return {name.removeprefix("1."): value for name, value in model.state_dict().items() if name.startswith("1.")}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [(nn.Identity, "came to the parameters of unit `1` while they were sharded"), (nn.Tanh, "storage of size 0")],
+)
+def test_a_stored_loss_differentiated_on_its_own_is_an_error(first, message):
+    """No returned output is passed on the way to the sharded parameters: an error, never a number.
+
+    It is ours where only gradients of weights are wanted, torch's where the weights themselves would be read.
+    """
+    inner = Storing()
+    model = FSDP(nn.Sequential(first(), FSDP(inner), nn.Linear(4, 1)))
+    x = torch.ones(2, 4, requires_grad=first is nn.Tanh)
+    model(x)
+    with pytest.raises(RuntimeError, match=message):
+        inner.loss.backward()
+    model(x).sum().backward()
