@@ -53,7 +53,7 @@ bench: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(VENV)/constraints.txt -e ".[$(EXTRA)]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(VENV)/constraints.txt -e ".[$(EXTRA)]"
 	touch $@
 
 clean:
