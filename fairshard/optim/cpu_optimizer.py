@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -225,14 +225,14 @@ class CPUOptimizer(Optimizer):
 
     # ---- private
 
-    def _step_all(self) -> None:
-        """Step what has its gradient beside it at once; the rest shard by shard, each fetched while one is stepped."""
+    def _step_all(self, done: Collection[nn.Parameter] = ()) -> None:
+        """Step all but ``done``: at once what has its gradient beside it, else each while the next is fetched."""
         groups = []
         for group in self.param_groups:
             beside = []
             for param in group["params"]:
                 grad = self.grad_of(param)
-                if grad is None:
+                if grad is None or param in done:
                     continue
                 flat_param = self._flat_params.get(param)
                 is_held = flat_param is not None and flat_param.grad.is_held
@@ -265,7 +265,7 @@ class CPUOptimizer(Optimizer):
             raise
         if self._clip():
             early.undo()
-            self._step_all()
+        self._step_all(done=early.stepped())
 
     def _root(self) -> Root:
         model = self._model()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.optim.cpu_worker import CPUWorker
+from fairshard.utils.device import Event, now
 
 if TYPE_CHECKING:
     from fairshard.optim.cpu_optimizer import CPUOptimizer
@@ -44,7 +45,8 @@ class EarlySteps:
                 "of this step outside of last_backward()."
             )
         self._taken[shard] = None
-        self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group))
+        ready = now(flat_param.compute_device)
+        self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group, ready))
 
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
         """The backward is over: step the other shards that have a gradient, and wait for all."""
@@ -54,6 +56,10 @@ class EarlySteps:
                 if flat_param.grad.value is not None:
                     self.take(flat_param)
         self._worker.settle()
+
+    def stepped(self) -> set[nn.Parameter]:
+        """What has been stepped and not undone."""
+        return set(self._taken)
 
     def abandon(self) -> str:
         """Undo the steps after a failure; without copies to go back to, return what is to be said about them."""
@@ -108,8 +114,9 @@ class EarlySteps:
                     "did. Run the backward outside of last_backward() to edit gradients."
                 )
 
-    def _step(self, flat_param: FlatParam, group: dict[str, Any]) -> None:
+    def _step(self, flat_param: FlatParam, group: dict[str, Any], ready: Event) -> None:
         shard = flat_param.shard
+        flat_param.grad.transfers.wait(ready)  # a held gradient is read from another stream than the one that made it
         flat_param.grad.land()
         grad = flat_param.grad.value
         assert grad is not None

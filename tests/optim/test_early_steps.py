@@ -69,6 +69,21 @@ def test_shards_are_stepped_while_the_backward_runs():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_what_is_not_stepped_early_is_stepped_by_step(clip):
+    """A parameter outside of all units has no part in the backward's steps: `step` steps it, clipped or not."""
+    model = wrap_each(mlp(4, 9, 5), **OFFLOAD)
+    extra = torch.nn.Parameter(torch.ones(3))
+    settings = {"lr": 0.5, "overlap": True, "clip_grad_norm": clip, "clip_mode": "speculate"}
+    optimizer = CPUOptimizer(model, torch.optim.SGD, params=[*model.parameters(), extra], **settings)
+    extra.grad = torch.full((3,), 2.0)
+    with optimizer.last_backward():
+        loss_of(model, 0).backward()
+    optimizer.step()
+    assert extra.tolist() == [0.0, 0.0, 0.0]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("name", ["lr", "momentum"])
 def test_a_hyperparameter_changed_before_the_step_is_refused(name):
     """The shards were stepped with the old value: `step` raises and names it."""
