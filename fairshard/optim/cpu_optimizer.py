@@ -219,10 +219,6 @@ class CPUOptimizer(Optimizer):
             self._steps[param] = ShardStep(self._template, self, param, seed)
         return self._steps[param]
 
-    def group_of(self, param: nn.Parameter) -> dict[str, Any] | None:
-        """The param group that ``param`` is in."""
-        return next((group for group in self.param_groups if any(p is param for p in group["params"])), None)
-
     # ---- private
 
     def _step_all(self, done: Collection[nn.Parameter] = ()) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,22 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.optim.cpu_worker import CPUWorker
+from fairshard.optim.shard_step import ShardStep
 from fairshard.utils.device import Event, now
 
-if TYPE_CHECKING:
-    from fairshard.optim.cpu_optimizer import CPUOptimizer
+
+class ShardOptimizer(Protocol):
+    """The optimizer, as its early steps see it."""
+
+    clip_mode: Any
+    state_dtype: torch.dtype | None
+    param_groups: list[dict[str, Any]]
+
+    def grad_of(self, param: nn.Parameter) -> Tensor | None:
+        """The gradient of ``param``, wherever it is kept."""
+
+    def step_of(self, param: nn.Parameter) -> ShardStep:
+        """What steps ``param``."""
 
 
 class EarlySteps:
@@ -23,7 +35,7 @@ class EarlySteps:
     ``inverse_scale`` is what the scaler will multiply the gradients by; the steps see them multiplied already.
     """
 
-    def __init__(self, optimizer: CPUOptimizer, worker: CPUWorker, inverse_scale: Tensor | None) -> None:
+    def __init__(self, optimizer: ShardOptimizer, worker: CPUWorker, inverse_scale: Tensor | None) -> None:
         self._optimizer = optimizer
         self._worker = worker
         self._inverse_scale = inverse_scale
