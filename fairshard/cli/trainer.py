@@ -41,7 +41,7 @@ def learning_rate(options: TrainOptions, step: int) -> float:
 
 
 def make_optimizer(model: FullyShardedDataParallel, options: TrainOptions) -> torch.optim.Optimizer:
-    """The optimizer that ``options`` name, with one fused call a shard."""
+    """The optimizer that ``options`` name, with torch's fused kernel."""
     if options.optimizer == "sgd":
         return torch.optim.SGD(
             model.parameters(), lr=options.lr, momentum=0.9, weight_decay=options.weight_decay, fused=True

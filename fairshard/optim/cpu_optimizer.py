@@ -1,8 +1,9 @@
-"""An optimizer that steps shards in host memory: one fused call a shard, beside the backward if wanted."""
+"""An optimizer that steps shards in host memory: by fused kernels, beside copies and backward where that helps."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_, exceeds
-from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_optimizer_class
+from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_optimizer_class, name_of_shard
 from fairshard.nn.data_parallel.root import Root, claim
 from fairshard.nn.data_parallel.tree import unit_of, units_below
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
@@ -54,7 +55,8 @@ class CPUOptimizer(Optimizer):
         clip_mode: with ``overlap``, whether to step before the norm is known. ``"speculate"`` keeps a copy of each
             shard and its state, and goes back to it when the norm says otherwise, or the loss scale does.
         overlap: step during backward.
-        state_dtype: torch.bfloat16 halves the moments, with stochastic rounding; None keeps them fp32.
+        state_dtype: torch.bfloat16 halves the moments of what is stepped on the CPU, with stochastic rounding; None
+            keeps them fp32.
         offload_fraction: the part of the parameters, counted unit by unit, that is stepped on the CPU; the rest
             stays, with its state, on the compute device. To be chosen before the first forward.
         num_threads: CPU threads of a step; this rank's part of the host's CPUs if None.
@@ -79,6 +81,8 @@ class CPUOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         _check_arguments(clip_grad_norm, clip_mode, overlap, state_dtype)
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"`num_threads` must be at least 1, or None for this rank's part, but is {num_threads}.")
         self._model = weakref.ref(model)
         self._flat_params = {
             flat_param.shard: flat_param for _, unit in units_below(model) for flat_param in unit.flat_params
@@ -94,11 +98,13 @@ class CPUOptimizer(Optimizer):
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
+        self.state.update(self._template.state)  # some classes make it at once
+        self._template.state.clear()
         self.clip_grad_norm = clip_grad_norm
         self.clip_mode = clip_mode
         self.overlap = overlap
         self.state_dtype = state_dtype
-        self._worker = CPUWorker(num_threads or default_num_threads(overlap))
+        self._worker = CPUWorker(default_num_threads(overlap) if num_threads is None else num_threads)
         self._staging = GradStaging(self._worker)
         self._twin = Twin(self._template, self)
         self._steps: dict[nn.Parameter, ShardStep] = {}
@@ -128,12 +134,26 @@ class CPUOptimizer(Optimizer):
             self._step_all()
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step the parameters of another group too; shards must be of this optimizer's model."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            name = name_of_shard(param)
+            if name is not None and param not in self._flat_params:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"The shards of a CPUOptimizer must belong to its `model`, but `{name}` is of another one. Build "
+                    "an optimizer for each model."
+                )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients, those that units hold on the compute device among them."""
+        """Drop or zero the gradients of all parameters, those that units hold on the compute device among them."""
         super().zero_grad(set_to_none)
-        for flat_param in self._flat_params.values():
-            if flat_param.grad is not None:
-                flat_param.grad.zero(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                flat_param = self._flat_params.get(param)
+                if flat_param is not None and flat_param.grad is not None:
+                    flat_param.grad.zero(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned; also ends the refusal to step after an interrupted overlapped backward."""
@@ -141,8 +161,9 @@ class CPUOptimizer(Optimizer):
         if self.state_dtype is not None:
             for param, state in self.state.items():
                 for name, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == param.shape:
+                    if isinstance(value, Tensor) and value.shape == param.shape and param.device.type == "cpu":
                         state[name] = value.to(self.state_dtype)
+        self._worker.clear()
         self._broken = ""
         self._early = None
 
@@ -169,18 +190,19 @@ class CPUOptimizer(Optimizer):
             )
         if self._early is not None:
             raise FairshardError("`last_backward` was entered twice without a step between. Call optimizer.step().")
-        transfers = self._root().transfers
+        root = self._root()
+        transfers = root.transfers
         early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
         transfers.listener = early.take
         try:
             yield
+            transfers.listener = None
+            self._assert_reduced()
+            early.complete(flat_param for unit in root.units for flat_param in unit.flat_params)
         except BaseException:
             transfers.listener = None
             self._broken = early.abandon()
             raise
-        transfers.listener = None
-        self._assert_reduced()
-        early.complete(self._flat_params.values())
         self._early = early
 
     def rollback(self) -> None:
@@ -192,6 +214,11 @@ class CPUOptimizer(Optimizer):
         early, self._early = self._early, None
         if early is not None:
             early.undo()
+
+    def assert_gradients_unchanged(self) -> None:
+        """Raise, by name, if a gradient that `last_backward` has stepped was edited since."""
+        if self._early is not None:
+            self._early.check_gradients()
 
     def note_unscaled(self, inverse_scale: Tensor) -> None:
         """The scaler has multiplied the gradients by ``inverse_scale``."""
@@ -231,17 +258,23 @@ class CPUOptimizer(Optimizer):
                 if grad is None or param in done:
                     continue
                 flat_param = self._flat_params.get(param)
-                is_held = flat_param is not None and flat_param.grad.is_held
-                if not is_held and self.state_dtype is None:
+                is_held = flat_param is not None and flat_param.grad is not None and flat_param.grad.is_held
+                is_narrow = self.state_dtype is not None and param.device.type == "cpu"
+                if not is_held and not is_narrow:
                     beside.append(param)
                     continue
                 what = "a parameter outside of all units" if flat_param is None else f"`{flat_param.name}`"
                 fetched = self._staging.fetch(flat_param, grad)
                 self._worker.submit(what, partial(_run, self.step_of(param), group, fetched, self.state_dtype))
             groups.append({**group, "params": beside})
-        with cpu_threads(self._worker.num_threads):
-            self._twin.step(groups)
-        self._worker.join()
+        try:
+            with cpu_threads(self._worker.num_threads):
+                self._twin.step(groups)
+            self._worker.join()
+        except BaseException as error:
+            self._worker.clear()
+            self._broken = f"{error}."
+            raise
         for group, stepped in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
@@ -254,14 +287,35 @@ class CPUOptimizer(Optimizer):
 
     def _finish(self, early: EarlySteps) -> None:
         try:
+            self._agree(self._verdict(early))
+            is_clipped = self._clip()
+        except BaseException as error:
+            self._broken = early.abandon() and str(error)
+            raise
+        if is_clipped:
+            early.undo()
+        self._step_all(done=early.stepped())
+
+    def _verdict(self, early: EarlySteps) -> FairshardError | None:
+        try:
             self._worker.join()
             early.check_unchanged()
         except FairshardError as error:
-            self._broken = early.abandon() and str(error)
-            raise
-        if self._clip():
-            early.undo()
-        self._step_all(done=early.stepped())
+            return error
+        return None
+
+    def _agree(self, error: FairshardError | None) -> None:
+        """Raise ``error``; where clipping makes the ranks meet, raise on all of them if one has any."""
+        if self.clip_grad_norm is not None:
+            root = self._root()
+            comm = root.units[0].comm
+            assert comm is not None
+            failed = torch.tensor([float(error is not None)], device=root.device)
+            comm.all_reduce(failed, "max").wait()
+            if failed.item() and error is None:
+                error = FairshardError("The steps of another rank during the backward failed; its message says why.")
+        if error is not None:
+            raise error
 
     def _root(self) -> Root:
         model = self._model()
@@ -282,6 +336,7 @@ class CPUOptimizer(Optimizer):
 
     def _assert_reduced(self) -> None:
         for flat_param in self._flat_params.values():
+            flat_param.forget_zeroed()
             if flat_param.has_accumulated:
                 raise FairshardError(
                     f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
@@ -308,6 +363,8 @@ def _check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: 
             '`overlap=True` with `clip_grad_norm` needs `clip_mode="speculate"`, but it is "wait": the norm is known '
             "only after the backward, when shards have been stepped already."
         )
+    if mode == "speculate" and not overlap:
+        warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=3)
     if state_dtype not in (None, torch.bfloat16):
         raise ValueError(f"`state_dtype` must be torch.bfloat16 or None (fp32), but is {state_dtype}.")
 

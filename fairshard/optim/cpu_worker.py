@@ -41,15 +41,20 @@ class CPUWorker:
         """Wait until no job runs or waits; failures are left to `join`."""
         self.wait_until_left(0)
 
+    def clear(self) -> None:
+        """Wait for all jobs and forget how they ended."""
+        self.settle()
+        self._jobs = []
+        self._has_failed = False
+
     def join(self) -> None:
         """Wait for all jobs.
 
         Raises:
             FairshardError: one failed; it names that one.
         """
-        self.settle()
-        jobs, self._jobs = self._jobs, []
-        self._has_failed = False
+        jobs = self._jobs
+        self.clear()
         for what, future in jobs:
             error = future.exception()
             if error is not None:

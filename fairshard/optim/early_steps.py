@@ -49,7 +49,8 @@ class EarlySteps:
         """The gradient of one shard is complete: step it."""
         shard = flat_param.shard
         group = self._groups.get(shard)
-        if group is None or shard.device.type != "cpu":
+        # What computes on the shard itself (one rank) must not be changed under the backward's hands.
+        if group is None or shard.device.type != "cpu" or flat_param.computes_on_shard:
             return
         if shard in self._taken:
             raise FairshardError(
@@ -61,9 +62,9 @@ class EarlySteps:
         self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group, ready))
 
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
-        """The backward is over: step the other shards that have a gradient, and wait for all."""
+        """The backward is over: let all gradients of the model land, step those of this optimizer, wait for it."""
         for flat_param in flat_params:
-            if flat_param.shard not in self._taken and flat_param.shard in self._groups:
+            if flat_param.shard not in self._taken:
                 flat_param.grad.land()
                 if flat_param.grad.value is not None:
                     self.take(flat_param)
@@ -75,7 +76,7 @@ class EarlySteps:
 
     def abandon(self) -> str:
         """Undo the steps after a failure; without copies to go back to, return what is to be said about them."""
-        self._worker.settle()
+        self._worker.clear()
         if self._speculates:
             self.undo()
             return ""
@@ -87,7 +88,7 @@ class EarlySteps:
         """Put every stepped shard and its state back as they were."""
         if not self._speculates:
             raise FairshardError('Only steps of clip_mode="speculate" can be undone: the others keep no copy.')
-        self._worker.settle()
+        self._worker.clear()
         for shard, taken in self._taken.items():
             if taken is not None:
                 self._optimizer.step_of(shard).restore_image()
@@ -116,6 +117,10 @@ class EarlySteps:
                         f"Hyperparameter `{name}` must not change between last_backward() and step(), but went from "
                         f"{before.get(name)} to {value}. Change it after the step."
                     )
+        self.check_gradients()
+
+    def check_gradients(self) -> None:
+        """Raise, by name, if a gradient is not the one that its shard was stepped with."""
         for shard, taken in self._taken.items():
             if taken is None:
                 continue
@@ -128,8 +133,9 @@ class EarlySteps:
 
     def _step(self, flat_param: FlatParam, group: dict[str, Any], ready: Event) -> None:
         shard = flat_param.shard
-        flat_param.grad.transfers.wait(ready)  # a held gradient is read from another stream than the one that made it
-        flat_param.grad.land()
+        # A held gradient is read on another stream than the one that made it.
+        flat_param.grad.transfers.wait(ready, counts=False)
+        flat_param.grad.land(counts=False)
         grad = flat_param.grad.value
         assert grad is not None
         step = self._optimizer.step_of(shard)

@@ -20,13 +20,12 @@ class GradStaging:
         self._turn = 0
 
     def fetch(self, flat_param: FlatParam | None, grad: Tensor) -> Callable[[], Tensor]:
-        """Start the copy of ``grad`` to host memory, if it is not there; the function returned waits for it.
+        """Start the copy of ``grad`` to host memory, if its unit holds it; the function returned waits for it.
 
         The buffer is used again two gradients later: first waits until the job before the last is done.
         """
-        if grad.device.type == "cpu":
+        if flat_param is None or not flat_param.grad.is_held:
             return lambda: grad
-        assert flat_param is not None
         self._worker.wait_until_left(1)
         self._turn = 1 - self._turn
         buffer = self._buffers[self._turn]
@@ -37,7 +36,7 @@ class GradStaging:
         landed = transfers.copy(grad, host)
 
         def wait() -> Tensor:
-            transfers.wait(landed)
+            transfers.wait(landed, counts=False)
             return host
 
         return wait

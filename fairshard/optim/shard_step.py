@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients
 from fairshard.utils.tensors import round_stochastically_
 
+# How often moments were rounded: the seed of the next time. Kept in the state, so that a resumed run repeats it.
+_ROUNDINGS = "num_roundings"
+
 
 class Twin:
     """An optimizer of the wanted class that steps some parameters of ``owner``, whose state it works on.
@@ -21,7 +25,7 @@ class Twin:
     """
 
     def __init__(self, template: Optimizer, owner: Optimizer) -> None:
-        self._owner = owner
+        self._owner = weakref.proxy(owner)  # which holds this one
         self._optimizer = object.__new__(type(template))
         self._optimizer.__dict__.update(template.__dict__)
         # Without the profiler and the hooks around it, which belong to the owner's step.
@@ -42,7 +46,7 @@ class ShardStep:
 
     def __init__(self, template: Optimizer, owner: Optimizer, shard: nn.Parameter, seed: int) -> None:
         self._twin = Twin(template, owner)
-        self._owner = owner
+        self._owner = weakref.proxy(owner)
         self._shard = shard
         self._seed = seed
         self._image: _Image | None = None
@@ -90,8 +94,8 @@ class ShardStep:
     def _narrow(self, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """Store the moments in ``dtype`` again, rounded at random: to nearest, small changes would never add up."""
         state = self._owner.state[self._shard]
-        number = int(state["step"]) if "step" in state else 0
-        generator = torch.Generator().manual_seed(hash((self._seed, number)) & 0x7FFFFFFFFFFFFFFF)
+        state[_ROUNDINGS] = state.get(_ROUNDINGS, 0) + 1
+        generator = torch.Generator().manual_seed(hash((self._seed, state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF)
         for name, value in list(state.items()):
             if self._is_moment(value):
                 target = narrow.get(name)
@@ -124,11 +128,13 @@ class _Image:
 
     @torch.no_grad()
     def restore(self, shard: Tensor, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Write back, in place; returns the state, None if there was none yet."""
+        """Write back, in place, and drop what came since; returns the state, None if there was none yet."""
         assert self._shard is not None
         shard.copy_(self._shard)
         if self._state is None or state is None:
             return None
+        for name in state.keys() - self._state.keys():
+            del state[name]
         for name, value in self._state.items():
             if isinstance(value, Tensor):
                 state[name].copy_(value)

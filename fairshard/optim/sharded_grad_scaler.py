@@ -95,6 +95,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Multiply all gradients by ``inv_scale``; say on each of their devices whether any rank's overflowed."""
         if isinstance(optimizer, CPUOptimizer):
+            optimizer.assert_gradients_unchanged()
             grads = optimizer.gradients()
         else:
             params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -91,7 +91,11 @@ def host_register(data: Tensor) -> bool:
 
     `host_unregister` must be called before that memory is freed.
     """
-    return int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device="cuda")  # takes the error that CUDA keeps for the next launch
+    return False
 
 
 def host_unregister(address: int) -> None:

@@ -27,14 +27,14 @@ def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
     return _pinned_empty(like.numel(), like.dtype).view(like.shape)
 
 
-def too_much_to_pin(nbytes: int, local_world_size: int) -> str:
-    """Why ``nbytes`` on each of ``local_world_size`` ranks of this host must not be pinned; empty if they may."""
+def too_much_to_pin(nbytes: int, num_ranks: int) -> str:
+    """Why ``nbytes`` of the ``num_ranks`` ranks of this host together must not be pinned; empty if they may."""
     free = free_host_memory()
-    if nbytes * local_world_size <= MAX_FRACTION * free:
+    if nbytes <= MAX_FRACTION * free:
         return ""
     return (
-        f"Host memory to be pinned must be at most {MAX_FRACTION:.0%} of what is free, but {local_world_size} ranks "
-        f"here would pin {nbytes / 2**30:.2f} GiB each, with {free / 2**30:.2f} GiB free. Use more hosts, "
+        f"Host memory to be pinned must be at most {MAX_FRACTION:.0%} of what is free, but {num_ranks} ranks here "
+        f"would pin {nbytes / 2**30:.2f} GiB, with {free / 2**30:.2f} GiB free. Use more hosts, "
         "`move_grads_to_cpu=False`, or a smaller model."
     )
 

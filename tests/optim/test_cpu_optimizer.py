@@ -2,12 +2,13 @@
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError
@@ -15,7 +16,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
 from fairshard.optim.shard_step import ShardStep, Twin
 from fairshard.utils.testing import rank_device
-from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
@@ -125,7 +126,7 @@ def test_the_fused_kernel_gets_whole_shards(placement):
 
 @on_ranks(2)
 def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
-    """What goes wrong on the worker thread is raised in `step`, once; the next step works."""
+    """What goes wrong on the worker thread is raised in `step`; with half the shards stepped, none follows."""
     model, _ = model_and_twin(**HELD)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     backward(model, 0)
@@ -140,7 +141,37 @@ def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
     with mock.patch.object(ShardStep, "run", failing):
         with pytest.raises(FairshardError, match=r"`2.flat_param_0`.*no more"):
             optimizer.step()
+    with pytest.raises(FairshardError, match=r"no more of it.*Load model and optimizer"):
+        optimizer.step()
+
+
+@on_ranks(1)
+def test_state_made_at_construction_is_kept():
+    """Adagrad's sums begin at ``initial_accumulator_value``: they are there before the first step, once."""
+    model, twin = model_and_twin(cpu_offload=True)
+    settings = {"lr": 0.1, "initial_accumulator_value": 0.5}
+    ours = CPUOptimizer(model, torch.optim.Adagrad, **settings)
+    plain = torch.optim.Adagrad(twin.parameters(), fused=True, **settings)
+    assert all((ours.state[param]["sum"] == 0.5).all() for param in model.parameters())
+    assert not ours._template.state
+    for one, optimizer in ((model, ours), (twin, plain)):
+        backward(one, 0)
+        optimizer.step()
+    assert_same_params(model, twin)
+
+
+@on_ranks(1)
+def test_a_dropped_optimizer_frees_its_moments_at_once():
+    """No cycle keeps them until the garbage collector comes by."""
+    model, _ = model_and_twin(**HELD)
+    optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.1)
+    backward(model, 0)
     optimizer.step()
+    moment = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+    gc.disable()
+    del optimizer
+    assert moment() is None
+    gc.enable()
 
 
 @on_ranks(2)
@@ -213,6 +244,7 @@ def test_low_precision_masters_on_the_cpu_are_refused(ours):
         ({"clip_grad_norm": 1.0, "overlap": True}, 'clip_mode="speculate"'),
         ({"state_dtype": torch.float16}, "state_dtype"),
         ({"offload_fraction": 1.5}, "offload_fraction"),
+        ({"num_threads": 0}, "num_threads"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(settings, words):
@@ -265,51 +297,10 @@ def test_gradients_of_no_sync_alone_are_not_stepped():
         backward(model, 0)
     with pytest.raises(FairshardError, match="accumulated under no_sync"):
         optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # nothing is left to be reduced
     backward(model, 1)
     optimizer.step()
-
-
-@on_ranks(2)
-def test_half_moments_follow_the_loss_of_full_ones():
-    """``state_dtype=torch.bfloat16``: moments take half the memory; over 60 steps each loss is within 2 %."""
-    curves, sizes = [], []
-    for state_dtype in (None, torch.bfloat16):
-        model = wrap_tiny(tiny(), cpu_offload=True)
-        optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=3e-3, state_dtype=state_dtype)
-        losses = []
-        for step in range(60):
-            *inputs, targets = tiny_batch(step % 3)
-            loss = tiny_loss(model(*inputs), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        curves.append(losses)
-        moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
-        sizes.append(sum(moment.nbytes for moment in moments))
-    assert curves[0][-1] < 0.5 * curves[0][0], "the test must train"
-    assert curves[1] == pytest.approx(curves[0], rel=0.02)
-    assert 2 * sizes[1] == sizes[0]
-
-
-@on_ranks(2)
-def test_half_moments_are_the_same_after_a_load():
-    """Rounding at random depends on shard and step only: a run resumed from a state dict repeats every bit."""
-    states = []
-    for resume in (False, True):
-        model, _ = model_and_twin(cpu_offload=True)
-        optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16)
-        for step in range(4):
-            if resume and step == 2:
-                saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16)
-                optimizer.load_state_dict(saved)
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
-        states.append(model.state_dict())
-    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
 @on_ranks(2)
@@ -406,4 +397,3 @@ def test_a_disabled_scaler_changes_nothing():
     twin(randn(3, 4)).square().sum().backward()
     torch.optim.SGD(twin.parameters(), lr=0.1, fused=True).step()
     assert_same_params(model, twin)
-    assert dist.get_world_size() == 2

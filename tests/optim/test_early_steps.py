@@ -1,5 +1,6 @@
 """Steps taken during the backward: taken early, checked, undone."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import FairshardError
+from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.optim.shard_step import ShardStep
 from tests.models import mlp, wrap_each
@@ -103,11 +105,13 @@ def test_a_gradient_edited_before_the_step_is_refused(placement, edit):
     model, optimizer = build(**placement)
     with optimizer.last_backward():
         loss_of(model, 0).backward()
-    grad = model[2]._unit.flat_params[0].grad
+    (grad,) = model[2]._unit.shard_grad.values()
     if edit == "in place":
-        grad.value.mul_(2)
+        grad.mul_(2)
+    elif placement == OFFLOAD:
+        model[2].params[0].grad = grad * 2
     else:
-        grad._set(grad.value * 2)
+        model[2].zero_grad()
     with pytest.raises(FairshardError, match=r"gradient of `2.flat_param_0` must not change"):
         optimizer.step()
 
@@ -222,3 +226,87 @@ def test_a_failing_early_step_is_raised_by_step():
             optimizer.step()
     with pytest.raises(FairshardError, match="Load model and optimizer from a checkpoint"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_undoing_removes_state_that_the_step_has_made():
+    """Somebody has looked at ``optimizer.state[param]``, which makes it; an overflow still leaves it empty."""
+    model, optimizer = build("speculate")
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    for param in model.parameters():
+        assert optimizer.state[param] == {}
+    with optimizer.last_backward(scaler):
+        scaler.scale(loss_of(model, 0) * float("inf")).backward()
+    scaler.step(optimizer)
+    assert all(optimizer.state[param] == {} for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_gradient_edited_before_it_is_unscaled_is_refused():
+    """With a scaler too: the edit would have come too late."""
+    model, optimizer = build("speculate")
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    with optimizer.last_backward(scaler):
+        scaler.scale(loss_of(model, 0)).backward()
+    model[2].params[0].grad.mul_(0)
+    with pytest.raises(FairshardError, match=r"gradient of `2.flat_param_0` must not change"):
+        scaler.step(optimizer)
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank_is_raised_on_all_before_they_clip():
+    """Only rank 1 edits a gradient: rank 0 does not wait for it in the norm, but raises too."""
+    model, optimizer = build("speculate", clip=1.0)
+    before = bits(model, optimizer)
+    with optimizer.last_backward():
+        loss_of(model, 0).backward()
+    if dist.get_rank() == 1:
+        model[2].params[0].grad.mul_(2)
+    message = "must not change between" if dist.get_rank() == 1 else "steps of another rank"
+    with pytest.raises(FairshardError, match=message):
+        optimizer.step()
+    optimizer.state.clear()
+    assert_same_bits(bits(model, optimizer), before)
+
+
+class Twice(torch.nn.Module):
+    """A Linear inside a reentrant checkpoint, and again outside of it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("cap", [0, 25])
+def test_a_shard_is_stepped_when_all_parts_of_its_gradient_are_there(cap):
+    """A unit whose gradients are sent in two parts is stepped once, with their sum."""
+    states = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        inner = FSDP(torch.nn.Linear(4, 4), cpu_offload=True, bucket_cap_mb=cap)
+        model = FSDP(torch.nn.Sequential(torch.nn.Linear(4, 4), Twice(inner)), cpu_offload=True, bucket_cap_mb=cap)
+        optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=overlap)
+        for step in range(3):
+            with optimizer.last_backward() if overlap else contextlib.nullcontext():
+                loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@on_ranks(1)
+def test_what_computes_on_the_shard_itself_is_stepped_after_the_backward():
+    """One rank, no offload: the backward reads the very memory that a step would change."""
+    model = wrap_each(mlp(4, 9, 5))
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
+    before = [param.detach().clone() for param in model.parameters()]
+    with optimizer.last_backward():
+        loss_of(model, 0).backward()
+    assert_same_bits([param.detach() for param in model.parameters()], before)
+    optimizer.step()
+    assert not torch.equal(next(model.parameters()), before[0])

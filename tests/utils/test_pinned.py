@@ -51,11 +51,11 @@ def test_without_a_gpu_and_without_elements_nothing_is_pinned(monkeypatch):
     assert pinned.host_empty_like(torch.zeros(0), CUDA).shape == (0,)
 
 
-@pytest.mark.parametrize(("nbytes", "ranks", "refused"), [(40, 2, False), (41, 2, True), (80, 1, False), (81, 1, True)])
-def test_four_fifths_of_the_free_memory_may_be_pinned_by_all_ranks_of_a_host(monkeypatch, nbytes, ranks, refused):
-    """100 bytes are free: 80 may go, shared by the ranks."""
+@pytest.mark.parametrize(("nbytes", "refused"), [(80, False), (81, True)])
+def test_four_fifths_of_the_free_memory_may_be_pinned(monkeypatch, nbytes, refused):
+    """100 bytes are free: 80 may go."""
     monkeypatch.setattr(pinned, "free_host_memory", lambda: 100)
-    assert bool(pinned.too_much_to_pin(nbytes, ranks)) == refused
+    assert bool(pinned.too_much_to_pin(nbytes, 2)) == refused
 
 
 def test_free_memory_is_that_of_the_control_group_where_it_is_less(monkeypatch, tmp_path):

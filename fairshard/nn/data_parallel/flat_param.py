@@ -48,7 +48,8 @@ class FlatParam:
         self.grad: Any = None
         self.nodes: list[Any] = []
         self.is_gathered = False
-        self.is_complete = True  # what is being reduced is all that the running backward gives
+        self.is_complete = True  # what has been sent to be reduced is all that the running backward gives
+        self.num_sent = 0  # sums under way
         self._hooks: list[Any] = []
         self._views: list[Tensor] = []
         self._transfer: Transfer | None = None
@@ -96,16 +97,18 @@ class FlatParam:
         self.compute_dtype = self.compute_dtype_under(config)
         self.reduce_dtype = torch.float32 if config.fp32_reduce_scatter else self.compute_dtype
         self.compute_device = transfers.device
-        self.grad = ShardGrad(self.shard, config.grad_home if self.on_cpu else GradHome.SHARD, transfers)
+        home = config.grad_home if self.on_cpu else GradHome.SHARD
+        held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own
+        self.grad = ShardGrad(self.shard, home, transfers, held)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
-        self._is_whole = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
+        self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
         with torch.inference_mode(False), torch.no_grad():
             if self.on_cpu:
                 self._settle_on_cpu(keep_on_device=not config.cpu_offload)
             elif self.shard.device != self.compute_device:
                 self.shard.data = self.shard.data.to(self.compute_device)
-            if self._is_whole:
+            if self.computes_on_shard:
                 self._look_at(self.shard.data.view(1, -1))
             else:
                 self._look_at(self._empty_line(self.compute_dtype))
@@ -115,6 +118,7 @@ class FlatParam:
     def keep_on_device(self) -> None:
         """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
         self.on_cpu = False
+        self.shard.data = self.shard.data.to(self.slots[0].leaf.device)
 
     def _settle_on_cpu(self, keep_on_device: bool) -> None:
         """Move the shard to host memory that the GPU can read, after whatever `.cuda()` or `.half()` did to it."""
@@ -167,7 +171,7 @@ class FlatParam:
         When it is gathered already, its contents are refreshed in place.
         """
         self.is_gathered = True
-        if self._is_whole:
+        if self.computes_on_shard:
             if self.buffer.data_ptr() != self.shard.data_ptr():  # someone assigned `shard.data`
                 self._look_at(self.shard.data.view(1, -1))
             return
@@ -204,7 +208,7 @@ class FlatParam:
             transfer.wait()
         for slot in self.slots:
             slot.detach()
-        if not self._is_whole:
+        if not self.computes_on_shard:
             self._storage.resize_(0)
         self.is_gathered = False
 
@@ -257,8 +261,9 @@ class FlatParam:
             self.grad.land()
             for hook in tuple(hooks.values()):
                 hook(self.shard)
+        self.num_sent -= 1
         listener = self.grad.transfers.listener
-        if listener is not None and self.is_complete:
+        if listener is not None and self.is_complete and not self.num_sent:
             listener(self)
 
     @torch.no_grad()
@@ -294,7 +299,8 @@ class FlatParam:
             self.drop_grads()
 
     def drop_grads(self) -> None:
-        """Forget the leaves' gradients of an interrupted backward, but not those that ``no_sync`` accumulated."""
+        """Forget the gradients of an interrupted backward, but not those that ``no_sync`` accumulated."""
+        self.num_sent = 0
         if self._marker is None:
             self._accumulated = None
             for slot in self.slots:

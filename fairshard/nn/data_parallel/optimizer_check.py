@@ -50,6 +50,13 @@ def allow_held_gradients(optimizer: Optimizer) -> None:
     _fetchers.add(optimizer)
 
 
+def name_of_shard(param: nn.Parameter) -> str | None:
+    """The name of the flat param whose shard ``param`` is; None if it is not one."""
+    entry: tuple[weakref.ref[FlatParam], GradHome] | None = _shards.get(param)
+    flat_param = entry[0]() if entry else None
+    return flat_param.name if flat_param is not None else None
+
+
 def check_optimizer_class(optimizer_class: type, name: str) -> None:
     """Raise if optimizers of this class cannot step the 1-D shard ``name``.
 

@@ -20,16 +20,16 @@ _log = logging.getLogger("fairshard")
 def compute_device(units: list[Unit]) -> torch.device:
     """The device where ``units`` compute: that of the parameters when wrapped, or where ``.to()`` moved them since.
 
-    Units whose parameters were on the CPU and are kept there compute on the current GPU if their group is NCCL's.
+    Units whose parameters were on the CPU and are offloaded compute on the current GPU if their group is NCCL's.
     """
-    flat_params = [(unit, flat_param) for unit in units for flat_param in unit.flat_params]
-    for _, flat_param in flat_params:
-        kept = flat_param.slots[0].leaf if flat_param.on_cpu else flat_param.shard
-        for device in (flat_param.shard.device, kept.device):
-            if device.type != "cpu":
-                return device
-    for unit, flat_param in flat_params:
-        if flat_param.on_cpu and default_device_type() == "cuda":
+    for unit in units:
+        for flat_param in unit.flat_params:
+            wrapped = flat_param.slots[0].leaf if unit.config.master_on_cpu else flat_param.shard
+            for device in (flat_param.shard.device, wrapped.device):
+                if device.type != "cpu":
+                    return device
+    for unit in units:
+        if unit.config.master_on_cpu and unit.flat_params and default_device_type() == "cuda":
             device = current_device()
             if backend_name(unit.group.resolve(), device) == "nccl":
                 return device
@@ -37,23 +37,34 @@ def compute_device(units: list[Unit]) -> torch.device:
 
 
 def check_host_memory(comm: Communicator, units: list[Unit], device: torch.device) -> None:
-    """Say how much host memory ``units`` will pin, and raise where it is too much. **Collective.**
+    """Say how much host memory ``units`` may pin, and raise where it is too much. **Collective.**
 
     Raises:
         HostMemoryError: on every rank, if any rank's host has not room for its ranks.
     """
-    nbytes = sum(
-        flat_param.shard.nbytes * (2 if unit.config.grad_home is GradHome.HOST and flat_param.requires_grad else 1)
-        for unit in units
-        for flat_param in unit.flat_params
-        if flat_param.on_cpu
-    )
     if device.type != "cuda" or not any(unit.config.master_on_cpu for unit in units):
         return
-    hosts = comm.gather_objects(socket.gethostname())
-    here = hosts.count(hosts[comm.rank])
-    _log.warning("rank %d pins %.2f GiB of host memory for shards and gradients", comm.rank, nbytes / 2**30)
-    problems = comm.gather_objects(too_much_to_pin(nbytes, here))
+    nbytes = _nbytes_to_pin(units)
+    hosts = comm.gather_objects((socket.gethostname(), nbytes))
+    here = [own for host, own in hosts if host == hosts[comm.rank][0]]
+    if comm.rank == [host for host, _ in hosts].index(hosts[comm.rank][0]):
+        total = sum(here) / 2**30
+        _log.warning("%d ranks on %s pin up to %.2f GiB of host memory", len(here), hosts[comm.rank][0], total)
+    problems = comm.gather_objects(too_much_to_pin(sum(here), len(here)))
     for rank, problem in enumerate(problems):
         if problem:
-            raise HostMemoryError(f"{problem} (rank {rank} on {hosts[rank]})")
+            raise HostMemoryError(f"{problem} (rank {rank} on {hosts[rank][0]})")
+
+
+def _nbytes_to_pin(units: list[Unit]) -> int:
+    """Shards; two gradients a shard where they move, the second while they add up; else two to fetch them through."""
+    nbytes = largest_held = 0
+    for unit in units:
+        for flat_param in unit.flat_params:
+            if flat_param.on_cpu:
+                nbytes += flat_param.shard.nbytes
+                if flat_param.requires_grad and unit.config.grad_home is GradHome.HOST:
+                    nbytes += 2 * flat_param.shard.nbytes
+                elif unit.config.grad_home is GradHome.HELD:
+                    largest_held = max(largest_held, flat_param.shard.nbytes)
+    return nbytes + 2 * largest_held

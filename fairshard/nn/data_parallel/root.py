@@ -38,7 +38,7 @@ def claim(module: nn.Module) -> Root:
     device = compute_device(units)
     for comm in dict.fromkeys(comms.values()):
         check_agreement(comm, [unit for unit in units if comms[unit] is comm], device)
-        check_host_memory(comm, [unit for unit in units if comms[unit] is comm], device)
+    check_host_memory(comms[units[0]], units, device)
     root = Root(units, device)
     for part in module.modules():
         wrapped = unit_of(part)
@@ -161,7 +161,9 @@ class Root:
     def reset(self) -> None:
         """Drop what a pass left behind that ended in an exception."""
         self.bucketer.reset()
-        self._land_grads()
+        for unit in self.units:
+            for flat_param in unit.flat_params:
+                flat_param.grad.discard_flights()
         self._wait_for_reads()
         for unit in self.units:
             unit.reset()

@@ -52,12 +52,13 @@ class GradTransfers:
             self.wait(self._reads.popleft()[1])
         return landed
 
-    def wait(self, event: Event) -> None:
-        """Let the host wait for ``event``, and note how long that took."""
+    def wait(self, event: Event, counts: bool = True) -> None:
+        """Let the host wait for ``event``; it ``counts`` in ``waited_s`` where training stands still meanwhile."""
         if not event.has_passed():
             started = time.perf_counter()
             event.synchronize()
-            self.waited_s += time.perf_counter() - started
+            if counts:
+                self.waited_s += time.perf_counter() - started
 
     def _num_kept_bytes(self) -> int:
         return sum(source.nbytes for source, _ in self._reads)
@@ -74,11 +75,13 @@ class _Flight:
 class ShardGrad:
     """The gradient of one shard."""
 
-    def __init__(self, shard: nn.Parameter, home: GradHome, transfers: GradTransfers) -> None:
+    def __init__(
+        self, shard: nn.Parameter, home: GradHome, transfers: GradTransfers, held: Tensor | None = None
+    ) -> None:
         self._shard = shard
         self._home = home
         self.transfers = transfers
-        self._held: Tensor | None = None
+        self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # a second one while gradients add up
         self._flights: deque[_Flight] = deque()
 
@@ -111,12 +114,17 @@ class ShardGrad:
         host = self._take_buffer()
         self._flights.append(_Flight(host, self.transfers.copy(reduced, host)))
 
-    def land(self) -> None:
-        """Wait for copies under way, and make what they bring visible."""
+    def land(self, counts: bool = True) -> None:
+        """Wait for copies under way, and make what they bring visible; ``counts`` as in `GradTransfers.wait`."""
         while self._flights:
             flight = self._flights.popleft()
-            self.transfers.wait(flight.landed)
+            self.transfers.wait(flight.landed, counts)
             self._set_or_add(flight.host)
+
+    def discard_flights(self) -> None:
+        """Wait for copies under way, and drop what they bring: their backward was interrupted."""
+        while self._flights:
+            self.transfers.wait(self._flights.popleft().landed)
 
     def value_or_zeros(self) -> Tensor:
         """The gradient; one of zeros is made if there is none."""
@@ -127,7 +135,8 @@ class ShardGrad:
         return self.value
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient, or write zeros over it."""
+        """Drop the gradient, or write zeros over it, and drop what is under way."""
+        self.discard_flights()
         if set_to_none:
             self._set(None)
         elif self.value is not None:

@@ -257,6 +257,7 @@ class Unit:
             if flat_param.requires_grad and flat_param.shard_numel:
                 if self.sync:
                     flat_param.is_complete = is_last
+                    flat_param.num_sent += 1
                     root.bucketer.reduce(flat_param)
                 else:
                     flat_param.accumulate()

@@ -212,8 +212,13 @@ def test_the_exception_tree():
         "ParameterShardedError": (),
         "ShardChangedError": (),
         "StaleOptimizerError": (),
+        "HeldGradientError": (),
+        "ShardOptimizerError": (TypeError,),
+        "HostMemoryError": (MemoryError,),
         "RanksDisagreeError": (),
     }
+    ours = [kind for kind in FairshardError.__subclasses__() if kind.__module__ == errors.__name__]
+    assert bases.keys() == {kind.__name__ for kind in ours}
     for name, others in bases.items():
         kind = getattr(errors, name)
         assert issubclass(kind, (FairshardError,))
@@ -222,7 +227,7 @@ def test_the_exception_tree():
 
 
 @on_ranks(2)
-def test_a_shared_leaf_of_two_wrapped_models():
+def test_a_wrapped_module_is_an_inner_unit_of_another_model():
     """A module that is wrapped already, wrapped again in another model, is an inner unit there, not an error."""
     inner = FSDP(mlp(4, 4))
     outer = FSDP(nn.Sequential(inner, copy.deepcopy(mlp(4, 5))))

@@ -13,7 +13,7 @@ from fairshard.errors import HostMemoryError
 from fairshard.nn.data_parallel import placement as placement_module
 from fairshard.nn.data_parallel.placement import check_host_memory
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
-from fairshard.nn.data_parallel.summary import state_bytes
+from fairshard.nn.data_parallel.summary import copy_wait_s, state_bytes
 from fairshard.optim import CPUOptimizer
 from fairshard.utils.device import Event
 from tests.models import mlp, wrap_each
@@ -127,10 +127,27 @@ def test_a_gradient_is_read_only_after_its_copy_has_landed(twin):
 def test_late_copies_change_no_bit_of_training(placement):
     """Losses and weights of runs whose copies are all late are those of a run without offload."""
     model, reference = build(placement), build()
-    with late_copies() if placement != "held" else contextlib.nullcontext():
+    with late_copies():
         losses = train(model)
     assert losses == train(reference)
     assert_same_state(model.state_dict(), reference.state_dict())
+    # Held gradients are fetched while other shards are stepped: training does not stand still for them.
+    assert (copy_wait_s(model) > 0) == (placement != "held")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("twin", [False, True])
+def test_held_gradients_are_stepped_after_their_copies_have_landed(twin):
+    """`CPUOptimizer` fetches four gradients through two buffers, all late; without its waits the weights are NaN."""
+    model, reference = (wrap_each(mlp(4, 9, 7, 5, 3), **SETTINGS[name]) for name in ("held", "device"))
+    ours, plain = optimizer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, fused=True)
+    backward(model, 0)
+    backward(reference, 0)
+    with late_copies(twin):
+        ours.step()
+    plain.step()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other) != twin
 
 
 @on_ranks(2)
@@ -255,6 +272,39 @@ def test_the_step_after_an_exception_is_clean(placement):
     assert_same_state(model.state_dict(), reference.state_dict())
 
 
+@on_ranks(1)
+@PLACEMENTS
+def test_gradients_of_an_interrupted_backward_do_not_come_back(placement):
+    """What was under way when the backward raised is not added after `zero_grad`."""
+    model, reference = build(placement), build()
+
+    def fail(*_):
+        raise ValueError("on purpose")
+
+    hook = model[0].module.register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        (1000 * model(randn(3, 4)).square().sum()).backward()
+    hook.remove()
+    model.zero_grad()
+    backward(model, 0)
+    backward(reference, 0)
+    for one, other in ((model[0], reference[0]), (model[2], reference[2])):
+        (grad,), (expected,) = one._unit.shard_grad.values(), other._unit.shard_grad.values()
+        assert torch.equal(grad, expected)
+
+
+@on_ranks(2)
+@PLACEMENTS
+def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
+    """A unit that ran a backward on its own, then as part of a model: its gradients add up."""
+    model, reference = build(placement), build()
+    for one in (model, reference):
+        one[2](torch.ones(3, 9)).square().sum().backward()
+        backward(one, 0)
+    (grad,), (expected,) = (one[2]._unit.shard_grad.values() for one in (model, reference))
+    assert torch.equal(grad, expected)
+
+
 @on_ranks(2)
 @PLACEMENTS
 @pytest.mark.parametrize("by", ["copy", "pickle"])
@@ -319,7 +369,7 @@ def test_more_pinned_memory_than_the_host_has_is_refused_on_all_ranks(poor):
     model(randn(3, 4))
     units = [wrapper._unit for wrapper in (model, model[0], model[2])]
     shards = sum(param.nbytes for param in model.parameters())
-    nbytes = 2 * 2 * shards  # shards and gradients, of the two ranks of this host
+    nbytes = 2 * 3 * shards  # a shard and twice its gradient, of the two ranks of this host
     free = int(nbytes / 0.8) + 1 if dist.get_rank() != poor else int(nbytes / 0.8) - 1
     with (
         mock.patch("fairshard.utils.pinned.free_host_memory", return_value=free),

@@ -10,7 +10,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import randn
+from tests.reference import assert_same_state, randn, sgd
 
 
 def linears(model):
@@ -119,15 +119,26 @@ def test_a_hook_may_replace_the_output():
 
 
 @on_ranks(2)
-def test_hooks_on_shards():
-    """A hook on a sharded parameter's gradient, torch's way to fuse the optimizer, gets the reduced shard."""
-    wrapped = FSDP(nn.Linear(4, 5).to(rank_device()))
-    (shard,) = wrapped.params
-    wrapped(randn(3, 4)).sum().backward()
-    expected = shard.grad.clone()
-    wrapped.zero_grad()
-    wrapped(randn(3, 4)).sum().backward()
-    assert torch.equal(shard.grad, expected)
+def test_an_optimizer_in_a_hook_on_a_shard_steps_the_reduced_gradient():
+    """torch's way to fuse optimizer and backward: stepping and dropping each gradient in its hook changes nothing."""
+    plain = mlp(4, 5, 3)
+    hooked, stepped = wrap_each(copy.deepcopy(plain)), wrap_each(plain)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in hooked.parameters()}
+
+    def step(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    optimizer = sgd(stepped)
+    for key in range(3):
+        hooked(randn(3, 4, key=key)).square().sum().backward()
+        assert not hooked.params_with_grad
+        stepped(randn(3, 4, key=key)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_state(hooked.state_dict(), stepped.state_dict())
 
 
 @on_ranks(2)
