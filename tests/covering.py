@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 
 def all_cells(axes):
     """Every combination of the values of ``axes`` (``{name: values}``), as dictionaries."""
@@ -27,6 +29,13 @@ def covering_array(axes, seed=0, num_candidates=30):
         uncovered -= covered(best)
         cells.append({name: axes[name][best[name]] for name in axes})
     return cells
+
+
+def over_cells(cells):
+    """Parametrize a test by ``world_size`` and by the rest of each of ``cells``, as ``cell``."""
+    values = [(cell["world_size"], {k: v for k, v in cell.items() if k != "world_size"}) for cell in cells]
+    ids = ["-".join(v if isinstance(v, str) else f"{k}={v}" for k, v in cell.items()) for cell in cells]
+    return pytest.mark.parametrize(("world_size", "cell"), values, ids=ids)
 
 
 def covered(cell):

@@ -17,7 +17,7 @@ from fairshard.errors import HeldGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.utils.testing import rank_device
-from tests.covering import all_cells, covering_array
+from tests.covering import all_cells, covering_array, over_cells
 from tests.models import DIM, tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 
@@ -51,12 +51,6 @@ PRECISIONS = {
 CLIPS = {"none": None, "active": 0.05, "inactive": 1e9}
 # fp32 adds in another order; 8 and 11 bits of mantissa, over four steps of SGD with losses around 2.6.
 BOUNDS = {"fp32": 2e-6, "bf16": 3e-2, "fp16": 5e-3}
-
-
-def _cells(cells):
-    values = [(cell["world_size"], {k: v for k, v in cell.items() if k != "world_size"}) for cell in cells]
-    ids = ["-".join(str(value) for value in cell.values()) for cell in cells]
-    return pytest.mark.parametrize(("world_size", "cell"), values, ids=ids)
 
 
 def _build(cell):
@@ -186,7 +180,7 @@ def _check(cell, ways):
             assert one is None or torch.equal(one.to(other.device), other), way
 
 
-@_cells(covering_array(AXES))
+@over_cells(covering_array(AXES))
 @on_ranks()
 def test_every_pair_of_settings_is_exact(cell):
     """Losses, weights and momenta are those of the run without offload, in cells that hold every pair."""
@@ -194,7 +188,7 @@ def test_every_pair_of_settings_is_exact(cell):
 
 
 @pytest.mark.full
-@_cells(all_cells({"world_size": [2], **SETTINGS}))
+@over_cells(all_cells({"world_size": [2], **SETTINGS}))
 @on_ranks()
 def test_every_combination_of_settings_is_exact(cell):
     """The same for all placements and optimizers, in all settings, on two ranks."""

@@ -107,12 +107,8 @@ class Root:
     def _begin_pass(self, unit: Unit) -> None:
         if self.in_backward:  # its end never came: it raised
             self.reset()
+        self._assert_none_summoned("forward")
         for other in self.units:
-            if other.state is TrainingState.SUMMON_FULL_PARAMS:
-                raise TrainingStateError(
-                    "A forward must not run inside summon_full_params, but unit "
-                    f"`{other.fqn or 'root'}` is summoned. Leave the `with` block first."
-                )
             other.is_stale = other.is_gathered
             for flat_param in other.flat_params:
                 flat_param.begin_pass()
@@ -125,6 +121,7 @@ class Root:
     def enter_backward(self, unit: Unit) -> Unit | None:
         """The backward has come to ``unit``; returns the one to gather ahead."""
         if not self.in_backward:
+            self._assert_none_summoned("backward")
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
@@ -172,6 +169,14 @@ class Root:
         self._depth = 0
 
     # ---- memory, state
+
+    def _assert_none_summoned(self, what: str) -> None:
+        for unit in self.units:
+            if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+                raise TrainingStateError(
+                    f"A {what} must not run inside summon_full_params, but unit `{unit.fqn or 'root'}` is summoned. "
+                    "Leave the `with` block first."
+                )
 
     def _land_grads(self) -> None:
         for unit in self.units:

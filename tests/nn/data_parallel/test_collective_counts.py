@@ -50,7 +50,7 @@ def add(*pairs):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32_reduce"])
 @pytest.mark.parametrize("bucket", [0, 25])
-def test_one_step(reshard, precision, bucket):
+def test_a_step_gathers_and_reduces_as_often_as_the_formula_says(reshard, precision, bucket):
     """Each unit is gathered for forward, again for backward if resharded; gradients go bucket by bucket."""
     settings = {"mixed_precision": True, "compute_dtype": torch.bfloat16} if precision != "fp32" else {}
     settings |= {"fp32_reduce_scatter": True} if precision == "fp32_reduce" else {}

@@ -13,7 +13,7 @@ from tests.on_ranks import on_ranks
 from tests.reference import randn
 
 
-def test_names():
+def test_the_class_is_found_under_all_its_names():
     """The class is found under fairscale's path, and under its short name."""
     assert data_parallel.FullyShardedDataParallel is FSDP is ALIAS
 
@@ -58,7 +58,7 @@ def test_index_and_length():
 
 
 @on_ranks(2, 3)
-def test_extra_repr():
+def test_repr_shows_the_arguments_in_fairscales_order():
     """fairscale's nine fields in its order, then the bucket's size."""
     wrapped = FSDP(nn.Linear(4, 5), reshard_after_forward=False, bucket_cap_mb=0.5)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -247,7 +247,7 @@ def test_autocast_sees_new_weights_after_a_reshard_inside():
 
 
 @on_ranks(1)
-def test_cast_buffers():
+def test_cast_buffers_leaves_batch_norm_and_integers_alone():
     """`cast_buffers_` casts floating buffers of one module in place, but not BatchNorm's or integers."""
     spy, norm = Spy(), nn.BatchNorm1d(3)
     cast_buffers_(spy, dtype=torch.float16)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.utils.testing import rank_device
-from tests.covering import all_cells, covering_array
+from tests.covering import all_cells, covering_array, over_cells
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import Reference, assert_same_state, sgd
@@ -45,26 +45,6 @@ PRECISIONS = {
 
 CELLS = covering_array(AXES)
 OTHER_CELLS = [cell for cell in all_cells(AXES) if cell not in CELLS]
-
-
-def _id(cell):
-    names = [
-        "flat" if cell["flatten"] else "apart",
-        "reshard" if cell["reshard"] else "keep",
-        cell["precision"],
-    ]
-    names += [
-        cell["accumulate"],
-        f"clip_{cell['clip']}",
-        f"{cell['checkpointing']}",
-        f"bucket_{cell['bucket']}",
-    ]
-    return "-".join([str(cell["world_size"]), *names])
-
-
-def _cells(cells):
-    values = [(cell["world_size"], {k: v for k, v in cell.items() if k != "world_size"}) for cell in cells]
-    return pytest.mark.parametrize(("world_size", "cell"), values, ids=[_id(cell) for cell in cells])
 
 
 def _train(cell):
@@ -111,7 +91,7 @@ def _clip_both(reference, wrapped, norm_type, rtol):
     reference.scale_grads(MAX_NORM / (norm + 1e-6))
 
 
-@_cells(CELLS)
+@over_cells(CELLS)
 @on_ranks()
 def test_every_pair_of_settings_trains_as_plain_torch(cell):
     """Losses and final weights equal the reference's, in cells that hold every pair of settings."""
@@ -119,7 +99,7 @@ def test_every_pair_of_settings_trains_as_plain_torch(cell):
 
 
 @pytest.mark.full
-@_cells(OTHER_CELLS)
+@over_cells(OTHER_CELLS)
 @on_ranks()
 def test_every_combination_of_settings_trains_as_plain_torch(cell):
     """The same in all other cells."""

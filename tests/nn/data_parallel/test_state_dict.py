@@ -121,7 +121,7 @@ def test_prefix_and_destination():
 
 
 @on_ranks(2)
-def test_keep_vars():
+def test_keep_vars_gives_parameters_that_require_grad():
     """``keep_vars=True`` gives Parameters that require grad, with the whole values."""
     plain, wrapped = mlp(4, 5, 3), wrap_each(mlp(4, 5, 3))
     state = wrapped.state_dict(keep_vars=True)

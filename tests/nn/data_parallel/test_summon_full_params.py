@@ -79,7 +79,7 @@ def test_as_a_function_of_any_module():
 
 
 @on_ranks(2)
-def test_not_recursive():
+def test_recurse_false_shows_this_unit_only():
     """``recurse=False`` shows the parameters of this unit only."""
     wrapped = wrap_tiny(tiny())
     with wrapped.summon_full_params(recurse=False):
@@ -165,11 +165,18 @@ def test_passes_inside_and_summons_in_a_pass_are_refused():
             pass
         seen.append(wrapped[0].training_state)
 
-    wrapped[0].module.register_forward_hook(summon)
+    hooks = [
+        wrapped[0].module.register_forward_hook(summon),
+        wrapped[0].module.register_full_backward_pre_hook(summon),
+    ]
+    wrapped(randn(2, 4)).sum().backward()
+    assert seen == [TrainingState.FORWARD, TrainingState.BACKWARD_PRE]
+    for hook in hooks:
+        hook.remove()
     loss = wrapped(randn(2, 4)).sum()
-    wrapped[0].module.register_full_backward_hook(summon)
-    loss.backward()
-    assert seen == [TrainingState.FORWARD, TrainingState.BACKWARD_POST]
+    with wrapped.summon_full_params():
+        with pytest.raises(FairshardError, match="backward must not run inside summon_full_params"):
+            loss.backward()
     assert wrapped(randn(2, 4)).shape == (2, 3)
 
 

@@ -15,7 +15,7 @@ IDLE, FORWARD = TrainingState.IDLE, TrainingState.FORWARD
 BACKWARD_PRE, BACKWARD_POST = TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST
 
 
-def test_names():
+def test_there_are_five_states_and_one_name_for_two():
     """The five states of FSDP, and fairscale's single name for both backward ones."""
     names = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST", "SUMMON_FULL_PARAMS"}
     assert names <= set(TrainingState.__members__)
@@ -56,7 +56,7 @@ def test_gradients_sent_is_backward_post():
 
 
 @on_ranks(2)
-def test_assert_state():
+def test_assert_state_takes_one_state_or_several():
     """It takes one state or several, and raises what both seeds raise, naming the unit and both states."""
     wrapped = wrap_each(mlp(4, 9, 5))
     wrapped.assert_state(IDLE)

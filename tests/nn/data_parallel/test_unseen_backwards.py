@@ -91,18 +91,6 @@ def test_a_backward_after_one_that_raised_is_whole():
 
 
 @on_ranks(2)
-def test_autograd_grad_leaves_no_gradients():
-    """``torch.autograd.grad`` with respect to an input works, and sets no shard's gradient, as on a plain module."""
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4)))
-    x = torch.ones(2, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(model(x).sum(), x)
-    with model.summon_full_params():
-        expected = torch.ones(2, 4) @ model.module[1].weight @ model.module[0].module.weight
-    torch.testing.assert_close(grad, expected)
-    assert model.params_with_grad == []
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("mixed_precision", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_dropped_model_is_freed(mixed_precision, backward):
