@@ -14,6 +14,8 @@ running is one of these::
     |-- HeldGradientError                                     an optimizer that would skip gradients in silence
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
     |-- HostMemoryError       (+ MemoryError)                 not enough host memory to pin
+    |-- StateDictTypesDifferError (+ AssertionError)          units with different types of state dict
+    |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or another model's
     `-- RanksDisagreeError                                    ranks built different models
 
 The extra bases are those that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
@@ -63,6 +65,14 @@ class ShardOptimizerError(FairshardError, TypeError):
 
 class HostMemoryError(FairshardError, MemoryError):
     """The ranks of a host would pin more of its memory than is free."""
+
+
+class StateDictTypesDifferError(FairshardError, AssertionError):
+    """The units of one model are set to different types of state dict."""
+
+
+class CheckpointError(FairshardError, ValueError):
+    """A checkpoint cannot be used: a file is missing or damaged, or it is another model's."""
 
 
 class RanksDisagreeError(FairshardError):

@@ -1,8 +1,10 @@
 """Modules and wrappers."""
 
-from fairshard.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from fairshard.nn.data_parallel import *  # noqa: F403
+from fairshard.nn.data_parallel import FullyShardedDataParallel
+from fairshard.nn.data_parallel import __all__ as _exported
 from fairshard.nn.data_parallel.buffers import cast_buffers_
 
 FSDP = FullyShardedDataParallel
 
-__all__ = ["FSDP", "FullyShardedDataParallel", "TrainingState", "cast_buffers_"]
+__all__ = ["FSDP", "cast_buffers_", *_exported]

@@ -152,6 +152,32 @@ class Communicator:
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
         return Transfer((work,), (tensor,), tensor)
 
+    def gather_rows(self, row: Tensor) -> Tensor | None:
+        """``row`` of every rank as ``[world_size, *row.shape]`` on rank 0, None elsewhere. **Collective.**"""
+        line = row.new_empty(self.world_size, *row.shape) if self.rank == 0 else None
+        if self.world_size == 1:
+            return row.clone().unsqueeze(0)
+        if not row.numel():
+            return line
+        dist.gather(row.contiguous(), None if line is None else list(line), group=self.group, group_dst=0)
+        return line
+
+    def scatter_rows(self, row: Tensor, line: Tensor | None) -> None:
+        """Fill ``row`` from that of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""
+        if self.world_size == 1:
+            assert line is not None
+            row.copy_(line[0])
+        elif row.numel():
+            dist.scatter(row, None if line is None else list(line), group=self.group, group_src=0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """``value`` of rank 0, pickled. **Collective.**"""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank, pickled. **Collective**; for messages about errors, never on the fast path."""
         values = [None] * self.world_size

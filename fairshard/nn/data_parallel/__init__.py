@@ -1,6 +1,33 @@
 """The engine, and the doors to it."""
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+from fairshard.nn.data_parallel.optim_state_keys import OptimStateKeyType
+from fairshard.nn.data_parallel.state_dict_config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fairshard.nn.data_parallel.training_state import TrainingState
 
-__all__ = ["FullyShardedDataParallel", "TrainingState"]
+__all__ = [
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]

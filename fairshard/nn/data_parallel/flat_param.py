@@ -140,9 +140,9 @@ class FlatParam:
         self._gather = RowGather(self.comm, buffer)
         # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
         # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
-        self._views = [view.data for view in self._params_of(buffer)]
+        self._views = [view.data for view in self.params_of(buffer)]
 
-    def _params_of(self, line: Tensor) -> list[Tensor]:
+    def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, as views of a whole line of ``W * S`` elements."""
         line = line.view(-1)
         spans = map(self.layout.param_span, range(len(self.slots)))
@@ -215,7 +215,7 @@ class FlatParam:
     def bucket_views(self, columns: Tensor) -> list[Tensor]:
         """The runs of ``columns`` ``[W, S]`` where the gradients go, in the order of the line, then the padding."""
         if columns.is_contiguous():
-            return [*self._params_of(columns), columns.view(-1)[self.layout.numel :]]
+            return [*self.params_of(columns), columns.view(-1)[self.layout.numel :]]
         return [
             columns[piece.row, piece.target.start : piece.target.stop]
             for piece in (*self.layout.pieces, *self.layout.padding)
@@ -275,9 +275,7 @@ class FlatParam:
         """
         if self.reduce_dtype != self.compute_dtype:
             if self._accumulated is None:
-                self._accumulated = torch.zeros(
-                    self.layout.numel, dtype=self.reduce_dtype, device=self.compute_device
-                )
+                self._accumulated = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.compute_device)
             for index, slot in enumerate(self.slots):
                 self._take_grad(index, slot)
         grad = self.grad.value_or_zeros()
@@ -307,14 +305,42 @@ class FlatParam:
                 slot.leaf.grad = None
 
     @torch.no_grad()
-    def gather_full(self) -> list[Tensor]:
-        """Every parameter whole, in the shard's dtype, each in memory of its own. **Collective.**"""
-        line = self._empty_line(self.shard.dtype)
-        line[self.rank] = self.shard
+    def gather_line(self, values: Tensor, first_only: bool = False) -> Tensor | None:
+        """``values`` ``[S]`` of every rank as a line ``[W, S]`` in new memory on the compute device. **Collective.**
+
+        With ``first_only`` on rank 0 alone, and None elsewhere.
+        """
+        values = values.to(self.compute_device)
+        if first_only:
+            gathered: Tensor | None = self.comm.gather_rows(values)
+            return gathered
+        line = self._empty_line(values.dtype)
+        line[self.rank] = values
         if self.shard_numel:
             self._uses += 1
             self.comm.all_gather(line, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
-        return [param.clone() for param in self._params_of(line)]
+        return line
+
+    def scatter_line(self, line: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's row ``[S]`` of the line ``[W, S]`` that rank 0 has; the others pass None. **Collective.**"""
+        row = torch.empty(self.shard_numel, dtype=dtype, device=self.compute_device)
+        self.comm.scatter_rows(row, None if line is None else line.to(self.compute_device))
+        return row
+
+    def lay_out(self, values: list[Tensor]) -> Tensor:
+        """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
+        line = values[0].new_zeros(self.layout.padded_numel)
+        for index, value in enumerate(values):
+            span = self.layout.param_span(index)
+            line[span.start : span.stop] = value.reshape(-1)
+        return line.view(self.layout.world_size, self.shard_numel)
+
+    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
+        """What this rank owns of each parameter, as views of ``values`` ``[S]``: first element, and the run."""
+        runs = [(0, values[:0]) for _ in self.slots]
+        for piece in self.layout.pieces_of(self.rank):
+            runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
+        return runs
 
     def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
         """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""

@@ -1,43 +1,85 @@
-"""Showing the parameters of units whole, under their own names, for as long as a ``with`` block lasts."""
+"""Showing the parameters of units under their own names, whole or as spans, for as long as a ``with`` block lasts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.span_tensor import SpanTensor
+
+
+@dataclass(frozen=True)
+class Showing:
+    """How parameters are shown.
+
+    ``writeback``: this rank's span of what they hold at the end goes into its shard, and what was written to the
+    spans of other ranks is lost unless those write the same. ``from_first``: they are whole on rank 0 alone, and
+    with ``writeback`` its values go into the shards of all ranks. ``offload_to_cpu``: they are in host memory.
+    ``with_grads``: gradients too, in the same way.
+    """
+
+    writeback: bool = False
+    from_first: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
 
 
 @contextmanager
-def summon(units: list[Unit], writeback: bool) -> Iterator[None]:
+def summon(units: list[Unit], how: Showing) -> Iterator[None]:
     """`show` all of ``units`` at once. **Collective.**"""
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(show(unit, writeback))
+            stack.enter_context(show(unit, how))
         yield
 
 
 @contextmanager
-def show(unit: Unit, writeback: bool) -> Iterator[None]:
+def show(unit: Unit, how: Showing) -> Iterator[None]:
     """Register the whole parameters of ``unit``, in the precision of its shards, under their own names.
 
-    With ``writeback`` this rank's span of what they hold at the end goes into its shard; what was written to the
-    spans of other ranks is lost unless those write the same. After an exception nothing is written back.
-    **Collective.**
+    After an exception nothing is written back. **Collective.**
     """
+    with _summoned(unit), ExitStack() as stack:
+        for flat_param in unit.flat_params:
+            stack.enter_context(_Whole(flat_param, how).shown())
+        yield
+
+
+@contextmanager
+def show_spans(unit: Unit) -> Iterator[None]:
+    """Register what this rank owns of each parameter of ``unit``, as `SpanTensor`: views of the shards."""
+    with _summoned(unit), ExitStack() as stack:
+        for flat_param in unit.flat_params:
+            stack.enter_context(_registered(flat_param, [as_parameter(flat_param, s) for s in spans_of(flat_param)]))
+        yield
+
+
+def spans_of(flat_param: FlatParam, values: Tensor | None = None) -> list[SpanTensor]:
+    """This rank's run of each parameter, as views of ``values`` ``[S]``, or of the shard."""
+    values = flat_param.shard.detach() if values is None else values
+    runs = flat_param.runs_of(values)
+    return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
+
+
+def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
+    """``value`` as what a module registers."""
+    return nn.Parameter(value, requires_grad=flat_param.requires_grad)
+
+
+@contextmanager
+def _summoned(unit: Unit) -> Iterator[None]:
     before, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
     try:
         if unit.is_gathered and not unit.is_pinned:
             unit.reshard()
-        with ExitStack() as stack:
-            for flat_param in unit.flat_params:
-                stack.enter_context(_shown(flat_param, writeback))
-            yield
+        yield
     finally:
         unit.state = before
         if unit.is_gathered:
@@ -45,16 +87,84 @@ def show(unit: Unit, writeback: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(flat_param: FlatParam, writeback: bool) -> Iterator[None]:
-    fulls = [nn.Parameter(full, requires_grad=flat_param.requires_grad) for full in flat_param.gather_full()]
+def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter | None]) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         undo.append(flat_param.unregister())
-        undo.extend(slot.expose(full) for slot, full in zip(flat_param.slots, fulls, strict=True))
+        undo.extend(slot.expose(param) for slot, param in zip(flat_param.slots, params, strict=True))
         yield
-        if writeback:
-            with torch.no_grad():
-                flat_param.shard.copy_(flat_param.cut(list(fulls)))
     finally:
         for step in undo:
             step()
+
+
+class _Whole:
+    """One flat param while it is shown whole."""
+
+    def __init__(self, flat_param: FlatParam, how: Showing) -> None:
+        self._flat_param = flat_param
+        self._how = how
+        self._params: list[nn.Parameter] = []
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Register the parameters; take them back at the end."""
+        flat_param, how = self._flat_param, self._how
+        values = self._gather(flat_param.shard.detach())
+        self._params = [as_parameter(flat_param, value) for value in values]
+        has_grads = how.with_grads and self._gather_grads()
+        with ExitStack() as stack:
+            if self._params:
+                stack.enter_context(_registered(flat_param, self._params))
+            elif how.writeback:  # nothing is loaded here
+                stack.enter_context(_registered(flat_param, [None] * len(flat_param.slots)))
+            yield
+            if how.writeback:
+                with torch.no_grad():
+                    self._write_back(has_grads)
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        """Every parameter, in memory of its own; nothing where rank 0 alone has them."""
+        line = self._flat_param.gather_line(values, self._how.from_first)
+        if line is None:
+            return []
+        parts = self._flat_param.params_of(line)
+        if self._how.offload_to_cpu and line.device.type != "cpu":
+            return [part.cpu() for part in parts]
+        return [part.clone() for part in parts]
+
+    def _write_back(self, had_grads: bool) -> None:
+        flat_param = self._flat_param
+        values = [param.detach() for param in self._params]
+        if self._how.from_first:
+            line = flat_param.lay_out(values) if values else None
+            flat_param.shard.copy_(flat_param.scatter_line(line, flat_param.shard.dtype))
+        else:
+            flat_param.shard.copy_(flat_param.cut(values))
+        if self._how.with_grads:
+            self._keep_grads(had_grads)
+
+    def _gather_grads(self) -> bool:
+        flat_param = self._flat_param
+        if not flat_param.requires_grad:
+            return False
+        grad = flat_param.grad.value
+        has_grads = torch.tensor([float(grad is not None)], device=flat_param.compute_device)
+        flat_param.comm.all_reduce(has_grads, "max").wait()
+        if not has_grads.item():
+            return False
+        for param, whole in zip(self._params, self._gather(flat_param.grad.value_or_zeros()), strict=True):
+            param.grad = whole
+        return True
+
+    def _keep_grads(self, had_grads: bool) -> None:
+        """Write gradients back; those of which some are gone count as zeros, and all gone as none."""
+        flat_param = self._flat_param
+        if not flat_param.requires_grad:
+            return
+        if all(param.grad is None for param in self._params):
+            if had_grads:
+                flat_param.grad.zero(set_to_none=True)
+            return
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self._params]
+        flat_param.grad.value_or_zeros().copy_(flat_param.cut(grads))

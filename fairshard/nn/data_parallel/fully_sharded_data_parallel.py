@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,27 +14,21 @@ from torch.distributed import ProcessGroup
 from fairshard.errors import NotRootError, TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
 from fairshard.nn.data_parallel.config import resolve
-from fairshard.nn.data_parallel.full_params import show, summon
+from fairshard.nn.data_parallel.full_params import Showing, show
+from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.root import Root, claim
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.sharding import shard_parameters
-from fairshard.nn.data_parallel.state_dict import (
-    Loading,
-    full_state_dict,
-    load_full_state_dict,
-    load_local_state_dict,
-    local_state_dict,
-)
+from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.nn.data_parallel.unit_attributes import UnitAttributes
 from fairshard.utils.collectives import default_group
 from fairshard.utils.parallel import validate_process_group
 
 
-class FullyShardedDataParallel(UnitAttributes):
+class FullyShardedDataParallel(StateMethods, OptimStateMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
@@ -107,8 +101,7 @@ class FullyShardedDataParallel(UnitAttributes):
         flat_params = shard_parameters(module, self.config, saved.rank, saved.world_size)
         unit = Unit(saved, flat_params, self.config)
         setattr(self, UNIT_ATTRIBUTE, unit)
-        self._loading = Loading(unit)
-        self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
+        self._init_state()
         self.module = module
         if flatten_parameters:
             for flat_param in flat_params:
@@ -173,64 +166,7 @@ class FullyShardedDataParallel(UnitAttributes):
         for _, unit in units_below(self):
             unit.zero_grad(set_to_none)
 
-    # ---- state
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The whole model under its unwrapped names, in the precision of the shards. **Collective.**
-
-        Every rank gets all of it, in tensors of its own. It loads into the unwrapped module and back.
-        """
-        if args:  # nn.Module still takes them by position
-            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-            destination = positional.get("destination", destination)
-            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
-        if (root := self._claimed()).units[0] is self._unit:
-            root.assert_idle("state_dict")
-        return full_state_dict(self, self._unit, destination, prefix, keep_vars)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
-        """Load a whole state dict, given on every rank; returns missing and unexpected keys. **Collective.**"""
-        self._claimed().assert_idle("load_state_dict")
-        loadings = [part._loading for _, part in walk(self) if isinstance(part, FullyShardedDataParallel)]
-        load = super().load_state_dict
-        return load_full_state_dict(loadings, lambda: load(state_dict, strict))
-
-    def local_state_dict(self) -> dict[str, Tensor]:
-        """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
-        return local_state_dict(self)
-
-    def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """Load what `local_state_dict` returned on this rank; returns missing and unexpected keys.
-
-        Raises:
-            RuntimeError: it does not fit; nothing is changed then.
-        """
-        return load_local_state_dict(self, state_dict, strict)
-
-    @contextmanager
-    def summon_full_params(
-        self: nn.Module, recurse: bool = True, writeback: bool = True, volatile: bool = False
-    ) -> Iterator[None]:
-        """Show whole parameters under their own names and shapes inside the ``with`` block. **Collective.**
-
-        Also as ``FullyShardedDataParallel.summon_full_params(module)`` for a module that contains wrappers. With
-        ``writeback`` each rank keeps, of what was written, the part that it owns; ``volatile=True`` is fairscale's
-        ``writeback=False``. Gradients are not shown.
-
-        Raises:
-            TrainingStateError: inside a forward, a backward or another such block.
-        """
-        wrappers = [part for _, part in walk(self) if isinstance(part, FullyShardedDataParallel)]
-        outermost = []
-        for wrapper in wrappers:
-            root = wrapper._claimed()
-            if root.units[0] is wrapper._unit:
-                outermost.append(wrapper)
-            root.assert_idle("summon_full_params")
-        if not recurse:
-            wrappers = [self] if isinstance(self, FullyShardedDataParallel) else outermost
-        with summon([wrapper._unit for wrapper in wrappers], writeback and not volatile):
-            yield
+    # ---- nn.Module
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module below, and to this one, with whole parameters. **Collective.**"""
@@ -238,7 +174,7 @@ class FullyShardedDataParallel(UnitAttributes):
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return super().apply(fn)
         self._claimed()
-        with show(unit, writeback=True):
+        with show(unit, Showing(writeback=True)):
             return super().apply(fn)
 
     # ---- what it looks like
@@ -271,8 +207,6 @@ class FullyShardedDataParallel(UnitAttributes):
                 f"Unit `{self._unit.fqn or 'root'}` must be in state {names}, but is in {self.training_state.name} "
                 f"(rank {self.rank})."
             )
-
-    # ---- nn.Module
 
     def __getattr__(self, name: str) -> Any:
         """Look where ``nn.Module`` looks, then on the wrapped module."""
@@ -313,10 +247,6 @@ class FullyShardedDataParallel(UnitAttributes):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        self._claimed()
-        self._loading.begin(state_dict, prefix)
-
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for fqn, part in walk(self) if recurse else [("", self)]:
@@ -324,10 +254,6 @@ class FullyShardedDataParallel(UnitAttributes):
                 if value is not None and not (remove_duplicate and id(value) in seen):
                     seen.add(id(value))
                     yield join(prefix, join(fqn, name)), value
-
-    def _claimed(self) -> Root:
-        """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
-        return self._unit.root or claim(self)
 
     def _require_root(self, what: str) -> Root:
         root = self._unit.root if self._unit.is_inner else self._claimed()
@@ -337,7 +263,3 @@ class FullyShardedDataParallel(UnitAttributes):
                 "Call it on the model that wraps this one."
             )
         return root
-
-
-def _end_loading(wrapper: FullyShardedDataParallel, keys: Any) -> None:
-    wrapper._loading.end(keys)

@@ -129,8 +129,8 @@ class ParamSlot:
             else:
                 module.__dict__[name] = placeholder
 
-    def expose(self, full: nn.Parameter) -> Callable[[], None]:
-        """Register ``full``, the whole parameter, under every name; the function returned undoes it."""
+    def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
+        """Register ``full``, the whole parameter, under every name, or nothing; the function returned undoes it."""
         for module, name in self.owners:
             module.__dict__.pop(name, None)
             module._parameters[name] = full

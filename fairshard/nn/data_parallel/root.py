@@ -16,7 +16,7 @@ from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below
+from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import Stream, now
@@ -45,6 +45,16 @@ def claim(module: nn.Module) -> Root:
         if wrapped is not None:
             wrapped.materialize(root, comms[wrapped], modules_of(part))
     return root
+
+
+def roots_below(module: nn.Module) -> list[Root]:
+    """The root of every model in ``module``, outermost first; units in none are claimed. **Collective** then."""
+    roots: dict[Root, None] = {}
+    for _, part in walk(module):
+        unit = unit_of(part)
+        if unit is not None:
+            roots[unit.root or claim(part)] = None
+    return list(roots)
 
 
 class Root:

@@ -21,6 +21,7 @@ from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.saved_group import SavedGroup
+from fairshard.nn.data_parallel.state_dict_config import default_settings
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import join
 from fairshard.utils.collectives import Communicator
@@ -41,6 +42,7 @@ class Unit:
         self.is_inner = False  # of another unit
         self.sync = True
         self.reshard_after_forward = config.reshard_after_forward
+        self.state_dict_settings = default_settings()
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -62,7 +64,7 @@ class Unit:
         self.is_pinned = False  # gathered for good: its backward could come unseen
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("group", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward")
+        kept = ("group", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,128 @@
+"""Local state dicts: this rank's shards and buffers as they are, with a description of what they are shards of."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fairshard.nn.data_parallel.tree import join, units_below, walk
+
+LAYOUT_KEY = "_fairshard_layout"
+
+
+def local_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's shards and the persistent buffers below ``module``, copied. No communication.
+
+    ``_fairshard_layout`` is the description, JSON as bytes, so that the dict holds nothing but tensors.
+    """
+    state: dict[str, Tensor] = OrderedDict()
+    for name, value in _local_entries(module).items():
+        state[name] = value.detach().clone()
+    state[LAYOUT_KEY] = layout_bytes(module)
+    return state
+
+
+def layout_bytes(module: nn.Module) -> Tensor:
+    """The description of what this rank's shards below ``module`` are shards of: JSON as ``uint8``."""
+    return torch.tensor(list(json.dumps(_describe(module)).encode()), dtype=torch.uint8)
+
+
+def check_layout(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise if ``state`` was made of other shards than those below ``module``.
+
+    Raises:
+        RuntimeError: naming the first difference.
+    """
+    if problems := _differences(module, state):
+        raise _mismatch(problems)
+
+
+@torch.no_grad()
+def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict: bool) -> _IncompatibleKeys:
+    """Copy what `local_state_dict` returned back into the shards and buffers. No communication.
+
+    Raises:
+        RuntimeError: it is of another rank or wrapping, or with ``strict`` a name is missing or unexpected; nothing
+            is changed then.
+    """
+    entries = _local_entries(module)
+    missing = [name for name in entries if name not in state]
+    unexpected = [name for name in state if name not in entries and name != LAYOUT_KEY]
+    problems = _differences(module, state)
+    problems += [
+        f"`{name}` must have shape {tuple(entry.shape)}, but has {tuple(state[name].shape)}"
+        for name, entry in entries.items()
+        if name in state and state[name].shape != entry.shape
+    ]
+    if strict:
+        problems += [f"`{name}` is missing" for name in missing] + [f"`{name}` is unexpected" for name in unexpected]
+    if problems:
+        raise _mismatch(problems)
+    for name, entry in entries.items():
+        if name in state:
+            entry.copy_(state[name])
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _mismatch(problems: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"A local state dict must come from the same rank of the same wrapped model, but {'; '.join(problems)}. "
+        "To load into another wrapping or world size, use a full state dict or fairshard.checkpoint."
+    )
+
+
+def _describe(module: nn.Module) -> dict[str, Any]:
+    """Rank and world size, and what each shard is cut from, in the names below ``module``."""
+    described: dict[str, Any] = {}
+    for fqn, unit in units_below(module):
+        described.setdefault("rank", unit.group.rank)
+        described.setdefault("world size", unit.group.world_size)
+        for flat_param in unit.flat_params:
+            own = f"{unit.fqn}." if unit.fqn else ""
+            described[f"`{join(fqn, flat_param.name.removeprefix(own))}`"] = [
+                f"`{join(fqn, slot.fqn.removeprefix(own))}` {tuple(slot.shape)}" for slot in flat_param.slots
+            ]
+    return described
+
+
+def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """The first difference between what ``state`` was made of and what ``module`` is."""
+    if LAYOUT_KEY not in state:
+        return []
+    try:
+        theirs = json.loads(bytes(state[LAYOUT_KEY].tolist()).decode())
+        assert isinstance(theirs, dict)
+    except (ValueError, AssertionError):
+        return [f"its `{LAYOUT_KEY}` cannot be read"]
+    ours = _describe(module)
+    for name in {**ours, **theirs}:
+        there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+        if there != here:
+            if isinstance(there, list) and isinstance(here, list):
+                there, here = next(
+                    (a, b) for a, b in zip([*there, "nothing more"], [*here, "nothing more"], strict=False) if a != b
+                )
+            return [f"its {name} is {there} where this one's is {here}"]
+    return []
+
+
+def _local_entries(module: nn.Module) -> dict[str, Tensor]:
+    entries: dict[str, Tensor] = OrderedDict()
+    for fqn, unit in units_below(module):
+        for flat_param in unit.flat_params:
+            name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
+            entries[join(fqn, name)] = flat_param.shard
+    for fqn, part in walk(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                entries[join(fqn, name)] = buffer
+        for name, param in part._parameters.items():
+            if param is not None and not any(param is shard for shard in entries.values()):
+                entries[join(fqn, name)] = param
+    return entries

@@ -1,0 +1,165 @@
+"""Optimizer state under original names: gathered whole or described as spans."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fairshard.nn.data_parallel.full_params import spans_of
+from fairshard.nn.data_parallel.optim_params import NamedParam, OptimParams
+from fairshard.utils.collectives import Communicator
+
+States = dict[nn.Parameter, dict[str, Any]]
+
+
+class GatheredOptimState:
+    """The state of ``optim`` under original names. **Collective** to make.
+
+    ``saved`` is what its ``state_dict()`` returned, asked for if None.
+
+    Raises:
+        ValueError: on all ranks, if the state of a shard has neither the shard's shape nor is one value, or if a rank
+            lacks state that rank 0 has.
+    """
+
+    def __init__(self, model: nn.Module, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+        self.params = OptimParams(model)
+        saved = optim.state_dict() if saved is None else saved
+        self._saved = saved
+        self._keys = self._keys_of(optim)
+        self._states: States = {}
+        self._others: dict[Any, Any] = {}
+        by_key = {key: param for param, key in self._keys.items()}
+        for key, value in saved["state"].items():
+            if key in by_key:
+                self._states[by_key[key]] = value
+            else:
+                self._others[key] = value
+        if self._others:
+            warnings.warn(
+                f"Optimizer state {list(self._others)} is of no parameter of the model: it is copied as it is.",
+                stacklevel=4,
+            )
+        self._check()
+
+    def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
+        """Whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
+        state: dict[str, Any] = {}
+        for named in self.params:
+            own = self._states.get(named.param)
+            if own is None:
+                continue
+            columns = {name: self._gather(named, value, rank0_only, offload_to_cpu) for name, value in own.items()}
+            for index, name in enumerate(named.first_names):
+                state[name] = {key: values[index] for key, values in columns.items() if values}
+        is_left_out = rank0_only and any(root.units[0].group.rank != 0 for root in self.params.roots)
+        return {} if is_left_out else self._with_groups(state)
+
+    def sharded(self, offload_to_cpu: bool) -> dict[str, Any]:
+        """Values of which this rank holds its run, in memory of their own. No communication."""
+        state: dict[str, Any] = {}
+        for named in self.params:
+            own = self._states.get(named.param)
+            if own is None:
+                continue
+            columns = {name: _own_runs(named, value, offload_to_cpu) for name, value in own.items()}
+            for index, name in enumerate(named.first_names):
+                state[name] = {key: values[index] for key, values in columns.items()}
+        return self._with_groups(state)
+
+    def _gather(self, named: NamedParam, value: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Any]:
+        """``value`` for each original parameter; nothing where rank 0 alone has it."""
+        flat_param = named.flat_param
+        if flat_param is None or not _is_run(value):
+            return [_copied(value, offload_to_cpu) for _ in named.names]
+        line = flat_param.gather_line(value, rank0_only)
+        if line is None:
+            return []
+        device = torch.device("cpu") if offload_to_cpu else line.device
+        return [part.to(device, copy=True) for part in flat_param.params_of(line)]
+
+    def _with_groups(self, state: dict[str, Any]) -> dict[str, Any]:
+        names = self.params.in_order(state)
+        gathered: dict[str, Any] = {"state": {name: state[name] for name in names}}
+        gathered["state"].update(copy.deepcopy(self._others))
+        if "param_groups" not in self._saved:
+            return gathered
+        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
+        groups = []
+        for group in self._saved["param_groups"]:
+            names = self.params.in_order(name for key in group["params"] for name in by_key[key].first_names)
+            kept = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**kept, "params": names})
+        return {**gathered, "param_groups": groups}
+
+    def _keys_of(self, optim: Optimizer) -> dict[nn.Parameter, Any]:
+        """What each parameter goes by in the saved state: its number, or its name (torchrec's optimizers)."""
+        params = [param for group in optim.param_groups for param in group["params"]]
+        for param in params:
+            self.params.of(param)
+        keys = [key for group in self._saved.get("param_groups", []) for key in group["params"]]
+        if keys and all(isinstance(key, str) for key in keys):
+            registered = dict(self.params.model.named_parameters())
+            return {registered[key]: key for key in keys}
+        return {param: index for index, param in enumerate(params)}
+
+    def _check(self) -> None:
+        """Compare across ranks what there is to gather."""
+        described: dict[str, str] = {}
+        for named in self.params:
+            if named.flat_param is not None:
+                for name, value in self._states.get(named.param, {}).items():
+                    key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
+                    described[key] = _describe(value, named.param)
+        for comm in _communicators(self.params):
+            every = comm.gather_objects(described)
+            for rank, own in enumerate(every):
+                for key, kind in own.items():
+                    if kind.startswith("!"):
+                        raise ValueError(
+                            f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
+                            f"{kind[1:]}. State in blocks (8-bit optimizers) cannot be named by parameter: keep "
+                            "it with a local state dict."
+                        )
+                for key in [*every[0], *own]:
+                    if own.get(key) != every[0].get(key):
+                        raise ValueError(
+                            f"All ranks must have the same optimizer state, but {key} is "
+                            f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
+                            "Step the optimizer on every rank, and for the same parameters."
+                        )
+
+
+def _communicators(params: OptimParams) -> list[Communicator]:
+    comms = {unit.comm: None for root in params.roots for unit in root.units if unit.comm is not None}
+    return list(comms)
+
+
+def _is_run(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _describe(value: Any, shard: nn.Parameter) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.dim() and value.shape != shard.shape:
+        return f"!has shape {tuple(value.shape)} where the shard has {tuple(shard.shape)}"
+    return f"{value.dim()}-dim {value.dtype}"
+
+
+def _copied(value: Any, offload_to_cpu: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("cpu" if offload_to_cpu else value.device, copy=True)
+    return copy.deepcopy(value)
+
+
+def _own_runs(named: NamedParam, value: Any, offload_to_cpu: bool) -> list[Any]:
+    if named.flat_param is None or not _is_run(value):
+        return [_copied(value, offload_to_cpu) for _ in named.names]
+    return list(spans_of(named.flat_param, _copied(value, offload_to_cpu)))

@@ -1,0 +1,230 @@
+"""Optimizer state under original names, whole or in spans, made into the state of shards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.full_params import spans_of
+from fairshard.nn.data_parallel.optim_params import Groups, NamedParam, OptimParams, ids_of
+
+
+class Source(Enum):
+    """Who has the state that is loaded."""
+
+    EVERY_RANK = auto()
+    FIRST_RANK = auto()
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A tensor that rank 0 has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class ShardedOptimState:
+    """Makes state dicts that an optimizer of a sharded model loads. **Collective** to make."""
+
+    def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK) -> None:
+        self._params = OptimParams(model)
+        self._source = source
+
+    def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
+        """The state of the parameters in ``groups``, under their numbers or under ``key_of`` each.
+
+        Tensor values of ``saved`` are whole, or spans that hold what this rank owns. State is new memory.
+        **Collective** if rank 0 alone has them, or if they are DTensors.
+
+        Raises:
+            ValueError: ``saved`` is no optimizer state, or its entries do not make up the state of one shard.
+        """
+        values: Mapping[str, Any] = saved
+        if self._source is Source.FIRST_RANK:
+            values = self._skeleton(saved)
+        _check_form(values)
+        keys = ids_of(groups) if key_of is None else key_of
+        state: dict[Any, Any] = {}
+        known: set[Any] = set()
+        for named in self._params:
+            known.update(name for names in named.names for name in names)
+            if named.param in keys:
+                entries = [_entry(values["state"], names) for names in named.names]
+                if any(entry is not None for entry in entries):
+                    given = [_entry(saved["state"], names) if saved else None for names in named.names]
+                    state[keys[named.param]] = self._state_of(named, entries, given)
+        for key in values["state"].keys() - known:
+            warnings.warn(
+                f"Optimizer state `{key}` is of no parameter of the model: it is copied as it is.", stacklevel=3
+            )
+            state[key] = copy.deepcopy(values["state"][key])
+        made: dict[str, Any] = {"state": state}
+        if "param_groups" in values:
+            made["param_groups"] = self._groups(values["param_groups"], groups, keys)
+        return made
+
+    def _skeleton(self, saved: Any) -> Mapping[str, Any]:
+        """What rank 0 has, but for the elements of sharded state, on every rank."""
+        comm = self._params.roots[0].units[0].comm
+        assert comm is not None
+        own: Any = None
+        if comm.rank == 0:
+            own = saved
+            if isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping):
+                own = {**saved, "state": {key: self._without_elements(key, e) for key, e in saved["state"].items()}}
+        skeleton: Mapping[str, Any] = comm.broadcast_object(own)
+        return skeleton
+
+    def _without_elements(self, name: Any, entry: Any) -> Any:
+        named = self._params.find(name) if isinstance(name, str) else None
+        if named is None or named.flat_param is None or not isinstance(entry, Mapping):
+            return entry
+        return {
+            key: _Elsewhere(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in entry.items()
+        }
+
+    def _state_of(
+        self, named: NamedParam, entries: list[Mapping[str, Any] | None], given: list[Mapping[str, Any] | None]
+    ) -> dict[str, Any]:
+        flat_param = named.flat_param
+        if flat_param is None:
+            return {key: copy.deepcopy(value) for key, value in (entries[0] or {}).items()}
+        present = [entry for entry in entries if entry is not None]
+        if any(entry.keys() != present[0].keys() for entry in present):
+            found = sorted({", ".join(sorted(entry)) for entry in present})
+            raise ValueError(f"Parameters of one unit must have the same state, but {_these(named)} have {found}.")
+        state: dict[str, Any] = {}
+        for key in present[0]:
+            values = [None if entry is None else entry[key] for entry in entries]
+            if all(value is None for value in values):
+                state[key] = None
+            elif _is_elementwise(named, key, values):
+                dtype = _common_dtype(named, key, values)
+                own = [None if entry is None else entry[key] for entry in given]
+                state[key] = self._place(flat_param, own, dtype)
+            else:
+                state[key] = _common_value(named, key, values)
+        return state
+
+    def _place(self, flat_param: FlatParam, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """This rank's shard ``[S]`` of ``values``, on the shard's device; a missing one counts as zeros."""
+        shard = torch.zeros(flat_param.shard_numel, dtype=dtype, device=flat_param.shard.device)
+        if self._source is Source.EVERY_RANK:
+            for span, value in zip(spans_of(flat_param, shard), values, strict=True):
+                if value is not None:
+                    span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            return shard
+        line = None
+        if flat_param.rank == 0:
+            wholes = [
+                torch.zeros(slot.shape, dtype=dtype) if value is None else value.to("cpu")
+                for slot, value in zip(flat_param.slots, values, strict=True)
+            ]
+            line = flat_param.lay_out(wholes)
+        return shard.copy_(flat_param.scatter_line(line, dtype))
+
+    def _groups(self, saved: Iterable[Any], groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
+        """The saved hyperparameters of each of ``groups``, with its own keys."""
+        saved = list(saved)
+        of_param: dict[nn.Parameter, set[int]] = {}
+        for number, group in enumerate(saved):
+            for name in group["params"]:
+                named = self._params.find(name)
+                if named is not None:
+                    of_param.setdefault(named.param, set()).add(number)
+        made = []
+        for index, params in enumerate(groups):
+            settings: list[dict[str, Any]] = []
+            for number in sorted({number for param in params for number in of_param.get(param, ())}):
+                own = {key: value for key, value in saved[number].items() if key not in ("params", "param_names")}
+                if own not in settings:
+                    settings.append(own)
+            if not settings and index < len(saved) and len(saved) == len(groups) and not saved[index]["params"]:
+                settings = [{key: value for key, value in saved[index].items() if key != "params"}]
+            if len(settings) != 1:
+                problem = "none of its parameters is" if not settings else "they differ between its parameters"
+                raise ValueError(
+                    f"The hyperparameters of each param group must be saved, but of group {index} {problem}"
+                    f"{' in the saved groups' if not settings else ''}. Give the optimizer the groups that it had."
+                )
+            made.append({**copy.deepcopy(settings[0]), "params": [keys[param] for param in params]})
+        return made
+
+
+def _check_form(saved: Any) -> None:
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(f'An optimizer state dict must have the key "state", but it is {found}.')
+    if saved["state"] and all(isinstance(key, int) for key in saved["state"]):
+        raise ValueError(
+            "Optimizer state must be keyed by original parameter names, but is keyed by numbers. Use "
+            "rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, unwrapped_model) first."
+        )
+
+
+def _entry(saved: Mapping[Any, Any], names: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """The state saved under one of the names of an original parameter."""
+    return next((saved[name] for name in names if name in saved), None)
+
+
+def _is_elementwise(named: NamedParam, key: str, values: list[Any]) -> bool:
+    """Whether state is one value for each element: by its shape, and for 0-dim parameters by what torch calls it."""
+    shapes = [value.shape for value in values if isinstance(value, (Tensor, _Elsewhere))]
+    if any(shapes):
+        return True
+    return bool(shapes) and not any(named.shapes) and key != "step"
+
+
+def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:
+    """The dtype of tensor state that is there for some parameters, after a look at its shapes."""
+    tensors = [value for value in values if isinstance(value, (Tensor, _Elsewhere))]
+    found = {value.dtype for value in tensors}
+    if len(found) != 1 or any(value is not None and not hasattr(value, "dtype") for value in values):
+        kinds = sorted({str(getattr(value, "dtype", type(value).__name__)) for value in values if value is not None})
+        raise ValueError(f"State `{key}` of one unit must have one dtype, but that of {_these(named)} has {kinds}.")
+    for name, shape, value in zip(named.first_names, named.shapes, values, strict=True):
+        if value is not None and value.shape != shape:
+            raise ValueError(
+                f"State `{key}` must have its parameter's shape, but that of `{name}` has {tuple(value.shape)} where "
+                f"the parameter has {tuple(shape)}."
+            )
+    return found.pop()
+
+
+def _common_value(named: NamedParam, key: str, values: list[Any]) -> Any:
+    """A value that all parameters of a unit share: a step count, say."""
+    missing = [name for name, value in zip(named.first_names, values, strict=True) if value is None]
+    if missing:
+        raise ValueError(
+            f"State `{key}` must be there for all parameters of a unit, but is not for {', '.join(missing)}: one value "
+            f"holds for all of {_these(named)}."
+        )
+    first = values[0]
+    for name, value in zip(named.first_names, values, strict=True):
+        if type(value) is not type(first) or not _equal(value, first):
+            raise ValueError(
+                f"State `{key}` must be equal for all parameters of a unit, but is {first} for "
+                f"`{named.first_names[0]}` and {value} for `{name}`. Wrap them apart, or set flatten_parameters=False."
+            )
+    return first.detach().clone() if isinstance(first, Tensor) else copy.deepcopy(first)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _these(named: NamedParam) -> str:
+    return ", ".join(f"`{name}`" for name in named.first_names)

@@ -1,0 +1,130 @@
+"""Which state dicts a model gives and takes: three forms, and where their values lie; FSDP1's names and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+
+class StateDictType(Enum):
+    """The three forms of a state dict."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Base of the configs for state dicts of models; ``offload_to_cpu`` puts values into host memory."""
+
+    offload_to_cpu: bool = False
+    use_dtensor: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """For whole values; ``rank0_only`` gives them, and takes them, on rank 0 alone."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """For values of which each rank has its run."""
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """For shards as they are."""
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Base of the configs for state dicts of optimizers."""
+
+    offload_to_cpu: bool = True
+    use_dtensor: bool = False
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """For whole values; ``rank0_only`` as in `FullStateDictConfig`."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For values of which each rank has its run."""
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For state of shards as it is."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """What is in force for a unit."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def default_settings() -> StateDictSettings:
+    """Whole values on every rank."""
+    return resolve_settings(StateDictType.FULL_STATE_DICT, None, None)
+
+
+def resolve_settings(state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any) -> StateDictSettings:
+    """Settings of ours from enums and configs of ours or of torch's, checked against each other.
+
+    Raises:
+        TypeError: ``state_dict_type`` is not one.
+        RuntimeError: a config belongs to another type of state dict, or asks for what there is not.
+    """
+    wanted = StateDictType.__members__.get(getattr(state_dict_type, "name", ""))
+    if wanted is None:
+        names = ", ".join(f"StateDictType.{name}" for name in StateDictType.__members__)
+        raise TypeError(f"`state_dict_type` must be one of {names}, but is {state_dict_type!r}.")
+    of_model, of_optim = _CONFIGS[wanted]
+    return StateDictSettings(
+        wanted,
+        _resolve("state_dict_config", state_dict_config, of_model, StateDictConfig, wanted),
+        _resolve("optim_state_dict_config", optim_state_dict_config, of_optim, OptimStateDictConfig, wanted),
+    )
+
+
+def _resolve(argument: str, config: Any, cls: Any, base: type, wanted: StateDictType) -> Any:
+    if config is None:
+        return cls()
+    names = {parent.__name__ for parent in type(config).__mro__}
+    if cls.__name__ not in names and type(config).__name__ != base.__name__:
+        raise RuntimeError(
+            f"`{argument}` must be a {cls.__name__} for {wanted.name}, but is {type(config).__name__}. Pass "
+            f"{cls.__name__}(...), or leave it out for the defaults."
+        )
+    settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    settings["use_dtensor"] = getattr(config, "use_dtensor", getattr(config, "_use_dtensor", False))
+    if settings["use_dtensor"]:
+        raise RuntimeError(
+            f"`{argument}` must have use_dtensor=False, but has True: shards of FullyShardedDataParallel are runs of "
+            "flat parameters, which no DTensor placement describes. Its sharded values save and load with "
+            "torch.distributed.checkpoint as they are."
+        )
+    unknown = settings.keys() - cls.__dataclass_fields__.keys()
+    if unknown:
+        raise RuntimeError(f"`{argument}` of type {cls.__name__} has no {', '.join(sorted(unknown))}.")
+    return cls(**settings)

@@ -1,0 +1,213 @@
+"""What a wrapper offers to read and write its state: state dicts of three forms, and whole parameters to look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fairshard.errors import StateDictTypesDifferError
+from fairshard.nn.data_parallel.full_params import Showing, summon
+from fairshard.nn.data_parallel.local_state_dict import load_local_state_dict, local_state_dict
+from fairshard.nn.data_parallel.root import Root, claim, roots_below
+from fairshard.nn.data_parallel.state_dict import Loading, load_module_state_dict, module_state_dict
+from fairshard.nn.data_parallel.state_dict_config import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    default_settings,
+    resolve_settings,
+)
+from fairshard.nn.data_parallel.tree import units_below, walk
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.unit_attributes import UnitAttributes
+
+
+class StateMethods(UnitAttributes):
+    """A wrapper's state."""
+
+    def _init_state(self) -> None:
+        self._loading = Loading(self._unit)
+        self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The model's state under its unwrapped names, in the precision of the shards, in the form that is set.
+
+        Whole by default: every rank gets all of it, in tensors of its own, which load into the unwrapped module and
+        back. See `state_dict_type` for the other forms. **Collective**, except for local and sharded ones.
+
+        Raises:
+            TrainingStateError: inside a forward or backward.
+            RuntimeError: the units have different forms set.
+        """
+        if args:  # nn.Module still takes them by position
+            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+            destination = positional.get("destination", destination)
+            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
+        if (root := self._claimed()).units[0] is self._unit:
+            root.assert_idle("state_dict")
+        if common_settings(self).state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            return module_state_dict(self, self._unit, destination, prefix, keep_vars)
+        state = {} if destination is None else destination
+        state.update({f"{prefix}{name}": value for name, value in local_state_dict(self).items()})
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+        """Load a state dict of the form that is set; returns missing and unexpected keys. **Collective.**
+
+        A whole one is given on every rank; with ``FullStateDictConfig(rank0_only=True)`` on rank 0, and ``{}``
+        elsewhere, where each rank receives its shards unit by unit. Sharded values must hold what this rank owns, or
+        be whole.
+        """
+        self._claimed().assert_idle("load_state_dict")
+        if common_settings(self).state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            return load_local_state_dict(self, state_dict, strict)
+        loadings = [part._loading for _, part in walk(self) if isinstance(part, StateMethods)]
+        load = super().load_state_dict
+        return load_module_state_dict(self._unit, loadings, lambda: load(state_dict, strict))
+
+    def local_state_dict(self) -> dict[str, Tensor]:
+        """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
+        return local_state_dict(self)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """Load what `local_state_dict` returned on this rank; returns missing and unexpected keys.
+
+        Raises:
+            RuntimeError: it does not fit; nothing is changed then.
+        """
+        return load_local_state_dict(self, state_dict, strict)
+
+    # ---- the form of state dicts
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the form of the state dicts of all wrappers in ``module``, and of their optimizers; returns the last.
+
+        FULL_STATE_DICT gives whole values, SHARDED_STATE_DICT values that ``torch.distributed.checkpoint`` saves and
+        loads as they are, LOCAL_STATE_DICT this rank's shards. torch's enum and configs are accepted.
+
+        Raises:
+            RuntimeError: a config does not belong to the form.
+            AssertionError: the wrappers have had different forms set.
+        """
+        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = common_settings(module)
+        for _, unit in units_below(module):
+            unit.state_dict_settings = dataclasses.replace(settings)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The form and configs in force for the wrappers in ``module``; the defaults if it has none.
+
+        Raises:
+            AssertionError: they have different ones.
+        """
+        return common_settings(module)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """`set_state_dict_type` for the ``with`` block; what was in force before is so again after it."""
+        before = StateMethods.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for _, unit in units_below(module):
+                unit.state_dict_settings = dataclasses.replace(before)
+
+    # ---- whole parameters
+
+    @contextmanager
+    def summon_full_params(
+        self: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+        volatile: bool = False,
+    ) -> Iterator[None]:
+        """Show whole parameters under their own names and shapes inside the ``with`` block. **Collective.**
+
+        Also as ``FullyShardedDataParallel.summon_full_params(module)`` for a module that contains wrappers, and on
+        an inner wrapper. With ``writeback`` each rank keeps, of what was written, the part that it owns;
+        ``volatile=True`` is fairscale's ``writeback=False``. ``rank0_only`` shows them on rank 0, ``offload_to_cpu``
+        in host memory. ``with_grads`` shows the reduced gradients too, and writes them back as parameters are.
+
+        Raises:
+            TrainingStateError: inside a forward, a backward or another such block.
+            ValueError: ``rank0_only`` with ``writeback``.
+        """
+        writeback = writeback and not volatile
+        if rank0_only and writeback:
+            raise ValueError(
+                "`rank0_only=True` must go with `writeback=False`, but writeback is True: the other ranks have nothing "
+                "to write back. To change weights from rank 0, load a state dict there (FullStateDictConfig)."
+            )
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "`offload_to_cpu=True` without `rank0_only=True` puts the whole model into host memory once for every "
+                "rank of the host.",
+                stacklevel=3,
+            )
+        wrappers = [part for _, part in walk(self) if isinstance(part, StateMethods)]
+        outermost: list[StateMethods] = []
+        for root in roots_below(self):
+            outermost += [wrapper for wrapper in wrappers if wrapper._unit is root.units[0]]
+            root.assert_idle("summon_full_params")
+        if not recurse:
+            wrappers = [self] if isinstance(self, StateMethods) else outermost
+        how = Showing(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summon([wrapper._unit for wrapper in wrappers], how):
+            yield
+
+    # ---- private
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        self._claimed()
+        self._loading.begin(self, state_dict, prefix)
+
+    def _claimed(self) -> Root:
+        """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
+        return self._unit.root or claim(self)
+
+
+def common_settings(module: nn.Module) -> StateDictSettings:
+    """The settings that all units below ``module`` share; the defaults if there are none.
+
+    Raises:
+        StateDictTypesDifferError: they have different ones.
+    """
+    units: list[tuple[str, Unit]] = units_below(module)
+    if not units:
+        return default_settings()
+    (first_fqn, first), *others = units
+    for fqn, unit in others:
+        if unit.state_dict_settings != first.state_dict_settings:
+            raise StateDictTypesDifferError(
+                "All units of a model must have one type of state dict set, but they differ: "
+                f"`{first_fqn or 'root'}` has {first.state_dict_settings}, `{fqn}` has {unit.state_dict_settings}. "
+                "Call FullyShardedDataParallel.set_state_dict_type on the outermost module."
+            )
+    return dataclasses.replace(first.state_dict_settings)
+
+
+def _end_loading(wrapper: StateMethods, keys: Any) -> None:
+    wrapper._loading.end(keys)

@@ -1,0 +1,151 @@
+"""A tensor of which this process holds one run of elements: what a sharded state dict consists of.
+
+It has the shape of the whole and the memory of the run. ``torch.distributed.checkpoint`` saves and loads it as it
+is, through the three methods at the end: each rank writes its run as boxes, and reads what overlaps with them,
+whoever wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from fairshard.utils.box import Box, boxes_of
+from fairshard.utils.span import Span
+
+
+class SpanTensor(torch.Tensor):
+    """The elements ``[start, start + len(run))`` of a flattened tensor of ``shape``.
+
+    ``run`` ``[n]`` is contiguous and may be a view: what is copied into the span tensor arrives there. Whatever
+    needs elements that are not here raises TypeError.
+
+    >>> import torch
+    >>> half = SpanTensor(torch.zeros(3), 3, (2, 3))  # the second row of two
+    >>> _ = half.copy_(torch.arange(6.0).view(2, 3))
+    >>> half.run
+    tensor([3., 4., 5.])
+    """
+
+    run: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, run: Tensor, start: int, shape: Sequence[int]) -> SpanTensor:
+        """Wrap ``run``, without a copy."""
+        span: SpanTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=run.dtype, device=run.device
+        )
+        return span
+
+    def __init__(self, run: Tensor, start: int, shape: Sequence[int]) -> None:
+        self.run = run
+        self.start = start
+
+    @property
+    def span(self) -> Span:
+        """Which elements of the flattened whole are here."""
+        return Span(self.start, self.start + self.run.numel())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SpanTensor({self.run}, start={self.start}, shape={tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SpanTensor, (self.run.clone(), self.start, tuple(self.shape))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpanTensor:
+        return self._with(self.run.clone())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do what needs no elements of other ranks."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _ON_VALUES:
+            span = args[0]
+            return span._with(func(span.run, *args[1:], **kwargs))
+        if name == "copy_":
+            return _copy(args[0], args[1])
+        raise TypeError(
+            f"A sharded value can be copied, saved and loaded, but not computed with (`{name}`): other ranks hold "
+            "the rest of it. Use a full state dict or `summon_full_params` for whole values."
+        )
+
+    def _with(self, run: Tensor) -> SpanTensor:
+        return SpanTensor(run, self.start, tuple(self.shape))
+
+    def _boxes(self) -> list[Box]:
+        return boxes_of(self.shape, self.span)
+
+    def _part(self, box: Box) -> Tensor:
+        return self.run[box.span.start : box.span.stop].view(box.sizes)
+
+    # ---- torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """What this rank saves."""
+        properties = TensorProperties.create_from_tensor(self.run)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self._boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What this rank wants to read."""
+        return [_chunk(box) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The memory of one box."""
+        return next(self._part(box) for box in self._boxes() if torch.Size(box.offsets) == index.offset)
+
+
+# Applied to the run, they give the run of the result.
+_ON_VALUES = {"detach", "clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}
+
+
+def map_spans(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """``fn`` of a tensor, or a span tensor with ``fn`` of its run; anything else as it is."""
+    if isinstance(value, SpanTensor):
+        return value._with(fn(value.run))
+    return fn(value) if isinstance(value, Tensor) else value
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def _copy(target: Any, source: Any) -> Any:
+    if not isinstance(target, SpanTensor):
+        raise TypeError(
+            f"A sharded value of shape {tuple(source.shape)} cannot be copied into a whole tensor: this rank has "
+            f"elements {source.span.start} to {source.span.stop} of it. Use a full state dict."
+        )
+    if source.shape != target.shape:
+        raise ValueError(f"Shapes must be equal, but {tuple(source.shape)} would go into {tuple(target.shape)}.")
+    if isinstance(source, DTensor):
+        source = source.full_tensor()
+    if isinstance(source, SpanTensor):
+        wanted = target.span.shift(-source.start)
+        if wanted.numel and (wanted.start < 0 or wanted.stop > source.run.numel()):
+            raise ValueError(
+                f"A sharded value must hold the elements that this rank owns, {target.span.start} to "
+                f"{target.span.stop}, but holds {source.span.start} to {source.span.stop}: it comes from another "
+                "wrapping or world size. Load through torch.distributed.checkpoint or fairshard.checkpoint, which "
+                "read what is needed."
+            )
+        target.run.copy_(source.run[wanted.start : wanted.stop] if wanted.numel else target.run)
+    else:
+        target.run.copy_(source.reshape(-1)[target.span.start : target.span.stop])
+    return target
