@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients
+from fairshard.utils.before_step import about_to_step
 from fairshard.utils.tensors import round_stochastically_
 
 # How often moments were rounded: the seed of the next time. Kept in the state, so that a resumed run repeats it.
@@ -36,6 +37,7 @@ class Twin:
     @torch.no_grad()
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Step the parameters of ``groups``, with their hyperparameters and the gradients that are on them."""
+        about_to_step()
         self._optimizer.param_groups = groups
         self._optimizer.state = self._owner.state
         self._step(self._optimizer)

@@ -180,9 +180,7 @@ class Communicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank, pickled. **Collective**; for messages about errors, never on the fast path."""
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group)
 
     def agree(self, number: int, device: torch.device) -> bool:
         """Whether every rank passed the same 63-bit ``number``. **Collective.**"""
@@ -276,6 +274,32 @@ def communicator(group: ProcessGroup) -> Communicator:
     if found is None:
         found = _communicators[group] = Communicator(group)
     return found
+
+
+_host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def host_group() -> ProcessGroup | None:
+    """A gloo group of all ranks for work beside training: its collectives meet no other. **Collective** at first.
+
+    None where torch.distributed is not initialised: there is one process then.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = default_group()
+    found = _host_groups.get(world)
+    if found is None:
+        found = _host_groups[world] = dist.new_group(backend="gloo")
+    return found
+
+
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """``value`` of every rank of ``group``, pickled; of this process alone if None. **Collective.**"""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def default_group() -> ProcessGroup:

@@ -145,3 +145,14 @@ def peak_memory(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gpu_rng_state() -> Tensor | None:
+    """The random number generator of the current GPU; None without one."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+def set_gpu_rng_state(saved: Tensor | None) -> None:
+    """Set it, if there is a GPU and a state for it."""
+    if saved is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved)

@@ -61,14 +61,16 @@ class GatheredOptimState:
         is_left_out = rank0_only and any(root.units[0].group.rank != 0 for root in self.params.roots)
         return {} if is_left_out else self._with_groups(state)
 
-    def sharded(self, offload_to_cpu: bool) -> dict[str, Any]:
-        """Values of which this rank holds its run, in memory of their own. No communication."""
+    def sharded(self, offload_to_cpu: bool, copies: bool = True) -> dict[str, Any]:
+        """Values of which this rank holds its run; without ``copies``, the optimizer's own. No communication."""
         state: dict[str, Any] = {}
         for named in self.params:
             own = self._states.get(named.param)
             if own is None:
                 continue
-            columns = {name: _own_runs(named, value, offload_to_cpu) for name, value in own.items()}
+            if copies:
+                own = {name: _copied(value, offload_to_cpu) for name, value in own.items()}
+            columns = {name: _own_runs(named, value) for name, value in own.items()}
             for index, name in enumerate(named.first_names):
                 state[name] = {key: values[index] for key, values in columns.items()}
         return self._with_groups(state)
@@ -159,7 +161,8 @@ def _copied(value: Any, offload_to_cpu: bool) -> Any:
     return copy.deepcopy(value)
 
 
-def _own_runs(named: NamedParam, value: Any, offload_to_cpu: bool) -> list[Any]:
+def _own_runs(named: NamedParam, value: Any) -> list[Any]:
+    """``value`` as it is for each original parameter."""
     if named.flat_param is None or not _is_run(value):
-        return [_copied(value, offload_to_cpu) for _ in named.names]
-    return list(spans_of(named.flat_param, _copied(value, offload_to_cpu)))
+        return [value for _ in named.names]
+    return list(spans_of(named.flat_param, value))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.full_params import spans_of
 from fairshard.nn.data_parallel.optim_params import Groups, NamedParam, OptimParams, ids_of
+from fairshard.utils.span_tensor import SpanTensor
 
 
 class Source(Enum):
@@ -36,14 +37,16 @@ class _Elsewhere:
 class ShardedOptimState:
     """Makes state dicts that an optimizer of a sharded model loads. **Collective** to make."""
 
-    def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK) -> None:
+    def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK, adopts: bool = False) -> None:
         self._params = OptimParams(model)
         self._source = source
+        self._adopts = adopts
 
     def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
         """The state of the parameters in ``groups``, under their numbers or under ``key_of`` each.
 
-        Tensor values of ``saved`` are whole, or spans that hold what this rank owns. State is new memory.
+        Tensor values of ``saved`` are whole, or spans that hold what this rank owns. State is new memory, unless
+        ``adopts`` was set and the spans lie in one shard: then it is that shard.
         **Collective** if rank 0 alone has them, or if they are DTensors.
 
         Raises:
@@ -109,7 +112,7 @@ class ShardedOptimState:
             values = [None if entry is None else entry[key] for entry in entries]
             if all(value is None for value in values):
                 state[key] = None
-            elif _is_elementwise(named, key, values):
+            elif is_elementwise(named, key, [v.shape for v in values if isinstance(v, (Tensor, _Elsewhere))]):
                 dtype = _common_dtype(named, key, values)
                 own = [None if entry is None else entry[key] for entry in given]
                 state[key] = self._place(flat_param, own, dtype)
@@ -119,6 +122,8 @@ class ShardedOptimState:
 
     def _place(self, flat_param: FlatParam, values: list[Any], dtype: torch.dtype) -> Tensor:
         """This rank's shard ``[S]`` of ``values``, on the shard's device; a missing one counts as zeros."""
+        if self._adopts and (made := _shard_under(flat_param, values)) is not None:
+            return made
         shard = torch.zeros(flat_param.shard_numel, dtype=dtype, device=flat_param.shard.device)
         if self._source is Source.EVERY_RANK:
             for span, value in zip(spans_of(flat_param, shard), values, strict=True):
@@ -162,6 +167,15 @@ class ShardedOptimState:
         return made
 
 
+def _shard_under(flat_param: FlatParam, values: list[Any]) -> Tensor | None:
+    """The shard ``[S]`` of which ``values`` are this rank's runs, if they are of one."""
+    base = values[0].run._base if isinstance(values[0], SpanTensor) else None
+    if base is None or base.shape != flat_param.shard.shape:
+        return None
+    runs = [span.run.data_ptr() for span in spans_of(flat_param, base)]
+    return base if runs == [v.run.data_ptr() if isinstance(v, SpanTensor) else -1 for v in values] else None
+
+
 def _check_form(saved: Any) -> None:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
@@ -178,9 +192,8 @@ def _entry(saved: Mapping[Any, Any], names: tuple[str, ...]) -> Mapping[str, Any
     return next((saved[name] for name in names if name in saved), None)
 
 
-def _is_elementwise(named: NamedParam, key: str, values: list[Any]) -> bool:
-    """Whether state is one value for each element: by its shape, and for 0-dim parameters by what torch calls it."""
-    shapes = [value.shape for value in values if isinstance(value, (Tensor, _Elsewhere))]
+def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> bool:
+    """Whether tensor state is one value for each element: by its shape, for 0-dim parameters by what torch calls it."""
     if any(shapes):
         return True
     return bool(shapes) and not any(named.shapes) and key != "step"

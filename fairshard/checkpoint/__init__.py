@@ -1,0 +1,7 @@
+"""Checkpoints that survive: of sharded models, on ``torch.distributed.checkpoint``."""
+
+from fairshard.checkpoint.checkpointer import Checkpointer
+from fairshard.checkpoint.loading import load
+from fairshard.checkpoint.saving import save
+
+__all__ = ["Checkpointer", "load", "save"]

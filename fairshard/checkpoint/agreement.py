@@ -1,0 +1,58 @@
+"""Errors of one rank raised on all of them: nobody waits for a rank that has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fairshard.checkpoint.reader import first_line
+from fairshard.errors import CheckpointError
+from fairshard.utils.collectives import gather_objects
+
+T = TypeVar("T")
+
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError)}
+
+
+def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
+    """``fn()`` of every rank, by rank. **Collective.**
+
+    Raises:
+        CheckpointError, TypeError, ValueError: on every rank what it raised on the first that raised anything.
+    """
+    value: T | None = None
+    own: Exception | None = None
+    failure: tuple[str, str] | None = None
+    try:
+        value = fn()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        own, failure = error, (type(error).__name__, described(error))
+    every = gather_objects((value, failure), group)
+    for rank, (_, failed) in enumerate(every):
+        if failed is not None:
+            name, text = failed
+            where = f" (rank {rank} of {len(every)})" if len(every) > 1 else ""
+            raise _KINDS.get(name, CheckpointError)(f"{text}{where}") from own
+    return [value for value, _ in every]
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This process's rank; 0 where it is alone."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def described(error: BaseException) -> str:
+    """What went wrong, in a line; of a failure of torch.distributed.checkpoint what its first rank says."""
+    if isinstance(error, CheckpointException):
+        rank = min(error.failures)
+        cause = error.failures[rank][0]
+        return described(cause)
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename}" if error.filename else str(error.strerror or error)
+    return first_line(error)

@@ -1,0 +1,248 @@
+"""What is in a checkpoint, and whether its files are those that were written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from fairshard.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
+from fairshard.checkpoint.reader import METADATA, CheckpointReader
+from fairshard.checkpoint.storage import MANIFEST, Storage, storage_of
+from fairshard.errors import CheckpointError
+
+LATEST = "latest"
+OK, CHANGED, MISSING, UNKNOWN = "ok", "changed", "missing", "unknown"
+
+_OPTIMIZER = {"optim", "optimizer"}
+_BESIDE_MODEL = [["scheduler"], ["scaler"], ["rank"], ["extra"]]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint; ``tied_to`` is the key that the same weight has under its first name."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_pieces: int
+    nbytes: int
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """What is no tensor: a pickle of ``nbytes``."""
+
+    key: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileState:
+    """One file: `OK`, `CHANGED`, `MISSING`, or `UNKNOWN` where nobody wrote down what it should be.
+
+    ``problem`` says in a sentence what is wrong with a changed or missing file, and names it.
+    """
+
+    name: str
+    nbytes: int
+    state: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint without its values; ``manifest`` is None where plain torch wrote it.
+
+    There are no tensors and objects where the metadata, which list them, are not those that were written.
+    """
+
+    path: str
+    manifest: Manifest | None
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    files: tuple[FileState, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the files."""
+        return [file.problem for file in self.files if file.problem is not None]
+
+
+def checkpoint_folder(path: str | os.PathLike[str]) -> str:
+    """The checkpoint that ``path`` means: itself, or in the root folder of a run the one that ``latest`` names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = os.fspath(path).rstrip("/") or "/"
+    storage = storage_of(folder)
+    if any(storage.exists(storage.join(folder, name)) for name in (METADATA, MANIFEST)):
+        return folder
+    pointer = storage.join(folder, LATEST)
+    if not storage.exists(pointer):
+        raise CheckpointError(
+            f"A checkpoint must be a folder with {METADATA} in it, or one with a file `{LATEST}` that names such a "
+            f"folder, but {folder} has neither."
+        )
+    try:
+        name = storage.read_text(pointer).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} must be a text that names a folder, but cannot be read: {error}.") from error
+    found = storage.join(folder, name)
+    if not name or "/" in name or name in (".", "..") or not storage.exists(found):
+        raise CheckpointError(
+            f"{pointer} must name a folder beside it, but says {name!r}. Name a step folder yourself."
+        )
+    return found
+
+
+def model_keys(metadata: Metadata) -> dict[str, str]:
+    """The model's tensors in a checkpoint, whoever wrote it: {original name: key}, in the order of the metadata.
+
+    They lie below the shortest prefix that ends in ``model.``; without one, they are all that does not belong to an
+    optimizer. A prefix was a level of the saved dict: the ``model.`` of a bare ``model.layers.0.weight`` beside a
+    bare ``lm_head.weight`` is part of the name, and stripping it would lose the head.
+    """
+    keys = [key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+    prefix = _shortest_prefix(_levels(metadata, key) for key in keys)
+    if prefix is None:  # one flat dict was saved: only the names can tell
+        prefix = _shortest_prefix(tuple(key.split(".")) for key in keys)
+        if prefix is not None and not all(key.startswith(prefix) or _is_beside_model(key) for key in keys):
+            prefix = None
+    if prefix is not None:
+        return {key[len(prefix) :]: key for key in keys if key.startswith(prefix)}
+    return {key: key for key in keys if not _OPTIMIZER & set(key.split(".")[:-1])}
+
+
+def read_contents(path: str | os.PathLike[str]) -> Contents:
+    """Read the manifest and the metadata of a checkpoint, and check the files that they name.
+
+    Values are not looked at. With a manifest every file is read once, for its checksum.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or manifest or metadata are damaged or made to run code.
+    """
+    folder = checkpoint_folder(path)
+    storage = storage_of(folder)
+    manifest = read_manifest(storage, folder)
+    first = file_state(storage, folder, METADATA, manifest)
+    if first.state in (CHANGED, MISSING) and manifest is not None:
+        others = [file_state(storage, folder, name, manifest) for name in sorted(manifest.files) if name != METADATA]
+        return Contents(folder, manifest, (), (), (first, *others))
+    metadata = CheckpointReader(folder).read_metadata()
+    tensors, objects = _entries(folder, metadata, manifest)
+    needed = _nbytes_by_file(metadata)
+    names = sorted(needed.keys() | (manifest.files.keys() if manifest else set()) - {METADATA})
+    files = (file_state(storage, folder, name, manifest, needed.get(name, 0)) for name in names)
+    return Contents(folder, manifest, tensors, objects, (first, *files))
+
+
+def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
+    """Compare a file with its entry in the manifest; without one it must have ``least`` bytes at least."""
+    path = storage.join(folder, name)
+    if not storage.exists(path):
+        return FileState(name, 0, MISSING, f"A checkpoint must have all its files, but {path} is missing.")
+    nbytes = storage.size(path)
+    entry = manifest.files.get(name) if manifest else None
+    try:
+        if entry is not None:
+            verify_file(storage, folder, name, entry)
+        elif nbytes < least:
+            verify_file(storage, folder, name, FileEntry(least, 0))
+    except CheckpointError as error:
+        return FileState(name, nbytes, CHANGED, str(error))
+    return FileState(name, nbytes, UNKNOWN if entry is None else OK)
+
+
+def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetadata:
+    """What the metadata say of a tensor, all pieces of which must be there.
+
+    Raises:
+        CheckpointError: pieces are missing, or what stands there cannot be.
+    """
+    entry = metadata.state_dict_metadata[key]
+    try:
+        assert isinstance(entry, TensorStorageMetadata)
+        numel = sum(prod(chunk.sizes) for chunk in entry.chunks)
+        places = metadata.storage_data
+        missing = [chunk for chunk in entry.chunks if MetadataIndex(key, chunk.offsets) not in places]
+        if numel < prod(entry.size) or missing or not entry.chunks:
+            raise ValueError("pieces of it are missing")
+        if any(size < 0 for size in entry.size):
+            raise ValueError(f"its shape is {tuple(entry.size)}")
+    except Exception as error:  # damaged metadata hold whatever they like
+        path = Storage.join(folder, METADATA)
+        raise CheckpointError(
+            f"{path} must say where all of `{key}` is, but is damaged: {error}. Use another checkpoint."
+        ) from error
+    return entry
+
+
+def files_of(metadata: Metadata, keys: set[str]) -> set[str]:
+    """The names of the files that hold these entries."""
+    return {str(place.relative_path) for index, place in metadata.storage_data.items() if index.fqn in keys}
+
+
+def _levels(metadata: Metadata, key: str) -> tuple[str, ...]:
+    """The names under which an entry lay in the saved dict, outermost first."""
+    path = (metadata.planner_data or {}).get(key)
+    return tuple(map(str, path)) if isinstance(path, tuple) else ()
+
+
+def _shortest_prefix(paths: Iterable[tuple[str, ...]]) -> str | None:
+    prefixes = set()
+    for path in paths:
+        if "model" in path[:-1]:
+            levels = path[: path.index("model") + 1]
+            if not _OPTIMIZER & set(levels):
+                prefixes.add(".".join((*levels, "")))
+    return min(prefixes, key=lambda text: (len(text), text), default=None)
+
+
+def _is_beside_model(key: str) -> bool:
+    levels = key.split(".")[:-1]
+    return bool(_OPTIMIZER & set(levels)) or levels[:1] in _BESIDE_MODEL
+
+
+def _entries(
+    folder: str, metadata: Metadata, manifest: Manifest | None
+) -> tuple[tuple[TensorEntry, ...], tuple[ObjectEntry, ...]]:
+    key_of = model_keys(metadata)
+    aliases = manifest.aliases if manifest else {}
+    tied = {key_of[name]: key_of[first] for name, first in aliases.items() if name in key_of and first in key_of}
+    tensors, objects = [], []
+    for key in sorted(metadata.state_dict_metadata, key=_in_order_of_numbers):
+        if isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata):
+            entry = whole_entry(folder, metadata, key)
+            dtype = entry.properties.dtype
+            nbytes = prod(entry.size) * dtype.itemsize
+            text = str(dtype).removeprefix("torch.")
+            tensors.append(TensorEntry(key, tuple(entry.size), text, len(entry.chunks), nbytes, tied.get(key)))
+        else:
+            place = metadata.storage_data.get(MetadataIndex(key))
+            objects.append(ObjectEntry(key, place.length if place else 0))
+    return tuple(tensors), tuple(objects)
+
+
+def _in_order_of_numbers(key: str) -> list[tuple[int, int, str]]:
+    """Sorts ``layers.10`` after ``layers.9``."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in key.split(".")]
+
+
+def _nbytes_by_file(metadata: Metadata) -> dict[str, int]:
+    """The end of the last entry in each file."""
+    ends: dict[str, int] = {}
+    for name, end in _ends(metadata.storage_data):
+        ends[name] = max(end, ends.get(name, 0))
+    return ends
+
+
+def _ends(places: dict[Any, Any]) -> Iterator[tuple[str, int]]:
+    for place in places.values():
+        yield str(place.relative_path), place.offset + place.length

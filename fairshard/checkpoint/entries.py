@@ -1,0 +1,131 @@
+"""What a checkpoint consists of: entries for torch.distributed.checkpoint, of a model and what goes with it.
+
+===========================  ==================================================================
+``model.<name>``             parameters and buffers under their unwrapped names
+``optim.state.<name>.<..>``  optimizer state under the names of the parameters
+``optim.param_groups.<i>``   hyperparameters; ``params`` are names
+``scheduler``, ``scaler``    what their ``state_dict()`` gives, in a tuple of one
+``rank.<r>``                 random number generators and ``extra`` of rank ``r``, in a tuple of one
+===========================  ==================================================================
+
+The first three are what torch's own tools write for FSDP2 and for plain modules, and read. The tuple keeps torch
+from taking the value apart.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fairshard.checkpoint import rng
+from fairshard.checkpoint.reader import first_line, load_object
+from fairshard.nn.data_parallel.optim_params import OptimParams
+from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState
+from fairshard.nn.data_parallel.state_dict_config import StateDictType
+from fairshard.nn.data_parallel.state_methods import StateMethods
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What gives its state as a dict and takes it back: a scheduler, a scaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take it back."""
+
+
+@dataclass
+class Training:
+    """What is saved and resumed together. ``extra`` is a dict of plain data, or keeps state itself."""
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    extra: dict[str, Any] | Stateful | None = None
+
+
+def tensor_entries(training: Training) -> dict[str, Any]:
+    """Model and optimizer, tensors as they are: nothing is copied. **Collective.**"""
+    entries: dict[str, Any] = {"model": model_entries(training.model)}
+    if training.optimizer is not None:
+        entries["optim"] = GatheredOptimState(training.model, training.optimizer).sharded(False, copies=False)
+    return entries
+
+
+def object_entries(training: Training, rank: int) -> dict[str, Any]:
+    """Everything else.
+
+    Raises:
+        TypeError: something is more than tensors, numbers, texts and containers of them.
+    """
+    entries: dict[str, Any] = {}
+    for name in ("scheduler", "scaler"):
+        stateful = getattr(training, name)
+        if stateful is not None:
+            entries[name] = (_plain(name, stateful.state_dict()),)
+    extra = training.extra
+    if isinstance(extra, Stateful):
+        extra = extra.state_dict()
+    entries[f"rank.{rank}"] = ({"rng": rng.state(), "extra": _plain("extra", extra)},)
+    return entries
+
+
+def model_entries(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict; sharded values are views of the shards."""
+    with StateMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict(keep_vars=True)
+    return {
+        key: value.detach() if isinstance(value, Tensor) else _plain(f"model.{key}", value)
+        for key, value in state.items()
+    }
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter, with its first one."""
+    every = (names for named in OptimParams(model) for names in named.names)
+    return {name: first for first, *others in every for name in others}
+
+
+def live_storages(training: Training) -> set[int]:
+    """Addresses of the shards in host memory, and of their optimizer state: only a step changes them."""
+    found: set[int] = set()
+    state: Mapping[Any, Any] = {} if training.optimizer is None else training.optimizer.state
+    for named in OptimParams(training.model):
+        if named.flat_param is not None and named.flat_param.on_cpu:
+            tensors = [named.param, *state.get(named.param, {}).values()]
+            found.update(
+                tensor.untyped_storage().data_ptr()
+                for tensor in tensors
+                if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel()
+            )
+    return found
+
+
+def _plain(where: str, value: Any) -> Any:
+    """``value``, if it can be read back without running anything.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        load_object(file)
+    except Exception as error:  # pickles raise whatever they like
+        for key, part in value.items() if isinstance(value, Mapping) else ():
+            _plain(f"{where}[{key!r}]", part)
+        raise TypeError(
+            f"A checkpoint must consist of tensors, numbers, texts and containers of them, but `{where}` is "
+            f"{type(value).__name__}, which could run code when it is read: {first_line(error)} Save plain data."
+        ) from None
+    return value

@@ -1,0 +1,174 @@
+"""Reading a checkpoint into a model and what belongs to it, whatever ranks and wrapping wrote it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from fairshard.checkpoint import rng
+from fairshard.checkpoint.agreement import described, on_all_ranks, rank_in
+from fairshard.checkpoint.contents import checkpoint_folder
+from fairshard.checkpoint.entries import Stateful, Training
+from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
+from fairshard.checkpoint.storage import storage_of
+from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
+from fairshard.errors import CheckpointError
+from fairshard.nn.data_parallel.optim_params import OptimParams
+from fairshard.nn.data_parallel.optim_state_loading import ShardedOptimState
+from fairshard.nn.data_parallel.state_dict_config import StateDictType
+from fairshard.nn.data_parallel.state_methods import StateMethods
+from fairshard.utils.collectives import host_group
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    extra: dict[str, Any] | Stateful | None = None,
+) -> int | None:
+    """Load a checkpoint, whatever number of ranks and whatever wrapping wrote it; returns its step. **Collective.**
+
+    ``folder`` holds a checkpoint of ours, or one that plain torch wrote, of FSDP2 say; in the root folder of a run the
+    latest is taken. Each rank reads the pieces that overlap with its shards. ``extra`` is updated with what was saved,
+    or takes it back through ``load_state_dict``. On as many ranks as saved, random numbers go on where they were.
+
+    Nothing is changed before everything has been read and fits. Files are checked against their checksums first.
+
+    Raises:
+        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is another model's.
+        ValueError: on every rank, if the optimizer's state or groups do not fit.
+    """
+    group = host_group()
+    training = Training(model, optimizer, scheduler, scaler, extra)
+    path: str = on_all_ranks(group, lambda: checkpoint_folder(folder))[0]
+    loading = _Loading(path, training, group)
+    loading.verify()
+    loading.read()
+    return loading.apply()
+
+
+class _Loading:
+    """One load: verify, make room, read beside, apply."""
+
+    def __init__(self, folder: str, training: Training, group: ProcessGroup | None) -> None:
+        self._folder = folder
+        self._training = training
+        self._group = group
+        self._rank = rank_in(group)
+        self._num_ranks = 1 if group is None else group.size()
+        self._reader = CheckpointReader(folder)
+        self._manifest: Manifest | None = None
+        self._model = ModelTarget({}, {})
+        self._optimizer: OptimizerTarget | None = None
+        self._made: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._own_key: str | None = None
+        self._is_same_number = False
+
+    def verify(self) -> None:
+        """Read manifest and metadata, and every file once, each rank its part."""
+        on_all_ranks(self._group, self._verify_own_part)
+
+    def _verify_own_part(self) -> None:
+        storage = storage_of(self._folder)
+        self._manifest = read_manifest(storage, self._folder)
+        files = {} if self._manifest is None else self._manifest.files
+        for name in sorted(files)[self._rank :: self._num_ranks]:
+            verify_file(storage, self._folder, name, files[name])
+        self._reader.read_metadata()
+
+    def read(self) -> None:
+        """Read all that is wanted into new memory."""
+        model, optimizer = self._training.model, self._training.optimizer
+        with StateMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+        params = OptimParams(model)
+        on_all_ranks(self._group, lambda: self._make_room(state, params))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is one process, where there is
+                dcp.load(
+                    self._values,
+                    storage_reader=self._reader,
+                    planner=SafePlanner(),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+        except CheckpointException as error:
+            raise CheckpointError(described(error)) from error
+        if optimizer is not None:
+            on_all_ranks(self._group, lambda: self._make_optimizer_state(params, optimizer))
+
+    def _make_room(self, state: Mapping[str, Any], params: OptimParams) -> None:
+        metadata = self._reader.read_metadata()
+        known = metadata.state_dict_metadata
+        self._model = ModelTarget.of(self._folder, state, metadata, params)
+        self._values = dict(self._model.values)
+        if self._training.optimizer is not None:
+            held = {param for group in self._training.optimizer.param_groups for param in group["params"]}
+            self._optimizer = OptimizerTarget.of(self._folder, metadata, params, held)
+            self._values.update(self._optimizer.values)
+        for name in ("scheduler", "scaler"):
+            if getattr(self._training, name) is not None:
+                if name not in known:
+                    raise CheckpointError(
+                        f"{self._folder} must hold a {name} to load one, but was saved without. Leave `{name}` out."
+                    )
+                self._values[name] = None
+        self._own_key = self._own_objects(known)
+        if self._own_key is not None:
+            self._values[self._own_key] = None
+
+    def _own_objects(self, known: Mapping[str, Any]) -> str | None:
+        """The key of what one rank saved of its own: this one's, on another number of ranks the first one's."""
+        self._is_same_number = f"rank.{self._num_ranks - 1}" in known and f"rank.{self._num_ranks}" not in known
+        if self._is_same_number:
+            return f"rank.{self._rank}"
+        return "rank.0" if "rank.0" in known else None
+
+    def _make_optimizer_state(self, params: OptimParams, optimizer: Optimizer) -> None:
+        assert self._optimizer is not None
+        saved = self._optimizer.state_dict(self._values)
+        made = ShardedOptimState(self._training.model, adopts=True).make(saved, params.groups_of(optimizer))
+        self._made = {"param_groups": optimizer.state_dict()["param_groups"], **made}
+
+    def apply(self) -> int | None:
+        """Hand out what was read; returns the step."""
+        training = self._training
+        with StateMethods.state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
+            training.model.load_state_dict(self._model.state_dict(self._values))
+        if training.optimizer is not None:
+            training.optimizer.load_state_dict(self._made)
+        for name in ("scheduler", "scaler"):
+            stateful = getattr(training, name)
+            if stateful is not None:
+                stateful.load_state_dict(self._values[name][0])
+        if self._own_key is not None:
+            self._apply_own(self._values[self._own_key][0])
+        return None if self._manifest is None else self._manifest.step
+
+    def _apply_own(self, saved: Mapping[str, Any]) -> None:
+        extra = self._training.extra
+        if isinstance(extra, Stateful):
+            extra.load_state_dict(saved["extra"])
+        elif extra is not None:
+            extra.update(saved["extra"] or {})
+        if self._is_same_number:
+            rng.restore(saved["rng"])
+        else:
+            warnings.warn(
+                f"{self._folder} was saved by another number of ranks: random numbers do not go on where they were, "
+                "and `extra` is that of rank 0.",
+                stacklevel=4,
+            )

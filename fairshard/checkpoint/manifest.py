@@ -1,0 +1,134 @@
+"""``fairshard.json``: what a checkpoint is of, and the size and checksum of each of its files.
+
+It is written last. A folder without one may still be a checkpoint that plain torch wrote; it is read unchecked.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import fairshard
+from fairshard.checkpoint.storage import MANIFEST, Storage
+from fairshard.errors import CheckpointError
+
+_FORMAT = 1
+_BLOCK_NBYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Bytes of one file, and their CRC-32."""
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Training step, number of ranks that saved, other names of tied weights, and the files."""
+
+    step: int | None
+    world_size: int
+    files: dict[str, FileEntry]
+    aliases: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(
+        default_factory=lambda: {"fairshard": fairshard.__version__, "torch": torch.__version__}
+    )
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what it should be.
+    """
+    path = storage.join(folder, MANIFEST)
+    if not storage.exists(path):
+        return None
+    try:
+        text = storage.read_text(path)
+        return _parse(json.loads(text))
+    except OSError as error:
+        raise CheckpointError(f"The manifest must be readable, but {path} is not: {error}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"The manifest must be what fairshard wrote, but {path} is damaged: {error}. Use another checkpoint; to "
+            f"read the tensors all the same, unchecked, remove {MANIFEST}."
+        ) from error
+
+
+def verify_file(storage: Storage, folder: str, name: str, entry: FileEntry) -> None:
+    """Read a file and compare it with its entry.
+
+    Raises:
+        CheckpointError: it is missing, or of another size, or its bytes have changed.
+    """
+    path = storage.join(folder, name)
+    if not storage.exists(path):
+        raise CheckpointError(f"A checkpoint must have all its files, but {path} is missing.")
+    nbytes = storage.size(path)
+    if nbytes != entry.nbytes:
+        raise CheckpointError(f"{path} must have {entry.nbytes} bytes, but has {nbytes}: it was cut or overwritten.")
+    try:
+        crc = crc_of(storage, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if crc != entry.crc32:
+        raise CheckpointError(
+            f"{path} must have the CRC-32 {entry.crc32:08x} that it was written with, but has {crc:08x}: its bytes "
+            "have changed since. Use another checkpoint."
+        )
+
+
+def crc_of(storage: Storage, path: str) -> int:
+    """The CRC-32 of a file."""
+    crc = 0
+    with storage.open(path, "rb") as file:
+        while block := file.read(_BLOCK_NBYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _parse(value: Any) -> Manifest:
+    if not isinstance(value, dict) or value.get("format") != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT}")
+    step = value["step"]
+    files = {
+        _plain_name(name): FileEntry(_number(entry["nbytes"]), _number(entry["crc32"]))
+        for name, entry in value["files"].items()
+    }
+    return Manifest(
+        step=None if step is None else _number(step),
+        world_size=_number(value["world_size"]),
+        files=files,
+        aliases=_texts(value["aliases"]),
+        versions=_texts(value["versions"]),
+    )
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+def _texts(value: Mapping[Any, Any]) -> dict[str, str]:
+    if not all(isinstance(text, str) for pair in value.items() for text in pair):
+        raise ValueError("a name is not a text")
+    return dict(value)
+
+
+def _plain_name(name: Any) -> str:
+    if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
+    return name

@@ -1,0 +1,159 @@
+"""Reading what torch.distributed.checkpoint wrote, without running any of it.
+
+A checkpoint is data. Yet its ``.metadata`` is a pickle, which torch reads with ``pickle.load``, and its object
+entries are pickles, which torch's planner reads with ``weights_only=False``: whoever can write to the folder can run
+code in every rank (measured with torch 2.13). Here the first goes through an unpickler that knows the classes of
+such metadata and no other, the second through ``weights_only=True``, as tensors always do.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections import OrderedDict
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.futures import Future
+
+from fairshard.checkpoint.storage import is_remote
+from fairshard.errors import CheckpointError
+
+METADATA = ".metadata"
+
+_METADATA_CLASSES = (
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    OrderedDict,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {(cls.__module__, cls.__qualname__): cls for cls in _METADATA_CLASSES}
+_ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+_ALLOWED["pathlib", "PosixPath"] = pathlib.PosixPath
+_ALLOWED["pathlib._local", "PosixPath"] = pathlib.PosixPath
+_ALLOWED["torch._C", "Size"] = torch.Size
+_ALLOWED.update({("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)})
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """A class that metadata consists of.
+
+        Raises:
+            UnpicklingError: it is none of those.
+        """
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata consists of") from None
+
+
+class CheckpointReader(FileSystemReader):
+    """torch's reader over a folder here or where fsspec reaches; its metadata can run nothing."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path if not is_remote(path) else ".")
+        if is_remote(path):
+            self.fs: Any = FsspecFileSystem()
+            self.path = self.fs.init_path(path)
+        self._known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        """The metadata, read once.
+
+        Raises:
+            CheckpointError: there is none, or it is not metadata.
+        """
+        if self._known is None:
+            path = self.fs.concat_path(self.path, METADATA)
+            if not self.fs.exists(path):
+                raise CheckpointError(f"A checkpoint must have a {METADATA}, but there is no {path}.")
+            try:
+                with self.fs.create_stream(path, "rb") as file:
+                    self._known = _checked(_MetadataUnpickler(file).load())
+            except Exception as error:  # damaged pickles raise whatever they like
+                raise CheckpointError(
+                    f"{path} must be metadata of a checkpoint, but cannot be taken for it: {error}. It is damaged, or "
+                    "made to run code. Use another checkpoint."
+                ) from error
+        return self._known
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Read the entries of ``plan``, file by file.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or holds an entry that could run code.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                done: Future[None] = super().read_data(LoadPlan(items), planner)
+                done.wait()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.fs.concat_path(self.path, name)} must hold `{items[0].storage_index.fqn}`, but cannot be "
+                    f"read: {first_line(error)}"
+                ) from error
+        done = Future()
+        done.set_result(None)
+        return done
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """torch's planner; objects are read as data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state dict.
+
+        Raises:
+            UnpicklingError: it is more than tensors, numbers, texts and containers of them.
+        """
+        found = load_object(value)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = found
+
+
+def load_object(file: IO[bytes]) -> Any:
+    """An object entry, as data."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What ``error`` says, without torch's pages of advice."""
+    text = str(error).strip()
+    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".") + "."
+
+
+def _checked(found: Any) -> Metadata:
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise ValueError(f"it is {type(found).__name__}")
+    if not isinstance(found.storage_data, dict):
+        raise ValueError("it does not say where entries are")
+    for index, place in found.storage_data.items():
+        if not isinstance(index, metadata.MetadataIndex) or not isinstance(place, _StorageInfo):
+            raise ValueError("it does not say where entries are")
+        path = pathlib.PurePosixPath(place.relative_path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"it points out of its folder, to {place.relative_path}")
+    return found

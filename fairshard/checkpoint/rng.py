@@ -1,0 +1,32 @@
+"""The random number generators of one rank: torch's on the CPU and on this rank's GPU, Python's and numpy's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from fairshard.utils.device import gpu_rng_state, set_gpu_rng_state
+
+
+def state() -> dict[str, Any]:
+    """Their state, in tensors and numbers."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "gpu": gpu_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+    }
+
+
+def restore(saved: dict[str, Any]) -> None:
+    """Go on from ``saved``."""
+    torch.set_rng_state(saved["torch"])
+    set_gpu_rng_state(saved["gpu"])
+    version, internal, gauss_next = saved["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -1,0 +1,130 @@
+"""Writing one checkpoint so that it is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from fairshard.checkpoint.agreement import described, on_all_ranks, rank_in
+from fairshard.checkpoint.entries import Stateful, Training, aliases_of, live_storages, object_entries, tensor_entries
+from fairshard.checkpoint.manifest import FileEntry, Manifest
+from fairshard.checkpoint.snapshot import Buffers, Snapshot
+from fairshard.checkpoint.storage import MANIFEST, Storage, storage_of
+from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
+from fairshard.errors import CheckpointError
+from fairshard.utils.collectives import gather_objects, host_group
+
+TEMPORARY = ".tmp-"
+
+
+@dataclass
+class Draft:
+    """What is to be written, as it was at one moment."""
+
+    snapshot: Snapshot
+    step: int | None
+    aliases: dict[str, str]
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    extra: dict[str, Any] | Stateful | None = None,
+    *,
+    step: int | None = None,
+) -> None:
+    """Write a checkpoint, a standard one of ``torch.distributed.checkpoint``, into a new ``folder``. **Collective.**
+
+    It appears under its name when all of it is on the disk. ``model`` may be wrapped, contain wrappers, or be plain.
+    ``extra`` is a dict of plain data of this rank, or something with ``state_dict`` and ``load_state_dict``. A
+    ``folder`` with a protocol (``s3://...``) is written through fsspec.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be written, or if there is something under that name.
+        TypeError: on every rank, if something could not be read back as plain data.
+    """
+    path = os.fspath(folder).rstrip("/")
+    group = host_group()
+    on_all_ranks(group, lambda: _check_free(path) if rank_in(group) == 0 else None)
+    draft = take(Training(model, optimizer, scheduler, scaler, extra), step, None)
+    try:
+        write(draft, path, group)
+    finally:
+        draft.snapshot.close()
+
+
+def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft:
+    """Everything as it is now, copied into ``buffers``; not copied if None, for then training waits. **Collective.**"""
+    group = host_group()
+    entries: dict[str, Any] = {}
+    on_all_ranks(group, lambda: entries.update(object_entries(training, rank_in(group))))
+    entries.update(tensor_entries(training))
+    live = live_storages(training) if buffers is not None else set()
+    return Draft(Snapshot(entries, buffers, live), step, aliases_of(training.model))
+
+
+def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callable[[], None] = lambda: None) -> None:
+    """Write ``draft`` beside ``folder``, and give it that name when it is whole. **Collective** over ``group``.
+
+    Rank 0 calls ``replace`` just before. Nothing is left behind by a failure.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    storage = storage_of(folder)
+    rank = rank_in(group)
+    beside = f"{storage.parent(folder)}/{TEMPORARY}{folder.rpartition('/')[2]}-"
+    work: str = on_all_ranks(group, lambda: f"{beside}{uuid.uuid4().hex[:8]}")[0]
+    try:
+        on_all_ranks(group, lambda: storage.make(work))
+        files = _write_files(draft, work, group)
+        manifest = Manifest(draft.step, len(files), {k: v for own in files for k, v in own.items()}, draft.aliases)
+        on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            storage.remove(work)
+        raise
+
+
+def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
+    """The files of every rank, with their checksums."""
+    writer = CheckpointWriter(work)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process, where there is
+            dcp.save(
+                draft.snapshot.entries,
+                storage_writer=writer,
+                planner=SnapshotPlanner(draft.snapshot),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise CheckpointError(f"{work} cannot be written: {described(error)}") from error
+    return gather_objects(writer.files, group)
+
+
+def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, replace: Callable[[], None]) -> None:
+    storage.replace_text(storage.join(work, MANIFEST), manifest.to_json())
+    replace()
+    storage.publish(work, folder)
+
+
+def _check_free(folder: str) -> None:
+    if not storage_of(folder).is_free(folder):
+        raise CheckpointError(
+            f"A checkpoint must be saved under a new name, but {folder} exists. Choose another, or remove it first."
+        )

@@ -1,0 +1,201 @@
+"""Folders that checkpoints lie in: on a local disk, or wherever fsspec reaches (``s3://...``).
+
+On a local disk what is published is on the disk: files, then their folder, then its new name. Elsewhere nothing
+can be renamed at once, and the order of writes is what there is: a checkpoint is complete when its manifest is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from fsspec.core import url_to_fs
+
+
+class Storage(ABC):
+    """What a checkpoint needs of a place: paths are strings, and folders are made with the first file in them."""
+
+    @abstractmethod
+    def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """Open a file to read or write bytes."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted; nothing if there is no such folder."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+
+    @abstractmethod
+    def is_free(self, path: str) -> bool:
+        """Whether a folder can be published under ``path``: there is nothing, or an empty folder."""
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+
+    @abstractmethod
+    def make(self, folder: str) -> None:
+        """Make a folder and those above it."""
+
+    @abstractmethod
+    def publish(self, folder: str, name: str) -> None:
+        """Give ``folder`` its final path ``name``, with all that is in it, durably."""
+
+    @abstractmethod
+    def replace_text(self, path: str, text: str) -> None:
+        """Write a small file whole, durably: who reads it sees the old text or the new one."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder with all that is in it; nothing if it is gone."""
+
+    def read_text(self, path: str) -> str:
+        """A small file, whole."""
+        with self.open(path, "rb") as file:
+            return file.read().decode()
+
+    @staticmethod
+    def join(folder: str, name: str) -> str:
+        """The path of ``name`` in ``folder``."""
+        return f"{folder.rstrip('/')}/{name}"
+
+    @staticmethod
+    def parent(path: str) -> str:
+        """The folder that ``path`` lies in."""
+        return path.rstrip("/").rpartition("/")[0] or "."
+
+
+class LocalStorage(Storage):
+    """Folders of this machine, or mounted on it."""
+
+    def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """Open a file; not buffered when written, for torch writes large pieces."""
+        return Path(path).open(mode)
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(folder))
+        return []
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+        return os.path.exists(path)
+
+    def is_free(self, path: str) -> bool:
+        """Whether there is nothing, or an empty folder."""
+        return not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return os.path.getsize(path)
+
+    def make(self, folder: str) -> None:
+        """Make a folder and those above it."""
+        os.makedirs(folder, exist_ok=True)
+
+    def publish(self, folder: str, name: str) -> None:
+        """Rename, between two syncs of the folders."""
+        _sync(folder)
+        os.rename(folder, name)
+        _sync(self.parent(name))
+
+    def replace_text(self, path: str, text: str) -> None:
+        """Write beside it, sync, rename over it."""
+        beside = f"{path}.tmp-{os.getpid()}"
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        _sync(self.parent(path))
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a folder."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+class RemoteStorage(Storage):
+    """What fsspec reaches under ``url``."""
+
+    def __init__(self, url: str) -> None:
+        self._fs: Any
+        self._fs, _ = url_to_fs(url)
+
+    @contextlib.contextmanager
+    def open(self, path: str, mode: str) -> Iterator[IO[bytes]]:
+        """Open a file; a failed write leaves none."""
+        with self._fs.open(path, mode) as file:
+            yield file
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted."""
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(folder, detail=False))
+        return []
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(path))
+
+    def is_free(self, path: str) -> bool:
+        """Whether there is nothing."""
+        return not self.names(path) and not self.exists(path)
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return int(self._fs.size(path))
+
+    def make(self, folder: str) -> None:
+        """Make a folder and those above it."""
+        self._fs.makedirs(folder, exist_ok=True)
+
+    def publish(self, folder: str, name: str) -> None:
+        """Move file by file, the manifest last."""
+        self.make(name)
+        for file in sorted(self.names(folder), key=lambda file: (file == MANIFEST, file)):
+            self._fs.mv(self.join(folder, file), self.join(name, file))
+        self.remove(folder)
+
+    def replace_text(self, path: str, text: str) -> None:
+        """Write it at once."""
+        self._fs.pipe_file(path, text.encode())
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a folder."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(path, recursive=True)
+
+
+MANIFEST = "fairshard.json"
+
+
+def storage_of(path: str | os.PathLike[str]) -> Storage:
+    """The storage that ``path`` lies in."""
+    return RemoteStorage(os.fspath(path)) if is_remote(path) else LocalStorage()
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is for fsspec: it names a protocol."""
+    return "://" in os.fspath(path)
+
+
+def _sync(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

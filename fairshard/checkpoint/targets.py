@@ -1,0 +1,191 @@
+"""What is to be read of a checkpoint, and the memory that it is read into.
+
+Entries are looked for under the keys that are there: ours, those of torch's own tools for FSDP2 and plain modules,
+with or without a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fairshard.checkpoint.contents import model_keys
+from fairshard.errors import CheckpointError
+from fairshard.nn.data_parallel.full_params import spans_of
+from fairshard.nn.data_parallel.optim_params import NamedParam, OptimParams
+from fairshard.nn.data_parallel.optim_state_loading import is_elementwise
+from fairshard.utils.span_tensor import SpanTensor
+
+_MOST_NAMES = 4
+
+
+@dataclass
+class ModelTarget:
+    """The model's part: ``keys`` of each name in its state dict, ``values`` to read into by key."""
+
+    keys: dict[str, str]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: str, state: Mapping[str, Any], metadata: Metadata, params: OptimParams) -> ModelTarget:
+        """Room for a model whose sharded state dict is ``state``.
+
+        Raises:
+            CheckpointError: the checkpoint is another model's.
+        """
+        known = metadata.state_dict_metadata
+        there = model_keys(metadata)
+        prefix = next((key[: len(key) - len(name)] for name, key in there.items()), "")
+        keys: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        problems: list[str] = []
+        for name, value in state.items():
+            key = next((there.get(n) or prefix + n for n in _names_of(name, params) if prefix + n in known), None)
+            if key is None:
+                problems.append(f"`{name}` is missing")
+                continue
+            entry = known[key]
+            if isinstance(entry, TensorStorageMetadata) != isinstance(value, Tensor):
+                problems.append(
+                    f"`{name}` is {'a tensor' if isinstance(entry, TensorStorageMetadata) else 'an object'}"
+                )
+            elif isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+                problems.append(f"`{name}` has shape {tuple(entry.size)} instead of {tuple(value.shape)}")
+            keys[name] = key
+            values[key] = value.clone() if isinstance(value, Tensor) and not isinstance(value, SpanTensor) else value
+        used = set(keys.values())
+        problems += [f"`{name}` is not in the model" for name, key in there.items() if key not in used]
+        if problems:
+            more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
+            raise CheckpointError(
+                f"{folder} must be a checkpoint of this model, but in it {', '.join(problems[:_MOST_NAMES])}{more}. "
+                "Build the model that was saved, or choose another checkpoint."
+            )
+        return cls(keys, values)
+
+    def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, of ``values`` as read."""
+        return {name: values[key] for name, key in self.keys.items()}
+
+
+@dataclass
+class OptimizerTarget:
+    """The optimizer's part: ``keys`` by parameter and state name, ``values`` to read into by key.
+
+    ``group_paths`` says where in the list of param groups each key of them belongs.
+    """
+
+    keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    group_paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: str, metadata: Metadata, params: OptimParams, held: set[nn.Parameter]) -> OptimizerTarget:
+        """Room for the state of an optimizer that steps ``held``; elementwise state is made shard by shard.
+
+        Raises:
+            CheckpointError: there is no optimizer in the checkpoint.
+        """
+        known = metadata.state_dict_metadata
+        model = set(model_keys(metadata).values())
+        others = [key for key in known if key not in model]
+        prefix = _optimizer_prefix(others, params)
+        if prefix is None:
+            raise CheckpointError(
+                f"{folder} must hold an optimizer of this model to load one, but has none. Leave `optimizer` out."
+            )
+        target = cls()
+        found: dict[str, dict[str, str]] = {}
+        for key in others:
+            if key.startswith(f"{prefix}state."):
+                name, _, state = key[len(prefix) + len("state.") :].rpartition(".")
+                found.setdefault(name, {})[state] = key
+        for named in params:
+            if named.param in held:
+                target._make_room(named, found, known)
+        target._add_groups(f"{prefix}param_groups", others, metadata)
+        return target
+
+    def _make_room(self, named: NamedParam, found: Mapping[str, dict[str, str]], known: Mapping[str, Any]) -> None:
+        """Make the memory for the state of one parameter or shard."""
+        own = [next((found[name] for name in names if name in found), {}) for names in named.names]
+        for state in dict.fromkeys(state for keys in own for state in keys):
+            entries = [known[keys[state]] if state in keys else None for keys in own]
+            tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+            spans: list[Any] = [None] * len(own)
+            flat_param = named.flat_param
+            if flat_param is not None and tensors and is_elementwise(named, state, [e.size for e in tensors]):
+                dtype = tensors[0].properties.dtype
+                shard = torch.zeros(flat_param.shard_numel, dtype=dtype, device=flat_param.shard.device)
+                spans = list(spans_of(flat_param, shard))
+            for name, keys, entry, span in zip(named.first_names, own, entries, spans, strict=True):
+                if entry is not None:
+                    self.keys.setdefault(name, {})[state] = keys[state]
+                    self.values[keys[state]] = _room_for(entry, span, named)
+
+    def _add_groups(self, prefix: str, keys: Iterable[str], metadata: Metadata) -> None:
+        paths = metadata.planner_data or {}
+        for key in keys:
+            if key == prefix:
+                self.group_paths[key] = ()
+            elif key.startswith(f"{prefix}."):
+                path = tuple(paths.get(key, ()))
+                if "param_groups" in path:
+                    self.group_paths[key] = path[path.index("param_groups") + 1 :]
+                else:  # one entry for each parameter and setting
+                    name, _, setting = key[len(prefix) + 1 :].rpartition(".")
+                    self.group_paths[key] = (name, setting)
+            else:
+                continue
+            self.values[key] = _room_for(metadata.state_dict_metadata[key], None, None)
+
+    def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Optimizer state by name, of ``values`` as read."""
+        state = {name: {own: values[key] for own, key in keys.items()} for name, keys in self.keys.items()}
+        groups = self._groups(values)
+        return {"state": state, "param_groups": groups} if groups else {"state": state}
+
+    def _groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        by_number: dict[Any, dict[str, Any]] = {}
+        for key, path in self.group_paths.items():
+            if not path:
+                return list(values[key])
+            number, setting = path[0], ".".join(map(str, path[1:]))
+            by_number.setdefault(number, {} if isinstance(number, int) else {"params": [number]})[setting] = values[key]
+        return list(by_number.values())
+
+
+def _room_for(entry: Any, span: Any, named: NamedParam | None) -> Any:
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    if span is not None and entry.size == span.shape:
+        return span
+    on_device = named is not None and named.flat_param is None and len(entry.size)
+    device = named.param.device if named is not None and on_device else "cpu"
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def _names_of(name: str, params: OptimParams) -> Iterator[str]:
+    """``name``, then those of weights tied to it."""
+    yield name
+    named = params.find(name)
+    for names in named.names if named is not None else ():
+        if name in names:
+            yield from names
+
+
+def _optimizer_prefix(keys: Iterable[str], params: OptimParams) -> str | None:
+    """What stands before ``state.`` and ``param_groups`` in the keys of an optimizer of these parameters."""
+    counts: dict[str, int] = {}
+    for key in keys:
+        parts = key.split(".")
+        for index, part in enumerate(parts):
+            prefix = "".join(f"{earlier}." for earlier in parts[:index])
+            if part == "param_groups" or (part == "state" and params.find(".".join(parts[index + 1 : -1])) is not None):
+                counts[prefix] = counts.get(prefix, 0) + 1
+    return max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default=None)

@@ -1,0 +1,39 @@
+"""Who must know before an optimizer changes tensors: a background save that still reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_listeners: dict[int, Callable[[], Any]] = {}
+_is_installed = False
+
+
+def add_before_step(key: int, method: Callable[[], Any]) -> None:
+    """Call what ``method()`` returns before any optimizer steps; ``method`` is a weak reference to it."""
+    global _is_installed
+    if not _is_installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _is_installed = True
+    _listeners[key] = method
+
+
+def remove_before_step(key: int) -> None:
+    """Undo `add_before_step`."""
+    _listeners.pop(key, None)
+
+
+def about_to_step() -> None:
+    """Tell all who must know; an optimizer that steps part of its parameters by itself calls it."""
+    for key, reference in list(_listeners.items()):
+        method = reference()
+        if method is None:
+            remove_before_step(key)
+        else:
+            method()
+
+
+def _before_step(*_: Any) -> None:
+    about_to_step()
