@@ -1,0 +1,173 @@
+"""Compare ways to save and load a training run: GB/s, stall of the training thread, memory; beside the raw disk.
+
+    python benchmarks/checkpoint.py                            # gpt-109m, 1.3 GB over 2 ranks, about 8 minutes
+    python benchmarks/checkpoint.py --model gpt-5m --repeat 1  # does it all still run?
+
+First every engine must load, bit for bit, what it saved. See README.md beside this file for what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from launch import HERE, RunFailed, launch
+from models import MODELS
+from run import hardware
+
+MIN_OF_DD = 0.85
+MAX_STALL = 1.2
+DISK = ("dd, one stream", "dd, a stream per rank")
+NEXT_STEP = "steady next step"
+OURS, PEER = "fairshard save", "fsdp2 + dcp save"
+
+Rows = dict[str, list[list[dict[str, Any]]]]
+"""``[name][repeat][rank]``, what `checkpoint_worker.Sample` has."""
+
+
+def rows_of(ranks: Sequence[Any]) -> Rows:
+    """Arrange the samples of all ranks."""
+    rows: Rows = {}
+    for sample in zip(*(rank["samples"] for rank in ranks), strict=True):
+        rows.setdefault(sample[0]["name"], []).append(list(sample))
+    return {name: sorted(samples, key=lambda ranks: ranks[0]["repeat"]) for name, samples in rows.items()}
+
+
+def slowest(rows: Rows, name: str, part: str | None = None) -> list[float]:
+    """Seconds of the slowest rank, by repeat."""
+    return [max(rank["seconds"] if part is None else rank["parts"][part] for rank in ranks) for ranks in rows[name]]
+
+
+def speed_table(rows: Rows) -> str:
+    """GB/s of everything that moves all bytes, and over both readings of dd in the same repeat."""
+    table = [["", "s", "GB/s", *(f"over {name}" for name in DISK), f"over {PEER}", "peak extra MiB a rank"]]
+    for name, samples in rows.items():
+        if "async" in name:
+            continue
+        seconds = slowest(rows, name)
+        nbytes = sum(rank["nbytes"] for rank in samples[0])
+        speed = report.Spread.of(nbytes / own / 1e9 for own in seconds)
+        ratios = ["" if name.endswith("load") else speed_over(rows, name, other).show(2) for other in (*DISK, PEER)]
+        table.append([name, report.Spread.of(seconds).show(2), speed.show(2), *ratios, _peak(samples)])
+    return report.table(table)
+
+
+def stall_table(rows: Rows) -> str:
+    """How long a background save holds training, and over a copy of the same bytes in memory."""
+    header = [
+        "",
+        "memcpy ms",
+        "first stall ms",
+        "stall ms",
+        "over memcpy",
+        "next step waits ms",
+        "peak extra MiB a rank",
+    ]
+    table = [header]
+    for name in (name for name in rows if "async" in name):
+        cells = [_ms(rows, name, part) for part in ("memcpy", "first stall", "steady stall")]
+        next_step = _ms(rows, name, NEXT_STEP) if NEXT_STEP in rows[name][0][0]["parts"] else ""
+        table.append([name, *cells, stall_over_memcpy(rows, name).show(2), next_step, _peak(rows[name])])
+    return report.table(table)
+
+
+def speed_over(rows: Rows, name: str, other: str) -> report.Spread:
+    """How many times as fast as ``other``, repeat by repeat."""
+    return report.Spread.of(b / a for a, b in zip(slowest(rows, name), slowest(rows, other), strict=True))
+
+
+def stall_over_memcpy(rows: Rows, name: str) -> report.Spread:
+    """The stall of a steady save over the copy that was made just before, repeat by repeat."""
+    stalls, copies = (slowest(rows, name, part) for part in ("steady stall", "memcpy"))
+    return report.Spread.of(stall / copy for stall, copy in zip(stalls, copies, strict=True))
+
+
+def verdicts(rows: Rows, full: dict[str, int]) -> str:
+    """What was aimed at, and whether it was reached: by the medians, against the better reading of dd."""
+    disk = min(speed_over(rows, OURS, other).median for other in DISK)
+    peer = speed_over(rows, OURS, PEER).median
+    need = 1.0 if disk >= MIN_OF_DD else 1.2
+    stall = stall_over_memcpy(rows, "fairshard async").median
+    extra, result, unit = (full[key] / 2**20 for key in ("peak_extra", "result", "unit"))
+    terms = f"result {result:.1f} + unit {unit:.1f} = {result + unit:.1f} MiB"
+    return "\n".join(
+        [
+            f"save over dd: {disk:.2f} (target {MIN_OF_DD}: {_met(disk >= MIN_OF_DD)})",
+            f"save over FSDP2 + DCP: {peer:.2f} (target {need}: {_met(peer >= need)})",
+            f"async stall over memcpy: {stall:.2f} (target {MAX_STALL}: {_met(stall <= MAX_STALL)})",
+            f"full state dict, peak extra on rank 0: {extra:.1f} MiB (target {terms}: {_met(extra <= result + unit)})",
+        ]
+    )
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "NOT met"
+
+
+def _ms(rows: Rows, name: str, part: str) -> str:
+    return report.Spread.of(1e3 * seconds for seconds in slowest(rows, name, part)).show(0)
+
+
+def _peak(samples: Sequence[Sequence[Any]]) -> str:
+    return report.Spread.of(max(rank["peak_extra_bytes"] for rank in ranks) / 2**20 for ranks in samples).show(0)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    verbatim = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
+    parser.add_argument("--model", choices=MODELS, default="gpt-109m")
+    parser.add_argument("--world", type=int, default=2, help="ranks, all on this machine")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which it has failed")
+    parser.add_argument("--folder", help="on the disk to measure (default: the system's temporary folder)")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-checkpoint-MODEL-wWORLD.json")
+    options = parser.parse_args(argv)
+    if min(options.world, options.repeat, options.threads) < 1:
+        parser.error("--world, --repeat and --threads must be at least 1")
+    if options.out is None:
+        options.out = HERE / "results" / f"{datetime.date.today()}-checkpoint-{options.model}-w{options.world}.json"
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="fairshard-bench-", dir=options.folder) as folder:
+        job = {key: getattr(options, key) for key in ("model", "world", "threads", "repeat")}
+        try:
+            ranks = launch("checkpoint_worker.py", {**job, "folder": folder}, options.world, options.timeout)
+        except RunFailed as error:
+            raise SystemExit(f"error: {error}") from None
+    rows = rows_of(ranks)
+    print("what was loaded is what was saved\n\n" + speed_table(rows))
+    print("\n" + stall_table(rows))
+    print("\n" + verdicts(rows, ranks[0]["full_state_dict"]))
+    load = {"before": load_before, "after": os.getloadavg()}
+    print("\nload of the machine: {before}, {after} afterwards".format(**load))
+    record = {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "load": load,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "settings": {**vars(options), "out": options.out.name},
+        "ranks": ranks,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
