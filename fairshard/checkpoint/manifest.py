@@ -43,7 +43,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the file."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        entries = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**entries, "crc32": _crc_of_entries(entries)}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest | None:
@@ -102,6 +103,8 @@ def crc_of(storage: Storage, path: str) -> int:
 def _parse(value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"its format is not {_FORMAT}")
+    if value.pop("crc32", None) != _crc_of_entries(value):
+        raise ValueError("its checksum is not that of what it says")
     step = value["step"]
     files = {
         _plain_name(name): FileEntry(_number(entry["nbytes"]), _number(entry["crc32"]))
@@ -114,6 +117,10 @@ def _parse(value: Any) -> Manifest:
         aliases=_texts(value["aliases"]),
         versions=_texts(value["versions"]),
     )
+
+
+def _crc_of_entries(entries: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
 
 
 def _number(value: Any) -> int:

@@ -103,7 +103,13 @@ class CheckpointReader(FileSystemReader):
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            place = self.storage_data.get(item.storage_index)
+            if place is None:
+                raise CheckpointError(
+                    f"{self.fs.concat_path(self.path, METADATA)} must say where all of `{item.storage_index.fqn}` is, "
+                    "but does not: it is damaged. Use another checkpoint."
+                )
+            by_file.setdefault(place.relative_path, []).append(item)
         for name, items in by_file.items():
             try:
                 done: Future[None] = super().read_data(LoadPlan(items), planner)

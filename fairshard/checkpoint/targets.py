@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fairshard.checkpoint.contents import model_keys
+from fairshard.checkpoint.contents import model_keys, whole_entry
 from fairshard.errors import CheckpointError
 from fairshard.nn.data_parallel.full_params import spans_of
 from fairshard.nn.data_parallel.optim_params import NamedParam, OptimParams
@@ -50,12 +50,11 @@ class ModelTarget:
                 problems.append(f"`{name}` is missing")
                 continue
             entry = known[key]
-            if isinstance(entry, TensorStorageMetadata) != isinstance(value, Tensor):
-                problems.append(
-                    f"`{name}` is {'a tensor' if isinstance(entry, TensorStorageMetadata) else 'an object'}"
-                )
-            elif isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
-                problems.append(f"`{name}` has shape {tuple(entry.size)} instead of {tuple(value.shape)}")
+            size = whole_entry(folder, metadata, key).size if isinstance(entry, TensorStorageMetadata) else None
+            if (size is not None) != isinstance(value, Tensor):
+                problems.append(f"`{name}` is {'an object' if size is None else 'a tensor'}")
+            elif size is not None and size != value.shape:
+                problems.append(f"`{name}` has shape {tuple(size)} instead of {tuple(value.shape)}")
             keys[name] = key
             values[key] = value.clone() if isinstance(value, Tensor) and not isinstance(value, SpanTensor) else value
         used = set(keys.values())
@@ -105,6 +104,8 @@ class OptimizerTarget:
             if key.startswith(f"{prefix}state."):
                 name, _, state = key[len(prefix) + len("state.") :].rpartition(".")
                 found.setdefault(name, {})[state] = key
+                if isinstance(known[key], TensorStorageMetadata):
+                    whole_entry(folder, metadata, key)
         for named in params:
             if named.param in held:
                 target._make_room(named, found, known)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import fairshard
+from fairshard.cli.checkpoint_commands import add_checkpoint_commands
 from fairshard.cli.options import OneLineParser, OptionError, add_train_arguments, parsed_options
 
 
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_train_arguments(train)
     train.set_defaults(run=_train)
+    add_checkpoint_commands(commands)
     return parser
 
 

@@ -83,10 +83,17 @@ def summarize(
 
 
 class MetricsFile:
-    """Appends one JSON object a line; each line is on disk when its call returns."""
+    """Appends one JSON object a line; each line is on disk when its call returns.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("x", buffering=1, encoding="utf-8")
+    The file must be new, unless ``kept``, the lines of a run that is resumed, are to stand in its place.
+    """
+
+    def __init__(self, path: Path, kept: Sequence[Mapping[str, Any]] | None = None) -> None:
+        if kept is not None:
+            beside = path.with_suffix(".tmp")
+            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            beside.replace(path)
+        self._file = path.open("x" if kept is None else "a", buffering=1, encoding="utf-8")
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one training step."""

@@ -21,8 +21,9 @@ RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
 
 _AT_LEAST_ONE = (
     "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
+    "keep_last", "resume_from",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb")
+_AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every")
 
 
 class OptionError(ValueError):
@@ -69,6 +70,10 @@ class TrainOptions:
     cpu_offload: bool = False
     move_grads_to_cpu: bool | None = None
     optimizer: str = "adamw"
+    save_every: int = 50
+    keep_last: int = 3
+    resume: bool = False
+    resume_from: int | None = None
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -131,7 +136,7 @@ def check_options(options: TrainOptions, world_size: int, local_size: int) -> Te
     _check_packages()
     _check_device(options, local_size)
     _check_batch(options, world_size)
-    if options.out is not None:
+    if options.out is not None and not options.resume:
         _check_out(options.out)
     try:
         return plan_text(options.data, options.seed, options.context)
@@ -149,6 +154,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
     _add(files, "--out", Path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
     _add(files, "--seed", int, "N", "of weights, split and batches (default: %(default)s)")
+    checkpoints = parser.add_argument_group("checkpoints")
+    _add(checkpoints, "--save-every", int, "N", "steps between checkpoints, 0 for none (default: %(default)s)")
+    _add(checkpoints, "--keep-last", int, "N", "checkpoints to keep (default: %(default)s)")
+    checkpoints.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out, or the newest; takes its other options"
+    )
+    _add(checkpoints, "--resume-from", int, "STEP", "go on from that checkpoint instead of the newest")
     model = parser.add_argument_group("model")
     _add(model, "--layers", int, "N", "transformer blocks, each a unit (default: %(default)s)")
     _add(model, "--dim", int, "N", "width (default: %(default)s)")
@@ -183,8 +195,17 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parsed_options(arguments: argparse.Namespace) -> TrainOptions:
-    """The options in a parsed command line."""
-    return TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
+    """The options in a parsed command line; those of the run that it asks to resume.
+
+    Raises:
+        OptionError: one is wrong, or there is no such run.
+    """
+    options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
+    if not options.resume and options.resume_from is None:
+        return options
+    from fairshard.cli.resume import resumed_options  # which builds options itself
+
+    return resumed_options(options)
 
 
 def _add(

@@ -69,9 +69,10 @@ def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
 class Progress:
     """A bar on a terminal; some twenty lines where stderr is a file or a pipe."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, done: int = 0) -> None:
         self._num_steps = num_steps
-        self._bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=num_steps, initial=done, unit="step", dynamic_ncols=True) if on_terminal else None
         self._every = max(1, num_steps // _LINES_WITHOUT_TERMINAL)
         self._started = time.monotonic()
 

@@ -10,20 +10,32 @@ from typing import Any
 
 from fairshard.cli.metrics import MetricsFile, StepMetrics, summarize, write_config
 from fairshard.cli.progress import Progress, say, summary_lines
+from fairshard.cli.resume import kept_lines
 from fairshard.nn.data_parallel.summary import StateBytes
 
 
 class RunLog:
-    """The files and the progress of one run, in a folder that exists and holds no run yet."""
+    """The files and the progress of one run, in a folder that exists.
 
-    def __init__(self, folder: Path, num_steps: int, config: Mapping[str, Any]) -> None:
+    It holds no run yet, or the one that is resumed after step ``done``: then what is there is kept up to that step.
+    """
+
+    def __init__(self, folder: Path, num_steps: int, config: Mapping[str, Any], done: int | None = None) -> None:
         self._folder = folder
         self._steps: list[StepMetrics] = []
         self._validations: dict[int, float] = {}
-        write_config(folder / "config.json", config)
+        path = folder / "metrics.jsonl"
+        lines = None if done is None else kept_lines(path, done or -1)
+        for line in lines or ():
+            if "val_loss" in line:
+                self._validations[line["step"]] = line["val_loss"]
+            else:
+                self._steps.append(StepMetrics(**{**line, "mem_bytes": tuple(line["mem_bytes"])}))
+        if done is None:
+            write_config(folder / "config.json", config)
         self._stack = contextlib.ExitStack()
-        self._file = self._stack.enter_context(MetricsFile(folder / "metrics.jsonl"))
-        self._progress = self._stack.enter_context(Progress(num_steps))
+        self._file = self._stack.enter_context(MetricsFile(path, lines))
+        self._progress = self._stack.enter_context(Progress(num_steps, done or 0))
 
     def step(self, metrics: StepMetrics) -> None:
         """Note one training step."""

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard import __version__
+from fairshard.checkpoint import Checkpointer
 from fairshard.cli.failure import describe, record_failure
 from fairshard.cli.gpt import GPT, GPTConfig, wrap_nested
 from fairshard.cli.metrics import make_run_folder
@@ -36,12 +38,13 @@ from fairshard.cli.options import (
 )
 from fairshard.cli.progress import say, size_text, unit_lines
 from fairshard.cli.ranks import Ranks, default_threads
+from fairshard.cli.resume import CHECKPOINTS
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.nn.data_parallel.summary import UnitRow, unit_table
-from fairshard.utils.collectives import gather_scalars
+from fairshard.utils.collectives import gather_objects, gather_scalars, host_group
 from fairshard.utils.device import peak_memory, set_device, visible_cpus
 
 _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,8 +131,12 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
     model = build_model(options, device)
     trainer = Trainer(model, load(plan), options, ranks, device)
     rows = unit_table(model)
-    with _begin(options, ranks, plan, rows) if ranks.rank == 0 else contextlib.nullcontext() as log:
-        for step in range(options.steps + 1):
+    own = make_run_folder(options.out) if ranks.rank == 0 else None
+    folder: Path = gather_objects(own, host_group())[0]
+    checkpointer = Checkpointer(folder / CHECKPOINTS, every=max(1, options.save_every), keep_last=options.keep_last)
+    done = trainer.load(checkpointer, options.resume_from) if options.resume else 0
+    with _begin(options, ranks, plan, rows, folder, done) if ranks.rank == 0 else contextlib.nullcontext() as log:
+        for step in range(done + 1 if done else 0, options.steps + 1):
             if step > 0:
                 metrics = trainer.step(step)
                 if log:
@@ -138,14 +145,18 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
                 val_loss = trainer.validate()
                 if log:
                     log.validation(step, val_loss)
+            if step and options.save_every and (step % options.save_every == 0 or step == options.steps):
+                trainer.save(checkpointer, step)
+        checkpointer.wait()
         peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
         if log:
             log.finish(peaks, trainer.places, trainer.copy_wait_s)
 
 
-def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[UnitRow]) -> RunLog:
-    """Say what is about to run, and open its files; on rank 0 only."""
-    folder = make_run_folder(options.out)
+def _begin(
+    options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[UnitRow], folder: Path, done: int
+) -> RunLog:
+    """Say what is about to run, from step ``done`` on, and open its files; on rank 0 only."""
     threads = torch.get_num_threads()
     backend = dist.get_backend()
     numel = sum(row.numel for row in rows)
@@ -159,7 +170,7 @@ def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[U
         f"model  GPT of {options.layers} blocks, width {options.dim}, {options.heads} heads, context "
         f"{options.context}: {numel:,} parameters, computing in {options.precision}"
     )
-    say(f"run    {folder}")
+    say(f"run    {folder}" + (f", resumed after step {done}" if options.resume else ""))
     for line in unit_lines(rows):
         say(line)
     config: dict[str, Any] = {
@@ -175,7 +186,7 @@ def _begin(options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[U
             "validation_bytes": plan.validation_nbytes,
         },
     }
-    return RunLog(folder, options.steps, config)
+    return RunLog(folder, options.steps, config, done if options.resume else None)
 
 
 def _count(number: int, noun: str) -> str:

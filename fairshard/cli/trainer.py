@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairshard import FairshardError
+from fairshard.checkpoint import Checkpointer
 from fairshard.cli.metrics import StepMetrics
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
@@ -70,6 +72,14 @@ class Batches:
         starts = self._generator.integers(0, len(self._text) - options.context, options.batch_size)
         share = starts.reshape(options.accumulate, self._ranks.size, -1)[:, self._ranks.rank]
         return [windows(self._text, part, options.context) for part in share]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the text training is."""
+        return {"generator": json.dumps(self._generator.bit_generator.state)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._generator.bit_generator.state = json.loads(saved["generator"])
 
 
 class Trainer:
@@ -130,6 +140,30 @@ class Trainer:
             collectives=sum(number for number, _ in counted),
             comm_bytes=sum(nbytes for _, nbytes in counted),
         )
+
+    def save(self, checkpointer: Checkpointer, step: int) -> None:
+        """Save everything that training goes on from, in the background."""
+        checkpointer.save(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
+
+    def load(self, checkpointer: Checkpointer, step: int | None) -> int:
+        """Go on from the checkpoint of ``step``, of the newest if None; returns its step, 0 if there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or there is none of that step.
+        """
+        of_all = (self.model, self._optimizer, None, self._scaler, self)
+        if step is None:
+            return checkpointer.load_latest(*of_all) or 0
+        return checkpointer.load_step(step, *of_all)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is neither model nor optimizer."""
+        return {"batches": self._batches.state_dict(), "tokens": self._tokens}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take it back."""
+        self._batches.load_state_dict(saved["batches"])
+        self._tokens = saved["tokens"]
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -1,0 +1,199 @@
+"""One file of weights, or a Hugging Face folder of them, from a checkpoint: offline, in one process.
+
+However large the model, this needs memory for one parameter: values go from the checkpoint's files, one at a time,
+into tensors whose memory is a file on the disk of the output (`mapped_like`), and torch or safetensors writes these.
+The disk has to hold that file too: the whole model again for torch's format, one shard for safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fairshard.checkpoint.contents import checkpoint_folder, files_of, model_keys, whole_entry
+from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
+from fairshard.checkpoint.output import NewOutput, mapped_like
+from fairshard.checkpoint.reader import METADATA, CheckpointReader, SafePlanner, first_line
+from fairshard.checkpoint.storage import storage_of
+from fairshard.errors import CheckpointError
+
+MAX_SHARD_NBYTES = 5 * 10**9
+CONFIG = "config.json"
+
+_INDEX = "model.safetensors.index.json"
+_BESIDE_CONFIG = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What was written: number of tensors, their bytes, other names of tied weights, and the files."""
+
+    num_tensors: int
+    nbytes: int
+    aliases: dict[str, str]
+    files: tuple[Path, ...]
+
+
+def consolidate_torch(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
+    """Write the model's weights as a dict that ``torch.load(out, weights_only=True)`` reads, also with ``mmap=True``.
+
+    Tied weights are there under every name, and share their memory.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written.
+    """
+    new = NewOutput(out)
+    weights = _Weights(checkpoint)
+    with new:
+        values = weights.read(new.work, weights.names)
+        values |= {name: values[first] for name, first in weights.aliases.items()}
+        _save_torch(values, new.work / new.out.name)
+        new.publish(new.out.name)
+    return Consolidated(len(weights.names), weights.nbytes(weights.names), weights.aliases, (new.out,))
+
+
+def consolidate_safetensors(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
+) -> Consolidated:
+    """Write the model's weights as a folder that transformers reads.
+
+    One ``model.safetensors``, or shards of at most ``max_shard_nbytes`` (or one tensor) and their index. Tied
+    weights are written once, under their first name: the format has no sharing, and transformers ties them again.
+    ``config`` is a folder whose ``config.json`` is copied, with the generation config and the tokenizer if there.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written, or
+            ``config`` has no ``config.json``.
+    """
+    if config is not None and not (Path(config) / CONFIG).is_file():
+        raise CheckpointError(f"The folder of the config must have a {CONFIG}, but {config} has none.")
+    if importlib.util.find_spec("safetensors") is None:
+        raise CheckpointError("safetensors must be installed. Run: pip install 'fairshard[hf]'")
+    new = NewOutput(out)
+    weights = _Weights(checkpoint)
+    with new:
+        shards = _shards(weights, max_shard_nbytes)
+        for file, names in shards.items():
+            _save_shard(weights.read(new.work, names), new.work / file)
+        if len(shards) > 1:
+            (new.work / _INDEX).write_text(_index(weights, shards), encoding="utf-8")
+        if config is not None:
+            for name in (CONFIG, *_BESIDE_CONFIG):
+                if (Path(config) / name).is_file():
+                    shutil.copyfile(Path(config) / name, new.work / name)
+        files = tuple(sorted(new.out / file.name for file in new.work.iterdir()))
+        new.publish()
+    return Consolidated(len(weights.names), weights.nbytes(weights.names), weights.aliases, files)
+
+
+class _Weights:
+    """The model's tensors in a checkpoint; ``names`` are the original ones, of tied weights the first.
+
+    Files that hold any of them are checked first, if there is a manifest.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+        folder = checkpoint_folder(checkpoint)
+        storage = storage_of(folder)
+        manifest = read_manifest(storage, folder)
+        if manifest is not None and METADATA in manifest.files:
+            verify_file(storage, folder, METADATA, manifest.files[METADATA])
+        self._reader = CheckpointReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._key = model_keys(self._metadata)
+        if not self._key:
+            raise CheckpointError(
+                f"A checkpoint must hold a model to consolidate it, but {folder} has no tensors of one."
+            )
+        if manifest is not None:
+            for name in sorted(files_of(self._metadata, set(self._key.values())) & manifest.files.keys()):
+                verify_file(storage, folder, name, manifest.files[name])
+        self._like = {name: self._empty_like(folder, key) for name, key in self._key.items()}
+        self.aliases = self._checked_aliases(folder, manifest)
+        self.names = [name for name in self._key if name not in self.aliases]
+
+    def nbytes(self, names: Sequence[str]) -> int:
+        """Bytes of some of them."""
+        return sum(self._like[name].nbytes for name in names)
+
+    def read(self, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some of them, in memory that is a file in ``folder``."""
+        values = mapped_like(folder, {name: self._like[name] for name in names})
+        for name, value in values.items():
+            planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner({self._key[name]: value}, self._metadata, is_coordinator=True)
+            self._reader.read_data(planner.create_local_plan(), planner)
+        return values
+
+    def _empty_like(self, folder: str, key: str) -> Tensor:
+        entry = whole_entry(folder, self._metadata, key)
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+    def _checked_aliases(self, folder: str, manifest: Manifest | None) -> dict[str, str]:
+        aliases = manifest.aliases if manifest is not None else {}
+        found = {name: first for name, first in aliases.items() if {name, first} <= self._like.keys()}
+        for name, first in found.items():
+            one, other = self._like[name], self._like[first]
+            if first in found or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise CheckpointError(
+                    f"Tied weights must be one tensor under two names, but `{name}` and `{first}` of {folder} are not. "
+                    "Its manifest belongs to another checkpoint."
+                )
+        return found
+
+
+def _shards(weights: _Weights, max_nbytes: int) -> dict[str, list[str]]:
+    """The names in each file, in their order: a file is closed when the next tensor would not fit."""
+    shards: list[list[str]] = [[]]
+    room = max_nbytes
+    for name in weights.names:
+        nbytes = weights.nbytes([name])
+        if shards[-1] and nbytes > room:
+            shards.append([])
+            room = max_nbytes
+        shards[-1].append(name)
+        room -= nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _save_torch(values: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("xb") as file:
+        try:
+            torch.save(values, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch's own complaint hides it
+                raise error.__context__ from None
+            raise
+
+
+def _save_shard(values: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(values), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from error
+
+
+def _index(weights: _Weights, shards: Mapping[str, Sequence[str]]) -> str:
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": weights.nbytes(weights.names)}, "weight_map": weight_map}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,250 @@
+"""``fairshard consolidate``, ``inspect`` and ``import-fairscale``: checkpoints, in one process without a group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fairshard.cli.options import OptionError
+from fairshard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fairshard.checkpoint.contents import Contents
+    from fairshard.checkpoint.manifest import Manifest
+
+FORMATS = ("torch", "safetensors")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_CKPT = "a checkpoint's folder, or the root folder of a run: then its latest one"
+
+
+def add_checkpoint_commands(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the three commands; each sets ``run``."""
+    add = partial(commands.add_parser, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _add_consolidate(add)
+    _add_inspect(add)
+    _add_import_fairscale(add)
+
+
+def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add(
+        "consolidate",
+        help="write a checkpoint's weights as one file, or as a Hugging Face folder",
+        description="Write the weights of the model in a checkpoint under their original names. Checksums are\n"
+        "compared first. Memory for one parameter is enough; beside the output there must be room on\n"
+        "its disk for the weights once more (safetensors: for one shard) while it is written.",
+        epilog="  fairshard consolidate runs/1 model.pt\n"
+        "  fairshard consolidate runs/1/step-00000100 model --format safetensors --config gpt2",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
+    parser.add_argument("out", metavar="OUT", type=Path, help="new file (torch) or new folder (safetensors)")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="torch: a dict for torch.load, tied weights share memory; safetensors: a folder as transformers reads "
+        "it, tied weights once under their first name (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=_size, metavar="SIZE", help="of a safetensors file, such as 500MB (default: 5GB)"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="DIR", help="copy config.json, generation config and tokenizer from here"
+    )
+    parser.set_defaults(run=_or_one_line(_consolidate))
+
+
+def _add_inspect(add: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add(
+        "inspect",
+        help="show what is in a checkpoint, and whether its files are intact",
+        description="Show tensors, objects and files of a checkpoint, and compare every file with its checksum.\n"
+        "Exit code 1 when one is damaged or missing.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_or_one_line(_inspect))
+
+
+def _add_import_fairscale(add: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add(
+        "import-fairscale",
+        help="make a checkpoint from the shards that fairscale's FSDP saved",
+        description='Make a checkpoint from one file a rank, each a torch.save of {"shard_weights":\n'
+        'fsdp.local_state_dict(), "shard_metadata": fsdp.local_metadata_dict()}. Parameters, buffers (those of\n'
+        "rank 0) and tied weights are taken over under their original names; optimizer states are not.",
+        epilog="The files are taken in the order of ranks, as fairscale's metadata hold no rank. Where their padding\n"
+        "tells all ranks apart any order will do; one that it contradicts, or the numbers in the names, is refused.\n\n"
+        "  fairshard import-fairscale $(ls -v shard_*.pt) checkpoint",
+    )
+    parser.add_argument("shards", metavar="SHARD_FILE", nargs="+", type=Path, help="the file of a rank")
+    parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
+    parser.set_defaults(run=_or_one_line(_import_fairscale))
+
+
+def _or_one_line(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The command, with one line on stderr and exit code 1 for a checkpoint that cannot be used."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            return command(arguments)
+        except CheckpointError as error:
+            print(f"fairshard: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
+
+    return run
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    safetensors = arguments.format == "safetensors"
+    if not safetensors and (arguments.max_shard_size is not None or arguments.config is not None):
+        raise OptionError("--max-shard-size and --config need --format safetensors: torch's format is one file.")
+    _check_there([arguments.checkpoint])
+    _check_new(arguments.out)
+    if arguments.config is not None and not (arguments.config / "config.json").is_file():
+        raise OptionError(f"--config must be a folder with a config.json, but {arguments.config} has none.")
+
+    from fairshard.checkpoint.consolidate import MAX_SHARD_NBYTES, consolidate_safetensors, consolidate_torch
+
+    if safetensors:
+        limit = arguments.max_shard_size or MAX_SHARD_NBYTES
+        found = consolidate_safetensors(arguments.checkpoint, arguments.out, limit, arguments.config)
+    else:
+        found = consolidate_torch(arguments.checkpoint, arguments.out)
+    tied = f", {len(found.aliases):,} tied" if found.aliases else ""
+    print(f"{found.num_tensors:,} tensors, {found.nbytes:,} bytes{tied}")
+    for file in found.files:
+        print(f"  {file}")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    _check_there([arguments.checkpoint])
+    from fairshard.checkpoint.contents import read_contents
+
+    contents = read_contents(arguments.checkpoint)
+    print(json.dumps(_as_json(contents), indent=1) if arguments.json else "\n".join(_lines(contents)))
+    for problem in contents.problems:
+        print(f"fairshard: error: {problem}", file=sys.stderr)
+    return 1 if contents.problems else 0
+
+
+def _import_fairscale(arguments: argparse.Namespace) -> int:
+    _check_there(arguments.shards)
+    _check_new(arguments.out)
+    from fairshard.checkpoint.import_fairscale import import_fairscale
+
+    manifest = import_fairscale(arguments.shards, arguments.out)
+    nbytes = sum(file.nbytes for file in manifest.files.values())
+    print(f"{arguments.out}: the shards of {manifest.world_size} ranks, {nbytes:,} bytes")
+    return 0
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise argparse.ArgumentTypeError(f"a size is a number and kB, MB, GB, KiB, MiB or GiB, but {text!r} is none")
+    return int(float(found[1]) * unit)
+
+
+def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:
+    for path in paths:
+        if "://" not in os.fspath(path) and not os.path.exists(path):
+            raise OptionError(f"{path} does not exist.")
+
+
+def _check_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise OptionError(f"{out} exists, and nothing is overwritten. Pass a new name, or remove it.")
+    if not out.parent.is_dir():
+        raise OptionError(f"{out} needs a folder to lie in, but {out.parent} is none.")
+
+
+def _lines(contents: Contents) -> list[str]:
+    """The checkpoint for people: what it is, its tensors, its objects, its files."""
+    lines = [f"checkpoint  {contents.path}", *_origin_lines(contents.manifest)]
+    if contents.tensors:
+        lines += ["", *_tensor_table(contents)]
+    elif contents.problems:
+        lines += ["", "The list of tensors cannot be relied on."]
+    if contents.objects:
+        rows = [(entry.key, f"{entry.nbytes:,}") for entry in contents.objects]
+        total = (f"{len(rows):,} in all", f"{sum(entry.nbytes for entry in contents.objects):,}")
+        lines += ["", *_table([("object", "bytes"), *rows, total], "<>")]
+    return [*lines, "", *_file_table(contents)]
+
+
+def _origin_lines(manifest: Manifest | None) -> list[str]:
+    if manifest is None:
+        return ["written by  another tool than fairshard: no step, no checksums"]
+    return [
+        f"step        {'unknown' if manifest.step is None else manifest.step}",
+        f"world size  {manifest.world_size}",
+        f"versions    {', '.join(f'{name} {text}' for name, text in sorted(manifest.versions.items()))}",
+    ]
+
+
+def _tensor_table(contents: Contents) -> list[str]:
+    rows = []
+    for entry in contents.tensors:
+        tie = "" if entry.tied_to is None else f"tied to {entry.tied_to}"
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        rows.append((entry.key, shape, entry.dtype, f"{entry.num_pieces:,}", f"{entry.nbytes:,}", tie))
+    pieces = sum(entry.num_pieces for entry in contents.tensors)
+    nbytes = sum(entry.nbytes for entry in contents.tensors)
+    total = (f"{len(rows):,} in all", "", "", f"{pieces:,}", f"{nbytes:,}", "")
+    return _table([("tensor", "shape", "dtype", "pieces", "bytes", ""), *rows, total], "<<<>><")
+
+
+def _file_table(contents: Contents) -> list[str]:
+    rows = [(file.name, f"{file.nbytes:,}", file.state) for file in contents.files]
+    bad = len(contents.problems)
+    verdict = f"{bad} bad" if bad else "all ok" if contents.manifest is not None else "unknown"
+    total = (f"{len(rows):,} in all", f"{sum(file.nbytes for file in contents.files):,}", verdict)
+    return _table([("file", "bytes", "checksum"), *rows, total], "<><")
+
+
+def _table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Rows with aligned columns; rules below the first row and above the last."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    rule = "-" * max(map(len, lines))
+    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+
+
+def _as_json(contents: Contents) -> dict[str, Any]:
+    manifest = contents.manifest
+    return {
+        "path": contents.path,
+        "step": manifest.step if manifest else None,
+        "world_size": manifest.world_size if manifest else None,
+        "versions": manifest.versions if manifest else {},
+        "aliases": manifest.aliases if manifest else {},
+        "tensors": [
+            {
+                "name": entry.key,
+                "shape": entry.shape,
+                "dtype": entry.dtype,
+                "pieces": entry.num_pieces,
+                "nbytes": entry.nbytes,
+                "tied_to": entry.tied_to,
+            }
+            for entry in contents.tensors
+        ],
+        "objects": [{"name": entry.key, "nbytes": entry.nbytes} for entry in contents.objects],
+        "files": [
+            {"name": file.name, "nbytes": file.nbytes, "state": file.state, "problem": file.problem}
+            for file in contents.files
+        ],
+    }

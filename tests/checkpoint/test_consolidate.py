@@ -1,0 +1,369 @@
+"""Consolidation: every weight under its name, to the bit, in bounded memory, whole or not at all."""
+
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fairshard.checkpoint import save
+from fairshard.checkpoint.consolidate import consolidate_safetensors, consolidate_torch
+from fairshard.errors import CheckpointError
+from fairshard.utils.testing import run_ranks
+from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, save_cut, sign
+from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
+
+MB = 1 << 20
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
+
+
+def weights_of(dtype=torch.float32):
+    """Shapes that are cut across rows, empty, 0-dim, and a large one among small ones."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"emb.weight": (7, 5), "layers.0.w": (3, 4, 2), "layers.10.b": (4,), "scale": (), "none": (0, 3)}
+    return {name: torch.randn(shape, generator=random).mul(9).to(dtype) for name, shape in shapes.items()}
+
+
+def tree_of(weights):
+    """What a Checkpointer saves beside a model."""
+    state = {name: {"exp_avg": torch.ones(3), "step": torch.tensor(7.0)} for name in weights}
+    return {
+        "model": dict(weights),
+        "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]},
+        "scheduler": {"last_epoch": 3},
+        "rank": {"0": {"seed": 1}},
+    }
+
+
+def equal(found, expected):
+    """Same names, and every value the same in dtype, shape and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def read_folder(folder):
+    """The tensors of a Hugging Face folder, through its index if there is one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / "model.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    found = {file: load_file(folder / file) for file in set(weight_map.values())}
+    assert sum(map(len, found.values())) == len(weight_map)
+    return {name: found[file][name] for name, file in weight_map.items()}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of ours, with a manifest; ``model`` are its weights."""
+    folder = tmp_path / "step-00000100"
+    save_alone(folder, tree_of(weights_of()))
+    sign(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_formats_hold_every_weight_to_the_bit(tmp_path, dtype):
+    """What was saved is what is read, whatever the dtype; nothing of optimizer, scheduler or ranks is there."""
+    expected = weights_of(dtype)
+    save_alone(tmp_path / "ckpt", tree_of(expected))
+    found = consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
+    consolidate_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    equal(torch.load(tmp_path / "out.pt", weights_only=True), expected)
+    equal(torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), expected)
+    equal(read_folder(tmp_path / "out"), expected)
+    assert (found.num_tensors, found.nbytes) == (5, sum(value.nbytes for value in expected.values()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out", "out.pt"]
+
+
+def test_pieces_of_several_ranks_are_put_together(tmp_path):
+    """Two ranks cut the line through the middle of rows; the files hold whole weights again."""
+    expected = {name: value for name, value in weights_of().items() if value.numel()}
+    run_ranks(2, save_cut, folder=str(tmp_path / "ckpt"), whole=expected)
+    consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
+    equal(torch.load(tmp_path / "out.pt", weights_only=True), expected)
+
+
+def save_trained(folder):
+    """A wrapped model, saved by `fairshard.checkpoint.save` after a step; rank 0 leaves its whole state dict beside."""
+    model = wrap_tiny(tiny())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens, extra, targets = tiny_batch(dist.get_rank())
+    tiny_loss(model(tokens, extra), targets).backward()
+    optimizer.step()
+    save(f"{folder}/ckpt", model, optimizer)
+    whole = model.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_trained_model_is_what_its_state_dict_says(tmp_path, world_size):
+    """Saved from shards and consolidated it is the wrapper's state dict, under the plain module's names, still tied."""
+    run_ranks(world_size, save_trained, folder=str(tmp_path))
+    found = consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
+    assert found.aliases == {"head.weight": "embed.weight"}
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True, map_location="cpu")
+    assert whole.keys() == tiny().state_dict().keys()
+    equal(torch.load(tmp_path / "out.pt", weights_only=True), whole)
+
+
+def test_the_root_of_a_run_means_its_latest_checkpoint(tmp_path, saved):
+    """``latest`` names the folder beside it."""
+    save_alone(tmp_path / "step-00000200", {"model": {"w": torch.full((2,), 200.0)}})
+    (tmp_path / "latest").write_text("step-00000200\n")
+    consolidate_torch(tmp_path, tmp_path / "out.pt")
+    equal(torch.load(tmp_path / "out.pt", weights_only=True), {"w": torch.full((2,), 200.0)})
+
+
+@pytest.mark.parametrize("text", ["", "../elsewhere", "step-00000300"])
+def test_a_latest_that_names_no_folder_beside_it_is_refused(tmp_path, saved, text):
+    """Empty, out of the root, or of a folder that is gone."""
+    (tmp_path / "latest").write_text(text)
+    with pytest.raises(CheckpointError, match="latest must name a folder beside it"):
+        consolidate_torch(tmp_path, tmp_path / "out.pt")
+
+
+W = torch.ones(2)
+LAYOUTS = {
+    "ours": ({"model": {"a.w": W}, "optim": {"state": {"a.w": {"m": W}}}}, {"a.w"}),
+    "FSDP2's application state": ({"app": {"model": {"a.w": W}, "optim": {"state": {"model": {"m": W}}}}}, {"a.w"}),
+    "a model that has a model": ({"model": {"model.a.w": W, "head.w": W}}, {"model.a.w", "head.w"}),
+    "bare names": ({"a.w": W, "optim.state.a.w.m": W}, {"a.w"}),
+    "bare names, as nested dicts": ({"a": {"w": W}, "optimizer": {"a.w": W}}, {"a.w"}),
+    "bare names of a model that has a model": ({"model.a.w": W, "lm_head.w": W}, {"model.a.w", "lm_head.w"}),
+    "ours, already flat": ({"model.a.w": W, "optim.state.model.a.w.m": W, "rank.0.rng": W}, {"a.w"}),
+}
+
+
+@pytest.mark.parametrize(("tree", "names"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_model_is_found_whoever_saved_it(tmp_path, tree, names):
+    """Prefixes of the saved dict are stripped, parts of names never; optimizers are left out."""
+    save_alone(tmp_path / "ckpt", tree)
+    consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == names
+
+
+@pytest.mark.parametrize("limit", [1, 100, 160, 255, 256])
+def test_shards_are_what_hugging_face_expects(tmp_path, saved, limit):
+    """At most ``limit`` bytes or one tensor a file, numbered, an index with the sum of bytes, ``format`` pt."""
+    expected = weights_of()
+    total = sum(value.nbytes for value in expected.values())
+    consolidate_safetensors(saved, tmp_path / "out", max_shard_nbytes=limit)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    for number, path in enumerate(files, 1):
+        assert path.name == (
+            "model.safetensors" if limit >= total else f"model-{number:05}-of-{len(files):05}.safetensors"
+        )
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= limit
+        with safe_open(path, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    equal(read_folder(tmp_path / "out"), expected)
+    if limit < total:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": total}
+
+
+def test_tied_weights_share_memory_or_are_written_once(tmp_path):
+    """In torch's file both names are one storage; safetensors has the first name alone."""
+    weight = torch.arange(1000.0)
+    save_alone(tmp_path / "ckpt", {"model": {"emb.weight": weight, "head.weight": weight, "b": torch.ones(1)}})
+    sign(tmp_path / "ckpt", aliases={"head.weight": "emb.weight"})
+    consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
+    consolidate_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["emb.weight"].data_ptr() == found["head.weight"].data_ptr()
+    assert (tmp_path / "out.pt").stat().st_size < 2 * weight.nbytes
+    equal(found, {"emb.weight": weight, "head.weight": weight, "b": torch.ones(1)})
+    equal(read_folder(tmp_path / "out"), {"emb.weight": weight, "b": torch.ones(1)})
+
+
+def test_weights_of_one_file_have_storages_of_their_own(tmp_path, saved):
+    """Keeping one weight keeps its own bytes alone, not the model's."""
+    consolidate_torch(saved, tmp_path / "out.pt")
+    for value in torch.load(tmp_path / "out.pt", weights_only=True).values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+def test_aliases_that_do_not_fit_the_tensors_are_refused(tmp_path, saved):
+    """A manifest that ties tensors of different shapes is not this checkpoint's."""
+    sign(saved, aliases={"scale": "emb.weight"})
+    with pytest.raises(CheckpointError, match=r"`scale` and `emb\.weight`"):
+        consolidate_torch(saved, tmp_path / "out.pt")
+
+
+def test_the_config_and_the_tokenizer_are_copied(tmp_path, saved):
+    """``config.json`` and what belongs to it; a folder without one is refused before anything is written."""
+    config = tmp_path / "config"
+    config.mkdir()
+    with pytest.raises(CheckpointError, match=r"config has none"):
+        consolidate_safetensors(saved, tmp_path / "out", config=config)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "README.md"):
+        (config / name).write_text(name)
+    consolidate_safetensors(saved, tmp_path / "out", config=config)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    assert (tmp_path / "out" / "config.json").read_text() == "config.json"
+
+
+def consolidate(format, folder, out):
+    return (consolidate_torch if format == "torch" else consolidate_safetensors)(folder, out)
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_nothing_is_overwritten(tmp_path, saved, format):
+    """A file or a folder that is there stays as it was."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        with pytest.raises(CheckpointError, match=f"{name} exists, and nothing is overwritten"):
+            consolidate(format, saved, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not any((tmp_path / "folder").iterdir())
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_changed_byte_is_found_before_anything_is_written(tmp_path, saved, format, name):
+    """With a manifest, one flipped byte anywhere in a file is an error that names the file."""
+    change_byte(saved / name)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=f"{name} must have the CRC-32"):
+        consolidate(format, saved, tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_missing_file_is_named(tmp_path, saved, format, signed):
+    """With a manifest and without one; nothing half-written is left."""
+    (saved / "__0_0.distcp").unlink()
+    if not signed:
+        (saved / "fairshard.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
+        consolidate(format, saved, tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_metadata_that_lost_a_piece_are_refused(tmp_path, saved):
+    """Half of a weight would be whatever was on the disk; it is an error that names the weight."""
+    (saved / "fairshard.json").unlink()
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.emb.weight"].chunks.clear()
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata must say where all of `model.emb.weight` is"):
+        consolidate_torch(saved, tmp_path / "out")
+
+
+def test_a_checkpoint_without_a_model_is_refused(tmp_path):
+    """An optimizer alone has nothing to consolidate."""
+    save_alone(tmp_path / "ckpt", {"optim": {"state": {"w": W}}})
+    with pytest.raises(CheckpointError, match="no tensors of one"):
+        consolidate_torch(tmp_path / "ckpt", tmp_path / "out")
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("where", ["metadata", "tensor"])
+def test_malicious_pickles_do_not_run(tmp_path, saved, format, signed, where):
+    """Metadata or a tensor that would run code are refused by file, also when a manifest vouches for them."""
+    mark = tmp_path / "mark"
+    if where == "metadata":
+        poison_metadata(saved, mark)
+        name = ".metadata"
+    else:
+        name = poison_tensor(saved, "model.emb.weight", mark)
+    (saved / "fairshard.json").unlink()
+    if signed:
+        sign(saved)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError) as caught:
+        consolidate(format, saved, tmp_path / "out")
+    assert str(saved / name) in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+MEASURED = """
+import resource, sys, torch
+from fairshard.checkpoint import save
+from fairshard.checkpoint.consolidate import consolidate_safetensors, consolidate_torch
+
+def private_memory():
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith("VmData")]
+    return int(line.split()[1]) << 10
+
+folder, extra = sys.argv[1], int(sys.argv[2])
+consolidate_torch(folder + "/small", folder + "/warm.pt")  # imports and threads are not what is measured
+consolidate_safetensors(folder + "/small", folder + "/warm")
+limit = private_memory() + extra
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+consolidate_torch(folder + "/large", folder + "/out.pt")
+consolidate_safetensors(folder + "/large", folder + "/out")
+try:
+    kept = [torch.ones(2 << 20) for _ in range(2)]
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.cpu_only
+def test_memory_for_one_parameter_is_enough(tmp_path):
+    """40 parameters of 8 MB go through a process that may take 12 MB more of private memory than it had.
+
+    RLIMIT_DATA counts private writable memory, touched or not, and not the mapped files. At the end two of the
+    parameters are too much for the process: the limit is one.
+    """
+    save_alone(tmp_path / "small", {"model": {"w": torch.ones(2 * MB)}})
+    save_alone(tmp_path / "large", {"model": {f"layers.{i}.w": torch.full((2 * MB,), float(i)) for i in range(40)}})
+    # glibc keeps freed blocks of this size otherwise, none of them or up to two
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MB)}
+    command = [sys.executable, "-c", MEASURED, str(tmp_path), str(12 * MB)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "can't allocate memory" in done.stdout
+    for found in (torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), read_folder(tmp_path / "out")):
+        assert all(bool((found[f"layers.{i}.w"] == i).all()) for i in range(40))
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+@pytest.mark.parametrize("room", [0, 1], ids=["for nothing", "for the values only"])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, format, room):
+    """Whether the disk is full at once or when the headers are written: one error, no file, no work folder.
+
+    The full disk is a limit on the size of a file; torch's and safetensors' own files are larger than their values.
+    """
+    weight = torch.zeros(MB)
+    save_alone(tmp_path / "ckpt", {"model": {"w": weight}})
+    before = sorted(tmp_path.rglob("*"))
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room * weight.nbytes, kept[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"out cannot be written: .*File too large"):
+            consolidate(format, tmp_path / "ckpt", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_where_fsspec_reaches_is_read(tmp_path, saved):
+    """From fsspec's memory, through the root's ``latest``: checksums, metadata and values."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(saved), "/run/step-00000100", recursive=True)
+    memory.pipe_file("/run/latest", b"step-00000100\n")
+    try:
+        consolidate_torch("memory://run", tmp_path / "out.pt")
+        equal(torch.load(tmp_path / "out.pt", weights_only=True), weights_of())
+    finally:
+        memory.rm("/run", recursive=True)

@@ -1,0 +1,81 @@
+"""Checkpoints for the tests of the offline tools, as plain torch writes them, with a manifest of ours if wanted."""
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
+from fairshard.checkpoint.storage import MANIFEST, LocalStorage
+from fairshard.utils.layout import FlatLayout
+from fairshard.utils.span_tensor import SpanTensor
+
+
+def save_alone(folder, tree):
+    """Save with torch, in one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+
+
+def save_cut(folder, whole):
+    """Save ``{"model": whole}`` as a unit's shards: each rank its row of the line. **Collective**."""
+    layout = FlatLayout([value.numel() for value in whole.values()], dist.get_world_size())
+    names, spans = list(whole), {}
+    for piece in layout.pieces_of(dist.get_rank()):
+        value = whole[names[piece.index]]
+        run = value.reshape(-1)[piece.source.start : piece.source.stop].clone()
+        spans[names[piece.index]] = SpanTensor(run, piece.source.start, value.shape)
+    dcp.save({"model": spans}, checkpoint_id=folder)
+
+
+def sign(folder, step=100, world_size=1, aliases=None):
+    """Write the manifest of what is in the folder."""
+    names = [name for name in os.listdir(folder) if name != MANIFEST]
+    storage = LocalStorage()
+    files = {
+        name: FileEntry((Path(folder) / name).stat().st_size, crc_of(storage, f"{folder}/{name}")) for name in names
+    }
+    manifest = Manifest(step=step, world_size=world_size, files=files, aliases=aliases or {})
+    (Path(folder) / MANIFEST).write_text(manifest.to_json())
+
+
+def change_byte(path, at=-1):
+    """Flip the bits of one byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+class Exploit:
+    """What a malicious pickle holds: unpickled, it makes the file ``mark``."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def poison_metadata(folder, mark):
+    """Replace the metadata by a pickle that runs code."""
+    (Path(folder) / ".metadata").write_bytes(pickle.dumps(Exploit(mark)))
+
+
+def poison_tensor(folder, key, mark):
+    """Replace the bytes of a tensor by a pickle that runs code; returns the name of the file."""
+    path = Path(folder) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (index,) = [index for index in metadata.storage_data if index.fqn == key]
+    place = metadata.storage_data[index]
+    file = Path(folder) / place.relative_path
+    place.offset = file.stat().st_size
+    with file.open("ab") as opened:
+        torch.save(Exploit(mark), opened)
+    place.length = file.stat().st_size - place.offset
+    path.write_bytes(pickle.dumps(metadata))
+    return place.relative_path

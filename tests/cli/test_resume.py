@@ -1,0 +1,137 @@
+"""A run that was cut off goes on where its last checkpoint was, with the options that it had."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import fairshard
+from fairshard.cli.main import main
+from fairshard.cli.options import OptionError, TrainOptions
+from fairshard.cli.resume import kept_lines, resumed_options
+
+COMMAND = [sys.executable, "-m", "fairshard.cli.main", "train"]
+TINY = shlex.split("--nproc 2 --layers 2 --dim 16 --heads 2 --context 16 --batch-size 8 --eval-every 15")
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """The folder of a run of 40 steps that has not finished."""
+    options = TrainOptions(nproc=2, steps=40, lr=0.02, data=tmp_path / "text", out=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"options": asdict(options)}, default=str))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    return tmp_path
+
+
+def test_the_options_are_those_of_the_run(run_folder):
+    """A flag that is not given is what it was; ranks, device, threads and saving may be another's."""
+    options = resumed_options(TrainOptions(out=run_folder, resume=True, nproc=3, save_every=7))
+    assert (options.lr, options.steps, options.data) == (0.02, 40, run_folder / "text")
+    assert (options.nproc, options.save_every, options.out, options.resume) == (3, 7, run_folder, True)
+
+
+def test_what_would_make_another_run_is_refused(run_folder):
+    """Another learning rate than the run had is named; the same one given again is fine."""
+    with pytest.raises(OptionError, match=r"--lr is 0.02 in the run in .*: leave it out"):
+        resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.5))
+    assert resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.02)).lr == 0.02
+
+
+def test_a_run_that_has_finished_is_not_resumed(run_folder):
+    """The summary is the end: only an earlier checkpoint, asked for by its step, is gone on from."""
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"summary": {}}\n')
+    with pytest.raises(OptionError, match="has finished"):
+        resumed_options(TrainOptions(out=run_folder, resume=True))
+    assert resumed_options(TrainOptions(out=run_folder, resume_from=20)).resume_from == 20
+
+
+def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
+    """Of the runs below ``runs/`` the one that began last is meant; without any, that is said."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="there is none below runs/"):
+        resumed_options(TrainOptions(resume=True))
+    for name, lr, begun in (("b", 0.1, 100), ("a", 0.2, 200)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"options": {"lr": lr}}))
+        os.utime(folder / "config.json", (begun, begun))
+    assert resumed_options(TrainOptions(resume=True)).lr == 0.2
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"options": {"lr": "x"}}', "[]"])
+def test_a_damaged_config_is_named(run_folder, text, capfd):
+    """What cannot be read back is one line and exit code 2."""
+    (run_folder / "config.json").write_text(text)
+    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
+    assert "config.json cannot be read" in capfd.readouterr().err
+
+
+def test_lines_after_the_checkpoint_are_dropped(tmp_path):
+    """What was logged after the step is done again; a line that was being written ends the file."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 0, "val_loss": 5.0}, *({"step": step, "loss": 4.0} for step in (1, 2, 3))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    assert kept_lines(path, 2) == lines[:3]
+    assert kept_lines(path, 9) == lines
+    assert kept_lines(path, -1) == []
+    assert kept_lines(tmp_path / "none", 9) == []
+
+
+def _environment():
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, "PYTHONPATH": str(Path(fairshard.__file__).parents[1])}
+
+
+def _train(*arguments):
+    result = subprocess.run([*COMMAND, *arguments], env=_environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(line["step"], kind): line[kind] for line in lines for kind in ("loss", "val_loss") if kind in line}
+
+
+def _kill_session(leader):
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == leader:
+                os.kill(int(process.name), signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):
+    """All processes killed after a checkpoint: resumed, every loss is that of the unbroken run, to the bit."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "long.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    (text / "short.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
+    of_run = [*TINY, "--data", str(text), "--steps", "60", "--save-every", "10"]
+    _train(*of_run, "--out", str(tmp_path / "unbroken"))
+    broken = tmp_path / "broken"
+    with subprocess.Popen(
+        [*COMMAND, *of_run, "--out", str(broken)],
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        while not (broken / "checkpoints" / "latest").exists() and process.poll() is None:
+            time.sleep(0.01)
+        _kill_session(process.pid)
+    assert len(_losses(broken)) < len(_losses(tmp_path / "unbroken"))
+    assert "resumed after step" in _train("--resume", "--out", str(broken))
+    assert _losses(broken) == _losses(tmp_path / "unbroken")
+    _train("--resume-from", "50", "--out", str(broken))
+    assert _losses(broken) == _losses(tmp_path / "unbroken")
