@@ -72,6 +72,9 @@ class SpanTensor(torch.Tensor):
         if name in _ON_VALUES:
             span = args[0]
             return span._with(func(span.run, *args[1:], **kwargs))
+        if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):  # torch's staging of asynchronous saves
+            span = args[0]
+            return span._with(func(span.run, span.run.shape, **kwargs))
         if name == "copy_":
             return _copy(args[0], args[1])
         raise TypeError(
@@ -110,6 +113,8 @@ class SpanTensor(torch.Tensor):
         """The memory of one box."""
         return next(self._part(box) for box in self._boxes() if torch.Size(box.offsets) == index.offset)
 
+
+torch.serialization.add_safe_globals([SpanTensor])  # torch.load(weights_only=True) admits what this lists
 
 # Applied to the run, they give the run of the result.
 _ON_VALUES = {"detach", "clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from itertools import zip_longest
 
 import torch
@@ -32,6 +33,23 @@ def check_agreement(comm: Communicator, units: list[Unit], device: torch.device)
                     "every rank."
                 )
     raise RanksDisagreeError("Ranks disagree on the model, yet describe it alike; please report this.")
+
+
+def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:
+    """Raise ``error``; where it is None, one of the same kind if another rank of a group has one. **Collective.**
+
+    A rank that raises alone leaves the others waiting in their next collective.
+    """
+    for comm in comms:
+        if comm.world_size > 1 and comm.is_real:
+            kinds = (KeyError, TypeError, ValueError)
+            kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+            every = comm.gather_objects(None if error is None else (kind, str(error)))
+            for rank, found in enumerate(every):
+                if error is None and found is not None:
+                    error = found[0](f"Rank {rank} failed, and so do all: {found[1]}")
+    if error is not None:
+        raise error
 
 
 def _describe(unit: Unit) -> list[str]:

@@ -375,7 +375,7 @@ class FlatParam:
         holder, key = self._holder, self._key
         if holder is None:
             return lambda: None
-        del holder._parameters[key]
+        holder._parameters[key] = None  # keeps its place among the others
         return lambda: holder._parameters.update({key: self.shard})
 
     def _hook_leaves(self) -> None:

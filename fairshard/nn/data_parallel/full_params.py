@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,25 @@ class Showing:
 
     ``writeback``: this rank's span of what they hold at the end goes into its shard, and what was written to the
     spans of other ranks is lost unless those write the same. ``from_first``: they are whole on rank 0 alone, and
-    with ``writeback`` its values go into the shards of all ranks. ``offload_to_cpu``: they are in host memory.
+    with ``writeback`` its values go into the shards of all ranks; the others keep showing shards, or with
+    ``meta_elsewhere`` tensors of the same shapes without memory. ``offload_to_cpu``: they are in host memory.
     ``with_grads``: gradients too, in the same way.
     """
 
     writeback: bool = False
     from_first: bool = False
+    meta_elsewhere: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
 
 
 @contextmanager
 def summon(units: list[Unit], how: Showing) -> Iterator[None]:
-    """`show` all of ``units`` at once. **Collective.**"""
+    """`show` all of ``units`` at once; what is written to a unit of one rank is kept in any case. **Collective.**"""
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(show(unit, how))
+            is_whole = unit.group.world_size == 1
+            stack.enter_context(show(unit, replace(how, writeback=how.writeback or is_whole)))
         yield
 
 
@@ -87,15 +90,12 @@ def _summoned(unit: Unit) -> Iterator[None]:
 
 
 @contextmanager
-def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter | None]) -> Iterator[None]:
-    undo: list[Callable[[], None]] = []
-    try:
-        undo.append(flat_param.unregister())
-        undo.extend(slot.expose(param) for slot, param in zip(flat_param.slots, params, strict=True))
+def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    with ExitStack() as stack:  # which undoes all of it, even if undoing one parameter raises
+        stack.callback(flat_param.unregister())
+        for slot, param in zip(flat_param.slots, params, strict=True):
+            stack.callback(slot.expose(param))
         yield
-    finally:
-        for step in undo:
-            step()
 
 
 class _Whole:
@@ -116,8 +116,8 @@ class _Whole:
         with ExitStack() as stack:
             if self._params:
                 stack.enter_context(_registered(flat_param, self._params))
-            elif how.writeback:  # nothing is loaded here
-                stack.enter_context(_registered(flat_param, [None] * len(flat_param.slots)))
+            elif how.meta_elsewhere:
+                stack.enter_context(_registered(flat_param, _without_memory(flat_param)))
             yield
             if how.writeback:
                 with torch.no_grad():
@@ -138,9 +138,9 @@ class _Whole:
         values = [param.detach() for param in self._params]
         if self._how.from_first:
             line = flat_param.lay_out(values) if values else None
-            flat_param.shard.copy_(flat_param.scatter_line(line, flat_param.shard.dtype))
+            _update(flat_param.shard, flat_param.scatter_line(line, flat_param.shard.dtype))
         else:
-            flat_param.shard.copy_(flat_param.cut(values))
+            _update(flat_param.shard, flat_param.cut(values))
         if self._how.with_grads:
             self._keep_grads(had_grads)
 
@@ -167,4 +167,19 @@ class _Whole:
                 flat_param.grad.zero(set_to_none=True)
             return
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self._params]
-        flat_param.grad.value_or_zeros().copy_(flat_param.cut(grads))
+        _update(flat_param.grad.value_or_zeros(), flat_param.cut(grads))
+
+
+def _without_memory(flat_param: FlatParam) -> list[nn.Parameter]:
+    """Stand-ins on the meta device: modules with their own way to load do on this rank what they do on rank 0."""
+    dtype = flat_param.shard.dtype
+    return [as_parameter(flat_param, torch.empty(s.shape, dtype=dtype, device="meta")) for s in flat_param.slots]
+
+
+def _update(kept: Tensor, new: Tensor) -> None:
+    """Write ``new`` over ``kept``, unless they are equal bit for bit.
+
+    A write counts as a change of the weights between a forward and its backward, or of gradients that wait for more.
+    """
+    if not torch.equal(kept.detach().view(torch.uint8), new.to(kept.device).view(torch.uint8)):
+        kept.copy_(new)

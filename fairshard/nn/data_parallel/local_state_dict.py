@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fairshard.nn.data_parallel.tree import join, units_below, walk
+from fairshard.nn.data_parallel.tree import clean_tensor_name, join, units_below, walk
 
 LAYOUT_KEY = "_fairshard_layout"
 
 
-def local_state_dict(module: nn.Module) -> dict[str, Tensor]:
+def local_state_dict(module: nn.Module, offload_to_cpu: bool = False) -> dict[str, Tensor]:
     """This rank's shards and the persistent buffers below ``module``, copied. No communication.
 
     ``_fairshard_layout`` is the description, JSON as bytes, so that the dict holds nothing but tensors.
     """
     state: dict[str, Tensor] = OrderedDict()
     for name, value in _local_entries(module).items():
-        state[name] = value.detach().clone()
+        state[name] = value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)
     state[LAYOUT_KEY] = layout_bytes(module)
     return state
 
@@ -85,8 +85,9 @@ def _describe(module: nn.Module) -> dict[str, Any]:
         described.setdefault("world size", unit.group.world_size)
         for flat_param in unit.flat_params:
             own = f"{unit.fqn}." if unit.fqn else ""
-            described[f"`{join(fqn, flat_param.name.removeprefix(own))}`"] = [
-                f"`{join(fqn, slot.fqn.removeprefix(own))}` {tuple(slot.shape)}" for slot in flat_param.slots
+            described[f"`{clean_tensor_name(join(fqn, flat_param.name.removeprefix(own)))}`"] = [
+                f"`{clean_tensor_name(join(fqn, slot.fqn.removeprefix(own)))}` {tuple(slot.shape)}"
+                for slot in flat_param.slots
             ]
     return described
 
@@ -125,4 +126,4 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
         for name, param in part._parameters.items():
             if param is not None and not any(param is shard for shard in entries.values()):
                 entries[join(fqn, name)] = param
-    return entries
+    return {clean_tensor_name(name): value for name, value in entries.items()}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.root import roots_below
 from fairshard.nn.data_parallel.tree import clean_tensor_name, join, units_below, walk
+from fairshard.utils.collectives import Communicator
 
 Groups = list[list[nn.Parameter]]
 
@@ -54,17 +55,25 @@ class OptimParams:
             for flat_param in unit.flat_params:
                 names = [[(fqns[id(module)], name) for module, name in slot.owners] for slot in flat_param.slots]
                 self._add(flat_param.shard, flat_param, names)
+        whole: dict[nn.Parameter, list[tuple[str, str]]] = {}
         for fqn, module in walk(model):
             for name, param in module._parameters.items():
                 if param is not None and param not in self._by_param:
-                    self._add(param, None, [[(fqn, name)]])
+                    whole.setdefault(param, []).append((fqn, name))
                 self._places.setdefault(clean_tensor_name(join(fqn, name)), len(self._places))
+        for param, pairs in whole.items():
+            self._add(param, None, [pairs])
 
     def _add(self, param: nn.Parameter, flat_param: FlatParam | None, names: list[list[tuple[str, str]]]) -> None:
         cleaned = tuple(tuple(clean_tensor_name(join(*pair)) for pair in pairs) for pairs in names)
         named = NamedParam(param, flat_param, cleaned)
         self._by_param[param] = named
         self._by_name.update({name: named for names in cleaned for name in names})
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """The process groups of all units, each once."""
+        return list(dict.fromkeys(unit.comm for root in self.roots for unit in root.units if unit.comm is not None))
 
     def __iter__(self) -> Iterator[NamedParam]:
         """Every parameter once, sharded ones first."""

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from fairshard.nn.data_parallel.agreement import raise_together
 from fairshard.nn.data_parallel.full_params import spans_of
 from fairshard.nn.data_parallel.optim_params import NamedParam, OptimParams
 from fairshard.utils.collectives import Communicator
@@ -105,42 +107,49 @@ class GatheredOptimState:
         params = [param for group in optim.param_groups for param in group["params"]]
         for param in params:
             self.params.of(param)
-        keys = [key for group in self._saved.get("param_groups", []) for key in group["params"]]
-        if keys and all(isinstance(key, str) for key in keys):
-            registered = dict(self.params.model.named_parameters())
-            return {registered[key]: key for key in keys}
-        return {param: index for index, param in enumerate(params)}
+        saved = [key for group in self._saved.get("param_groups", []) for key in group["params"]]
+        if not any(isinstance(key, str) for key in saved or self._saved["state"]):
+            return {param: index for index, param in enumerate(params)}
+        names = {param: name for name, param in self.params.model.named_parameters()}
+        unknown = [key for key in saved if key not in names.values()]
+        if unknown:
+            raise ValueError(
+                f"The names in an optimizer's param groups must be those of `model.named_parameters()`, but "
+                f"{unknown[0]!r} is not among them. Build the named optimizer from the wrapped model's."
+            )
+        return {param: names[param] for param in params}
 
     def _check(self) -> None:
         """Compare across ranks what there is to gather."""
+        comms = self.params.comms
+        problems = [self._problem_in(comm) for comm in comms]
+        raise_together(comms if len(comms) > 1 else [], next((error for error in problems if error), None))
+
+    def _problem_in(self, comm: Communicator) -> ValueError | None:
+        """What is wrong with the state that is sharded over one group, the same on all its ranks. **Collective.**"""
         described: dict[str, str] = {}
         for named in self.params:
-            if named.flat_param is not None:
+            if named.flat_param is not None and named.flat_param.comm is comm:
                 for name, value in self._states.get(named.param, {}).items():
                     key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
                     described[key] = _describe(value, named.param)
-        for comm in _communicators(self.params):
-            every = comm.gather_objects(described)
-            for rank, own in enumerate(every):
-                for key, kind in own.items():
-                    if kind.startswith("!"):
-                        raise ValueError(
-                            f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
-                            f"{kind[1:]}. State in blocks (8-bit optimizers) cannot be named by parameter: keep "
-                            "it with a local state dict."
-                        )
-                for key in [*every[0], *own]:
-                    if own.get(key) != every[0].get(key):
-                        raise ValueError(
-                            f"All ranks must have the same optimizer state, but {key} is "
-                            f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
-                            "Step the optimizer on every rank, and for the same parameters."
-                        )
-
-
-def _communicators(params: OptimParams) -> list[Communicator]:
-    comms = {unit.comm: None for root in params.roots for unit in root.units if unit.comm is not None}
-    return list(comms)
+        every = comm.gather_objects(described)
+        for rank, own in enumerate(every):
+            for key, kind in own.items():
+                if kind.startswith("!"):
+                    return ValueError(
+                        f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
+                        f"{kind[1:]}. State in blocks (8-bit optimizers) or in lists cannot be named by parameter: "
+                        "keep it with a local state dict."
+                    )
+            for key in [*every[0], *own]:
+                if own.get(key) != every[0].get(key):
+                    return ValueError(
+                        f"All ranks must have the same optimizer state, but {key} is "
+                        f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
+                        "Step the optimizer on every rank, and for the same parameters."
+                    )
+        return None
 
 
 def _is_run(value: Any) -> bool:
@@ -148,11 +157,14 @@ def _is_run(value: Any) -> bool:
 
 
 def _describe(value: Any, shard: nn.Parameter) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if value.dim() and value.shape != shard.shape:
-        return f"!has shape {tuple(value.shape)} where the shard has {tuple(shard.shape)}"
-    return f"{value.dim()}-dim {value.dtype}"
+    """What must be the same on all ranks; after ``!``, what is wrong with ``value``."""
+    if isinstance(value, Tensor):
+        if value.dim() and value.shape != shard.shape:
+            return f"!has shape {tuple(value.shape)} where the shard has {tuple(shard.shape)}"
+        return f"{value.dtype} by element" if value.dim() else f"{value.item()} ({value.dtype})"
+    if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
+        return f"!is a {type(value).__name__} of tensors"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _copied(value: Any, offload_to_cpu: bool) -> Any:

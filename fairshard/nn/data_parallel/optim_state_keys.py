@@ -43,6 +43,11 @@ def rekey(
         return saved
     params = OptimParams(model)
     groups = params.groups_of(optim, optim_input)
+    if any(len(named.names) > 1 for named in params):
+        raise ValueError(
+            "`model` must be the unwrapped module, whose optimizer numbers original parameters, but it has units of "
+            "several parameters. Pass a module built as before wrapping."
+        )
     by_number = {number: params.of(param).first_names[0] for param, number in ids_of(groups).items()}
     new_keys: Mapping[Any, Any] = by_number
     if wanted is OptimStateKeyType.PARAM_ID:

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
+from fairshard.errors import MixedGroupsError
+from fairshard.nn.data_parallel.agreement import raise_together
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.full_params import spans_of
 from fairshard.nn.data_parallel.optim_params import Groups, NamedParam, OptimParams, ids_of
+from fairshard.nn.data_parallel.tree import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
+
+# What torch's optimizers keep as one value, and not for each element, in 0-dim tensors.
+_SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 class Source(Enum):
@@ -32,6 +39,7 @@ class _Elsewhere:
 
     shape: torch.Size
     dtype: torch.dtype
+    is_whole: bool
 
 
 class ShardedOptimState:
@@ -52,19 +60,32 @@ class ShardedOptimState:
         Raises:
             ValueError: ``saved`` is no optimizer state, or its entries do not make up the state of one shard.
         """
-        values: Mapping[str, Any] = saved
-        if self._source is Source.FIRST_RANK:
-            values = self._skeleton(saved)
+        made: dict[str, Any] = {}
+        error: Exception | None = None
+        saved = _with_clean_names(saved)
+        values = self._skeleton(saved) if self._source is Source.FIRST_RANK else saved
+        try:
+            made = self._make(saved, values, groups, key_of)
+        except (KeyError, TypeError, ValueError) as raised:
+            error = raised
+        raise_together(self._params.comms, error)
+        return made
+
+    def _make(self, saved: Any, values: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None) -> Any:
+        """`make`, where ``values`` may be the skeleton of ``saved``."""
         _check_form(values)
+        own = {param: self._params.of(param) for group in groups for param in group}
+        self._scalars = self._find_scalars(values["state"])
         keys = ids_of(groups) if key_of is None else key_of
         state: dict[Any, Any] = {}
         known: set[Any] = set()
         for named in self._params:
             known.update(name for names in named.names for name in names)
-            if named.param in keys:
+            if named.param in own:
                 entries = [_entry(values["state"], names) for names in named.names]
                 if any(entry is not None for entry in entries):
-                    given = [_entry(saved["state"], names) if saved else None for names in named.names]
+                    has_values = values is saved or (named.flat_param is not None and named.flat_param.rank == 0)
+                    given = [_entry(saved["state"], names) if has_values else None for names in named.names]
                     state[keys[named.param]] = self._state_of(named, entries, given)
         for key in values["state"].keys() - known:
             warnings.warn(
@@ -78,22 +99,38 @@ class ShardedOptimState:
 
     def _skeleton(self, saved: Any) -> Mapping[str, Any]:
         """What rank 0 has, but for the elements of sharded state, on every rank."""
-        comm = self._params.roots[0].units[0].comm
-        assert comm is not None
+        if len(self._params.comms) != 1:
+            raise MixedGroupsError(
+                "Optimizer state on rank 0 alone must be for a model on one process group, but the units of this one "
+                "use several, each with a rank 0 of its own. Load it on every rank."
+            )
+        comm = self._params.comms[0]
         own: Any = None
         if comm.rank == 0:
             own = saved
             if isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping):
                 own = {**saved, "state": {key: self._without_elements(key, e) for key, e in saved["state"].items()}}
-        skeleton: Mapping[str, Any] = comm.broadcast_object(own)
+        skeleton: Mapping[str, Any] = comm.broadcast_object(tree_map_only(Tensor, Tensor.cpu, own))
         return skeleton
+
+    def _find_scalars(self, saved: Mapping[Any, Any]) -> set[str]:
+        """The state that is one value, by what it is for parameters that are more than one element."""
+        found: set[str] = set()
+        for name, entry in saved.items():
+            named = self._params.find(name) if isinstance(name, str) else None
+            if named is not None and isinstance(entry, Mapping):
+                shape = next(s for s, names in zip(named.shapes, named.names, strict=True) if name in names)
+                found |= {key for key, value in entry.items() if shape and _shapes([value]) == [torch.Size()]}
+        return found
 
     def _without_elements(self, name: Any, entry: Any) -> Any:
         named = self._params.find(name) if isinstance(name, str) else None
         if named is None or named.flat_param is None or not isinstance(entry, Mapping):
             return entry
         return {
-            key: _Elsewhere(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+            key: _Elsewhere(value.shape, value.dtype, not isinstance(value, (SpanTensor, DTensor)))
+            if isinstance(value, Tensor) and value.dim()
+            else value
             for key, value in entry.items()
         }
 
@@ -112,7 +149,7 @@ class ShardedOptimState:
             values = [None if entry is None else entry[key] for entry in entries]
             if all(value is None for value in values):
                 state[key] = None
-            elif is_elementwise(named, key, [v.shape for v in values if isinstance(v, (Tensor, _Elsewhere))]):
+            elif key not in self._scalars and is_elementwise(named, key, _shapes(values)):
                 dtype = _common_dtype(named, key, values)
                 own = [None if entry is None else entry[key] for entry in given]
                 state[key] = self._place(flat_param, own, dtype)
@@ -176,6 +213,14 @@ def _shard_under(flat_param: FlatParam, values: list[Any]) -> Tensor | None:
     return base if runs == [v.run.data_ptr() if isinstance(v, SpanTensor) else -1 for v in values] else None
 
 
+def _with_clean_names(saved: Any) -> Any:
+    """``saved`` with its state under names without what wrappers add to them."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return saved
+    state = {clean_tensor_name(key) if isinstance(key, str) else key: own for key, own in saved["state"].items()}
+    return {**saved, "state": state}
+
+
 def _check_form(saved: Any) -> None:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
@@ -188,20 +233,29 @@ def _check_form(saved: Any) -> None:
 
 
 def _entry(saved: Mapping[Any, Any], names: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """The state saved under one of the names of an original parameter."""
-    return next((saved[name] for name in names if name in saved), None)
+    """The state saved under one of the names of an original parameter; None if that is empty."""
+    return next((saved[name] for name in names if saved.get(name)), None)
+
+
+def _shapes(values: list[Any]) -> list[torch.Size]:
+    return [value.shape for value in values if isinstance(value, (Tensor, _Elsewhere))]
 
 
 def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> bool:
     """Whether tensor state is one value for each element: by its shape, for 0-dim parameters by what torch calls it."""
     if any(shapes):
         return True
-    return bool(shapes) and not any(named.shapes) and key != "step"
+    return bool(shapes) and not any(named.shapes) and key not in _SCALARS
 
 
 def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:
     """The dtype of tensor state that is there for some parameters, after a look at its shapes."""
     tensors = [value for value in values if isinstance(value, (Tensor, _Elsewhere))]
+    if any(isinstance(value, _Elsewhere) and not value.is_whole for value in tensors):
+        raise ValueError(
+            f"State that rank 0 alone has must be whole, but `{key}` of {_these(named)} is sharded. Use "
+            "flatten_sharded_optim_state_dict on every rank."
+        )
     found = {value.dtype for value in tensors}
     if len(found) != 1 or any(value is not None and not hasattr(value, "dtype") for value in values):
         kinds = sorted({str(getattr(value, "dtype", type(value).__name__)) for value in values if value is not None})

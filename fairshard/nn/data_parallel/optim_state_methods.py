@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from fairshard.nn.data_parallel.local_state_dict import LAYOUT_KEY, check_layout, layout_bytes
 from fairshard.nn.data_parallel.optim_params import OptimParams
@@ -51,7 +52,10 @@ class OptimStateMethods(UnitAttributes):
         config = settings.optim_state_dict_config
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             saved = optim.state_dict() if optim_state_dict is None else optim_state_dict
-            return {**saved, LAYOUT_KEY: layout_bytes(model)}
+            copied = tree_map_only(
+                Tensor, lambda t: t.to("cpu" if config.offload_to_cpu else t.device, copy=True), saved
+            )
+            return {**copied, LAYOUT_KEY: layout_bytes(model)}
         gathered = GatheredOptimState(model, optim, optim_state_dict)
         if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
             return gathered.sharded(config.offload_to_cpu)
@@ -72,7 +76,7 @@ class OptimStateMethods(UnitAttributes):
         ``(optim_state_dict, model, optim)`` of older examples works too. ``load_directly`` also loads it.
         """
         arguments: Any = (model, optim, optim_state_dict)
-        if isinstance(model, dict):
+        if isinstance(model, Mapping):
             optim_state_dict, model, optim = arguments
         _check_group(model, group)
         settings = common_settings(model)
@@ -132,22 +136,31 @@ class OptimStateMethods(UnitAttributes):
 
     @staticmethod
     def sharded_optim_state_dict(
-        model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
+        model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None, *, optim_input: OptimInput | None = None
     ) -> dict[str, Any]:
         """State by name, of which this rank holds its runs: ``torch.distributed.checkpoint`` saves it as it is."""
+        if group is not None and not isinstance(group, ProcessGroup):  # torch 1.13 had `optim_input` third
+            group, optim_input = None, group
         _check_group(model, group)
+        _look_at_input(model, optim_input)
         return GatheredOptimState(model, optim).sharded(offload_to_cpu=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: Any = None,
+        *older: Any,
+        optim_input: OptimInput | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of what `sharded_optim_state_dict` returned for the same wrapping."""
-        extra: Any = optim
-        if not isinstance(optim, Optimizer) and isinstance(model, nn.Module):  # torch 1.13 had `optim_input` third
-            groups = OptimParams(model).groups_of(None, extra)
-        else:
-            groups = OptimParams(model).groups_of(optim)
+        """What ``optim.load_state_dict`` takes, of what `sharded_optim_state_dict` returned for the same wrapping.
+
+        The order ``(sharded_optim_state_dict, model, optim_input, optim)`` of torch 1.13 works too.
+        """
+        if not isinstance(optim, Optimizer):
+            optim_input = optim_input if optim is None else optim
+            optim = older[0] if older else None
+        groups = OptimParams(model).groups_of(optim, optim_input)
         return ShardedOptimState(model).make(sharded_optim_state_dict, groups)
 
     @staticmethod
@@ -169,7 +182,7 @@ class OptimStateMethods(UnitAttributes):
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """Whole state on ``recipient_rank``, or on all ranks if None, as the unwrapped model's optimizer loads it."""
-        whole = GatheredOptimState(self, optim).full(rank0_only=False, offload_to_cpu=True)
+        whole = GatheredOptimState(self, optim).full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
         if recipient_rank is not None and self.rank != recipient_rank:
             return None
         numbers = {name: n for n, name in enumerate(n for group in whole["param_groups"] for n in group["params"])}

@@ -63,6 +63,7 @@ def _refuse_operators() -> None:
     for name in names:
         setattr(ShardedParameter, f"__{name}__", ShardedParameter._refuse)
 
+
 _refuse_operators()
 
 
@@ -136,14 +137,15 @@ class ParamSlot:
             module._parameters[name] = full
 
         def conceal() -> None:
+            replaced = any(module._parameters.get(name) is not full for module, name in self.owners)
             for module, name in self.owners:
-                if module._parameters.get(name) is not full:
-                    raise FairshardError(
-                        f"Parameter `{self.fqn}` was replaced while its full value was shown; only its elements may "
-                        "be changed there, in place (`with torch.no_grad(): param.copy_(...)`)."
-                    )
                 module._parameters[name] = self._registered
             self.detach()
+            if replaced:
+                raise FairshardError(
+                    f"Parameter `{self.fqn}` was replaced while its full value was shown; only its elements may "
+                    "be changed there, in place (`with torch.no_grad(): param.copy_(...)`)."
+                )
 
         return conceal
 

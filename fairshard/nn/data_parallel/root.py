@@ -205,15 +205,15 @@ class Root:
         if self._depth and torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would be taken for unchanged
 
-    def assert_idle(self, what: str) -> None:
-        """Raise unless no pass is under way.
+    def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
+        """Raise unless no pass is under way in ``units``, all if None.
 
         Raises:
             TrainingStateError: one is.
         """
         if self.in_backward and current_task() == NO_BACKWARD:  # it raised, and nobody has cleaned up yet
             self.reset()
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             if unit.state is not TrainingState.IDLE:
                 raise TrainingStateError(
                     f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "

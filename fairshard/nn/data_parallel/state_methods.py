@@ -49,12 +49,18 @@ class StateMethods(UnitAttributes):
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
-        if (root := self._claimed()).units[0] is self._unit:
-            root.assert_idle("state_dict")
-        if common_settings(self).state_dict_type is not StateDictType.LOCAL_STATE_DICT:
-            return module_state_dict(self, self._unit, destination, prefix, keep_vars)
-        state = {} if destination is None else destination
-        state.update({f"{prefix}{name}": value for name, value in local_state_dict(self).items()})
+        self._assert_idle("state_dict")
+        settings = common_settings(self)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            state = {} if destination is None else destination
+            local = local_state_dict(self, settings.state_dict_config.offload_to_cpu)
+            state.update({f"{prefix}{name}": value for name, value in local.items()})
+            return state
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
+        state = module_state_dict(self, self._unit, destination, prefix, keep_vars)
+        for after in self._state_dict_hooks.values():
+            state = after(self, state, prefix, {"version": self._version}) or state
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
@@ -69,7 +75,7 @@ class StateMethods(UnitAttributes):
             return load_local_state_dict(self, state_dict, strict)
         loadings = [part._loading for _, part in walk(self) if isinstance(part, StateMethods)]
         load = super().load_state_dict
-        return load_module_state_dict(self._unit, loadings, lambda: load(state_dict, strict))
+        return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict))
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
@@ -148,8 +154,9 @@ class StateMethods(UnitAttributes):
 
         Also as ``FullyShardedDataParallel.summon_full_params(module)`` for a module that contains wrappers, and on
         an inner wrapper. With ``writeback`` each rank keeps, of what was written, the part that it owns;
-        ``volatile=True`` is fairscale's ``writeback=False``. ``rank0_only`` shows them on rank 0, ``offload_to_cpu``
-        in host memory. ``with_grads`` shows the reduced gradients too, and writes them back as parameters are.
+        ``volatile=True`` is fairscale's ``writeback=False``; with one rank all is kept in any case. ``rank0_only``
+        shows them on rank 0, ``offload_to_cpu`` in host memory. ``with_grads`` shows the reduced gradients too, and
+        writes them back as parameters are.
 
         Raises:
             TrainingStateError: inside a forward, a backward or another such block.
@@ -174,15 +181,24 @@ class StateMethods(UnitAttributes):
             root.assert_idle("summon_full_params")
         if not recurse:
             wrappers = [self] if isinstance(self, StateMethods) else outermost
-        how = Showing(writeback, rank0_only, offload_to_cpu, with_grads)
+        how = Showing(writeback, rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
         with summon([wrapper._unit for wrapper in wrappers], how):
             yield
 
     # ---- private
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._claimed()
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *rest)
         self._loading.begin(self, state_dict, prefix)
+
+    def _assert_idle(self, what: str) -> None:
+        """Raise unless neither this unit nor one below it is in a pass or shown whole."""
+        root = self._claimed()
+        if root.units[0] is self._unit:
+            root.assert_idle(what)
+        root.assert_idle(what, [unit for _, unit in units_below(self)])
 
     def _claimed(self) -> Root:
         """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 UNIT_ATTRIBUTE = "_fairshard_unit"
 _WRAPPED = "module"
+COMPILED = "_orig_mod"  # torch.compile's, which unlike torch's checkpoint wrapper leaves it in state dicts
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -40,17 +42,19 @@ def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
 
 def modules_of(wrapper: nn.Module) -> list[nn.Module]:
     """The modules that belong to the unit of ``wrapper`` and to no unit inside it."""
-    own: list[nn.Module] = []
-    waiting = [child for child in wrapper._modules.values() if child is not None]
-    seen: set[int] = set()
+    return [module for _, module in paths_of(wrapper)]
+
+
+def paths_of(wrapper: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `modules_of`, outermost first, each with its path below what is wrapped."""
+    own: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [("", child) for child in wrapper._modules.values() if child is not None]
     while waiting:
-        module = waiting.pop()
-        if id(module) in seen or unit_of(module) is not None:
-            continue
-        seen.add(id(module))
-        own.append(module)
-        waiting += [child for child in module._modules.values() if child is not None]
-    return own
+        path, module = waiting.pop()
+        if id(module) not in own and unit_of(module) is None:
+            own[id(module)] = path, module
+            waiting += [(join(path, name), child) for name, child in module._modules.items() if child is not None]
+    return list(own.values())
 
 
 def join(prefix: str, name: str) -> str:
@@ -60,6 +64,4 @@ def join(prefix: str, name: str) -> str:
 
 def clean_tensor_name(name: str) -> str:
     """The name of a parameter or buffer without what wrappers added to it."""
-    for part in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
-        name = name.replace(f"{part}.", "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

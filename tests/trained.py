@@ -1,0 +1,112 @@
+"""Models and optimizers that have been trained a little, for tests of what is saved of them and loaded again."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.testing import rank_device
+from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
+from tests.reference import average_grads_
+
+PRECISIONS = {"fp32": {}, "bf16": {"mixed_precision": True, "compute_dtype": torch.bfloat16}}
+PLACEMENTS = {
+    "device": {},
+    "offload": {"cpu_offload": True},
+    "master_on_cpu": {"move_grads_to_cpu": True},
+}
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=False),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.5),
+}
+WRAPPINGS = {
+    "nested": wrap_tiny,
+    "whole": lambda model, **kwargs: FSDP(model, **kwargs),
+    "inner": lambda model, **kwargs: _wrap_blocks(model, **kwargs),
+}
+
+
+def _wrap_blocks(model, **kwargs):
+    """Units in a plain module, which keeps parameters of its own."""
+    model.first = FSDP(model.first, **kwargs)
+    model.second = FSDP(model.second, **kwargs)
+    return model
+
+
+def settings_of(cell):
+    """The arguments that a cell of a matrix asks for."""
+    return {
+        "flatten_parameters": cell["flatten"],
+        **PRECISIONS[cell["precision"]],
+        **PLACEMENTS[cell["placement"]],
+    }
+
+
+def train(model, optimizer, steps):
+    """Train with this rank's batches of ``steps``; what is not sharded has its gradients averaged over the ranks."""
+    shards = {shard for part in model.modules() if isinstance(part, FSDP) for shard in part.params}
+    for step in steps:
+        *inputs, targets = tiny_batch(dist.get_rank(), step)
+        tiny_loss(model(*inputs), targets).backward()
+        average_grads_(param for param in model.parameters() if param not in shards)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(model, optimizer_of, num_steps=2):
+    """``model`` and its optimizer after some steps."""
+    optimizer = optimizer_of(model.parameters())
+    train(model, optimizer, range(num_steps))
+    return model, optimizer
+
+
+def wrapped_tiny(cell, wrapping, seed=1):
+    """A wrapped `Tiny` as a cell of a matrix asks for."""
+    if wrapping == "inner" and cell["precision"] != "fp32":
+        wrapping = "whole"  # what is not wrapped would not be cast
+    return WRAPPINGS[wrapping](tiny(seed=seed), **settings_of(cell))
+
+
+class Odd(nn.Module):
+    """What is hard to shard and to name: one element, no elements, no dimension, buffers, tied and frozen weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.tensor([2.0]))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.up = nn.Linear(3, 4)
+        self.down = nn.Linear(3, 4)
+        self.down.weight = self.up.weight
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("kept", torch.arange(3.0))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        x = self.down(self.frozen(x * self.one + self.none.sum()))
+        self.count += 1
+        return self.scale * (x + self.up(x[..., :3]))
+
+
+def odd(seed=1):
+    """An `Odd` on this rank's device, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Odd()
+    with torch.no_grad():
+        model.scale.add_(seed)
+        model.one.sub_(seed)
+        model.kept.mul_(seed)
+    return model.to(rank_device())
+
+
+def wrap_odd(model, **kwargs):
+    """A unit inside a unit."""
+    model.frozen = FSDP(model.frozen, **kwargs)
+    return FSDP(model, **kwargs)
