@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fairshard.checkpoint.reader import first_line
 from fairshard.errors import CheckpointError
-from fairshard.utils.collectives import gather_objects
+from fairshard.utils.collectives import gather_objects, host_group
 
 T = TypeVar("T")
 
@@ -40,17 +41,34 @@ def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
     return [value for value, _ in every]
 
 
+_writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
+
+
+def idle_group() -> ProcessGroup | None:
+    """`host_group`, when no save in the background uses it any more: two at once would take each other's messages."""
+    group = host_group()
+    writer = None if group is None else _writers.get(group)
+    if writer is not None:
+        writer.join()
+    return group
+
+
+def occupy(group: ProcessGroup | None, writer: threading.Thread) -> None:
+    """Let `idle_group` wait for ``writer`` to end."""
+    if group is not None:
+        _writers[group] = writer
+
+
 def rank_in(group: ProcessGroup | None) -> int:
     """This process's rank; 0 where it is alone."""
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else group.rank()
 
 
 def described(error: BaseException) -> str:
     """What went wrong, in a line; of a failure of torch.distributed.checkpoint what its first rank says."""
     if isinstance(error, CheckpointException):
         rank = min(error.failures)
-        cause = error.failures[rank][0]
-        return described(cause)
+        return f"{described(error.failures[rank][0])} (rank {rank})"
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import threading
@@ -9,21 +11,25 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import idle_group, occupy, on_all_ranks, rank_in
 from fairshard.checkpoint.contents import LATEST
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import load
-from fairshard.checkpoint.manifest import read_manifest
-from fairshard.checkpoint.saving import TEMPORARY, Draft, take, write
+from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
-from fairshard.checkpoint.storage import MANIFEST, storage_of
+from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, full_path, storage_of
 from fairshard.errors import CheckpointError
-from fairshard.utils.collectives import host_group
+
+_log = logging.getLogger("fairshard")
 
 _STEP = re.compile(r"step-(\d{8,})")
-_REPLACED = ".old-"
+_REPLACED = ".replaced-"
+"""A whole checkpoint under this name makes way for another one of its step."""
+_REMOVED = ".old-"
+"""What is under this name is being removed, and no longer whole."""
 
 
 def step_name(step: int) -> str:
@@ -41,6 +47,8 @@ class Checkpointer:
     in host memory (``cpu_offload``) are not even copied, unless the next step comes before they are written. Two saves
     never run at once: the next waits for the last. What a background save raised is raised by the next call.
 
+    After the last save call `wait`, before the process group is destroyed; or use it as a context manager.
+
     Args:
         root: a folder, or a URL that fsspec knows. All ranks must see the same.
         every: save at the steps that this divides.
@@ -57,14 +65,14 @@ class Checkpointer:
         for name, value in (("every", every), ("keep_last", keep_last)):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
-        self.root = os.fspath(root).rstrip("/")
+        self.root = full_path(root)
         self.every = every
         self.keep_last = keep_last
         self.async_save = async_save
         self._storage = storage_of(self.root)
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: CheckpointError | None = None
         self._has_cleaned = False
 
     def maybe_save(
@@ -98,13 +106,18 @@ class Checkpointer:
             TypeError: on every rank, if something could not be read back as plain data.
         """
         self.wait()
-        group = host_group()
+        if type(step) is not int or step < 0:
+            raise ValueError(f"`step` must be a number of steps, but is {step!r}.")
+        group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         draft = take(training, step, self._buffers if self.async_save else None)
-        self._thread = threading.Thread(target=self._write, args=(draft, group), name="fairshard checkpoint")
-        self._thread.start()
         if not self.async_save:
+            self._write(draft, group)
             self.wait()
+            return
+        self._thread = threading.Thread(target=self._write, args=(draft, group), name="fairshard checkpoint")
+        occupy(group, self._thread)
+        self._thread.start()
 
     def load_latest(
         self,
@@ -122,11 +135,33 @@ class Checkpointer:
             CheckpointError: on every rank, if it is damaged; the message names the others that there are.
         """
         self.wait()
-        folder: str | None = on_all_ranks(host_group(), self._newest)[0]
+        group = idle_group()
+        folder: str | None = on_all_ranks(group, lambda: self._newest() if rank_in(group) == 0 else None)[0]
         if folder is None:
             return None
+        return self._load(folder, Training(model, optimizer, scheduler, scaler, extra))
+
+    def load_step(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        extra: dict[str, Any] | Stateful | None = None,
+    ) -> int:
+        """Load the checkpoint of ``step``, as `fairshard.checkpoint.load`; returns the step. **Collective.**
+
+        Raises:
+            CheckpointError: on every rank, if there is none, or if it is damaged.
+        """
+        self.wait()
+        self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra))
+        return step
+
+    def _load(self, folder: str, training: Training) -> int | None:
         try:
-            return load(folder, model, optimizer, scheduler, scaler, extra)
+            return load(folder, **vars(training))
         except CheckpointError as error:
             others = [f"{self.root}/{name}" for name in self._whole_names() if not folder.endswith(name)]
             cure = f" There are also {', '.join(others)}." if others else ""
@@ -138,9 +173,9 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed; the checkpoints before it are as they were.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -156,16 +191,25 @@ class Checkpointer:
 
     # ---- private
 
-    def _write(self, draft: Draft, group: Any) -> None:
+    def _write(self, draft: Draft, group: ProcessGroup | None) -> None:
+        folder = f"{self.root}/{step_name(draft.step or 0)}"
         try:
             self._clean(group)
-            folder = f"{self.root}/{step_name(draft.step or 0)}"
             write(draft, folder, group, partial(self._make_way, folder))
             on_all_ranks(group, lambda: self._point(folder) if rank_in(group) == 0 else None)
-        except BaseException as error:  # raised by the next call
-            self._failure = error
+        except CheckpointError as error:
+            self._fail(error, group)
+        except Exception as error:
+            self._fail(not_saved(folder, error, group), group)
         finally:
             draft.snapshot.close()
+
+    def _fail(self, failure: CheckpointError, group: ProcessGroup | None) -> None:
+        self._failure = failure
+        if rank_in(group) == 0:
+            _log.error("%s", failure)  # there may be no next call that could raise it
+            with contextlib.suppress(OSError):
+                self._settle_replaced()
 
     def _clean(self, group: Any) -> None:
         """Remove what saves that were killed have left."""
@@ -174,48 +218,71 @@ class Checkpointer:
             on_all_ranks(group, lambda: self._remove_leftovers() if rank_in(group) == 0 else None)
 
     def _remove_leftovers(self) -> None:
+        self._settle_replaced()
         for name in self._storage.names(self.root):
-            if name.startswith((TEMPORARY, _REPLACED)):
+            if name.startswith((TEMPORARY, _REMOVED)):
                 self._storage.remove(f"{self.root}/{name}")
 
     def _make_way(self, folder: str) -> None:
         """Move a checkpoint of the same step, of a run that was resumed from an earlier one, out of the way."""
         if not self._storage.is_free(folder):
-            self._discard(folder)
+            name = folder.rpartition("/")[2]
+            self._storage.publish(folder, f"{self.root}/{_REPLACED}{name}")
+
+    def _settle_replaced(self) -> None:
+        """Drop the checkpoints that have made way for new ones; where the new one did not come, put the old one back.
+
+        *Invariant*: of a step that is saved again one checkpoint is whole at any time, under one of the two names.
+        """
+        for name in self._storage.names(self.root):
+            if name.startswith(_REPLACED):
+                step = name.removeprefix(_REPLACED)
+                if self._is_whole(step) or not self._is_whole(name):
+                    self._discard(f"{self.root}/{name}")
+                else:
+                    self._storage.remove(f"{self.root}/{step}")
+                    self._storage.publish(f"{self.root}/{name}", f"{self.root}/{step}")
 
     def _point(self, folder: str) -> None:
         """Name the newest checkpoint, which is durable now, and drop the oldest."""
         name = folder.rpartition("/")[2]
         self._storage.replace_text(f"{self.root}/{LATEST}", f"{name}\n")
-        for old in self._whole_names()[: -self.keep_last]:
-            if old != name:
-                self._discard(f"{self.root}/{old}")
+        self._settle_replaced()
+        names = self._whole_names()
+        for old in names[: names.index(name) + 1][: -self.keep_last]:  # later ones are of a run that was left
+            self._discard(f"{self.root}/{old}")
 
     def _discard(self, folder: str) -> None:
-        """Remove a checkpoint; at no time does half of it stand under its name."""
-        aside = f"{self.root}/{_REPLACED}{folder.rpartition('/')[2]}"
-        self._storage.remove(aside)
-        self._storage.publish(folder, aside)
-        self._storage.remove(aside)
+        self._storage.discard(folder, f"{self.root}/{_REMOVED}{folder.rpartition('/')[2]}")
 
     def _newest(self) -> str | None:
-        """The folder that ``latest`` names; where that is gone, the newest that is whole."""
+        """The folder that ``latest`` names. A crash before the first ``latest`` leaves none: then the newest whole one.
+
+        Raises:
+            CheckpointError: ``latest`` is damaged, or what it names is not whole.
+        """
+        with contextlib.suppress(OSError):  # the folder may be one that is only read
+            self._settle_replaced()
         names = self._whole_names()
         pointer = f"{self.root}/{LATEST}"
-        if self._storage.exists(pointer):
+        if not self._storage.exists(pointer):
+            return f"{self.root}/{names[-1]}" if names else None
+        try:
             named = self._storage.read_text(pointer).strip()
-            if named in names:
-                return f"{self.root}/{named}"
-        return f"{self.root}/{names[-1]}" if names else None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{pointer} must name a checkpoint, but cannot be read: {error}.") from error
+        if named not in names:
+            problem = f"{self.root}/{named}/{MANIFEST} is missing" if _STEP.fullmatch(named) else "it is damaged"
+            whole = f"one of {', '.join(names)}" if names else "another one, for no whole one is left"
+            raise CheckpointError(
+                f"{pointer} must name a whole checkpoint, but says {named!r}, and {problem}. Write into it {whole}."
+            )
+        return f"{self.root}/{named}"
 
     def _whole_names(self) -> list[str]:
         """Names of the step folders with a manifest, oldest first."""
         steps = [name for name in self._storage.names(self.root) if _STEP.fullmatch(name)]
-        whole = [name for name in steps if self._storage.exists(f"{self.root}/{name}/{MANIFEST}")]
-        return sorted(whole, key=lambda name: int(name.removeprefix("step-")))
+        return sorted(filter(self._is_whole, steps), key=lambda name: int(name.removeprefix("step-")))
 
-
-def read_step(folder: str) -> int | None:
-    """The step that a checkpoint was saved at."""
-    manifest = read_manifest(storage_of(folder), folder)
-    return None if manifest is None else manifest.step
+    def _is_whole(self, name: str) -> bool:
+        return self._storage.exists(f"{self.root}/{name}/{MANIFEST}")

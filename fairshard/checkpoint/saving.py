@@ -9,22 +9,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import described, on_all_ranks, rank_in
-from fairshard.checkpoint.entries import Stateful, Training, aliases_of, live_storages, object_entries, tensor_entries
+from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, rank_in
+from fairshard.checkpoint.entries import (
+    Stateful,
+    Training,
+    add_own_values,
+    aliases_of,
+    live_storages,
+    object_entries,
+    tensor_entries,
+)
 from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
-from fairshard.checkpoint.storage import MANIFEST, Storage, storage_of
+from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.errors import CheckpointError
-from fairshard.utils.collectives import gather_objects, host_group
-
-TEMPORARY = ".tmp-"
+from fairshard.utils.collectives import gather_objects
 
 
 @dataclass
@@ -56,8 +63,8 @@ def save(
         CheckpointError: on every rank, if it cannot be written, or if there is something under that name.
         TypeError: on every rank, if something could not be read back as plain data.
     """
-    path = os.fspath(folder).rstrip("/")
-    group = host_group()
+    path = full_path(folder)
+    group = idle_group()
     on_all_ranks(group, lambda: _check_free(path) if rank_in(group) == 0 else None)
     draft = take(Training(model, optimizer, scheduler, scaler, extra), step, None)
     try:
@@ -67,13 +74,37 @@ def save(
 
 
 def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft:
-    """Everything as it is now, copied into ``buffers``; not copied if None, for then training waits. **Collective.**"""
-    group = host_group()
+    """Everything as it is now, copied into ``buffers``; not copied if None, for then training waits. **Collective.**
+
+    Raises:
+        CheckpointError, TypeError: on every rank.
+    """
+    group = idle_group()
     entries: dict[str, Any] = {}
-    on_all_ranks(group, lambda: entries.update(object_entries(training, rank_in(group))))
+
+    def add_objects() -> int | None:
+        entries.update(object_entries(training, rank_in(group)))
+        return step
+
+    steps = on_all_ranks(group, add_objects)
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {steps}.")
     entries.update(tensor_entries(training))
-    live = live_storages(training) if buffers is not None else set()
-    return Draft(Snapshot(entries, buffers, live), step, aliases_of(training.model))
+    add_own_values(entries, rank_in(group), group)
+
+    def snapshot() -> Draft:
+        live = live_storages(training) if buffers is not None else set()
+        return Draft(Snapshot(entries, buffers, live), step, aliases_of(training.model))
+
+    # A rank may lack the memory for its copy.
+    drafts: list[Draft] = []
+    try:
+        on_all_ranks(group, lambda: drafts.append(snapshot()))
+    except BaseException:
+        for draft in drafts:
+            draft.snapshot.close()
+        raise
+    return drafts[0]
 
 
 def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callable[[], None] = lambda: None) -> None:
@@ -87,16 +118,31 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
     storage = storage_of(folder)
     rank = rank_in(group)
     beside = f"{storage.parent(folder)}/{TEMPORARY}{folder.rpartition('/')[2]}-"
-    work: str = on_all_ranks(group, lambda: f"{beside}{uuid.uuid4().hex[:8]}")[0]
+    work = f"{beside}{uuid.uuid4().hex[:8]}"
     try:
+        work = on_all_ranks(group, lambda: work)[0]
         on_all_ranks(group, lambda: storage.make(work))
         files = _write_files(draft, work, group)
         manifest = Manifest(draft.step, len(files), {k: v for own in files for k, v in own.items()}, draft.aliases)
         on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
-    except BaseException:
+    except BaseException as error:
         if rank == 0:
             storage.remove(work)
+        if isinstance(error, Exception):
+            raise not_saved(folder, error, group) from error
         raise
+
+
+def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> CheckpointError:
+    """What to raise when ``error`` ended the save of ``folder``."""
+    if group is not None and not dist.is_initialized():
+        return CheckpointError(
+            f"{folder} was not saved: the process group was destroyed before it was written. Call Checkpointer.wait() "
+            "before torch.distributed.destroy_process_group()."
+        )
+    return CheckpointError(
+        f"{folder} was not saved: {described(error).rstrip('.')}. Earlier checkpoints are as they were."
+    )
 
 
 def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
@@ -113,7 +159,7 @@ def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[di
                 no_dist=group is None,
             )
     except CheckpointException as error:
-        raise CheckpointError(f"{work} cannot be written: {described(error)}") from error
+        raise CheckpointError(described(error)) from error
     return gather_objects(writer.files, group)
 
 

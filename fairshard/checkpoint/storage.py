@@ -16,6 +16,10 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs
 
+MANIFEST = "fairshard.json"
+TEMPORARY = ".tmp-"
+"""What the names of unfinished files and folders begin with."""
+
 
 class Storage(ABC):
     """What a checkpoint needs of a place: paths are strings, and folders are made with the first file in them."""
@@ -47,6 +51,10 @@ class Storage(ABC):
     @abstractmethod
     def publish(self, folder: str, name: str) -> None:
         """Give ``folder`` its final path ``name``, with all that is in it, durably."""
+
+    @abstractmethod
+    def discard(self, folder: str, aside: str) -> None:
+        """Remove a checkpoint; at no time does half of it pass for a whole one. ``aside`` is a free path beside it."""
 
     @abstractmethod
     def replace_text(self, path: str, text: str) -> None:
@@ -98,8 +106,14 @@ class LocalStorage(Storage):
         return os.path.getsize(path)
 
     def make(self, folder: str) -> None:
-        """Make a folder and those above it."""
-        os.makedirs(folder, exist_ok=True)
+        """Make a folder and those above it, durably."""
+        new = []
+        while folder and not os.path.isdir(folder):
+            new.append(folder)
+            folder = os.path.dirname(folder)
+        for made in reversed(new):
+            os.makedirs(made, exist_ok=True)
+            _sync(self.parent(made))
 
     def publish(self, folder: str, name: str) -> None:
         """Rename, between two syncs of the folders."""
@@ -107,15 +121,26 @@ class LocalStorage(Storage):
         os.rename(folder, name)
         _sync(self.parent(name))
 
+    def discard(self, folder: str, aside: str) -> None:
+        """Rename, then remove."""
+        self.remove(aside)
+        self.publish(folder, aside)
+        self.remove(aside)
+
     def replace_text(self, path: str, text: str) -> None:
         """Write beside it, sync, rename over it."""
-        beside = f"{path}.tmp-{os.getpid()}"
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        _sync(self.parent(path))
+        folder, name = os.path.split(path)
+        beside = os.path.join(folder, f"{TEMPORARY}{name}-{os.getpid()}")
+        try:
+            with open(beside, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+            _sync(folder or ".")
+        except OSError as error:
+            self.remove(beside)
+            raise OSError(error.errno, error.strerror, path) from error
 
     def remove(self, path: str) -> None:
         """Remove a file or a folder."""
@@ -164,10 +189,15 @@ class RemoteStorage(Storage):
         self._fs.makedirs(folder, exist_ok=True)
 
     def publish(self, folder: str, name: str) -> None:
-        """Move file by file, the manifest last."""
+        """Copy file by file, the manifest last, then remove."""
         self.make(name)
         for file in sorted(self.names(folder), key=lambda file: (file == MANIFEST, file)):
-            self._fs.mv(self.join(folder, file), self.join(name, file))
+            self._fs.cp_file(self.join(folder, file), self.join(name, file))
+        self.discard(folder, "")
+
+    def discard(self, folder: str, aside: str) -> None:
+        """Remove the manifest first."""
+        self.remove(self.join(folder, MANIFEST))
         self.remove(folder)
 
     def replace_text(self, path: str, text: str) -> None:
@@ -180,12 +210,14 @@ class RemoteStorage(Storage):
             self._fs.rm(path, recursive=True)
 
 
-MANIFEST = "fairshard.json"
-
-
 def storage_of(path: str | os.PathLike[str]) -> Storage:
     """The storage that ``path`` lies in."""
     return RemoteStorage(os.fspath(path)) if is_remote(path) else LocalStorage()
+
+
+def full_path(path: str | os.PathLike[str]) -> str:
+    """``path`` without a slash at its end; on a local disk absolute, whatever folder the program goes to later."""
+    return os.fspath(path).rstrip("/") if is_remote(path) else os.path.abspath(path)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

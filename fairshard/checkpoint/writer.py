@@ -39,7 +39,7 @@ class SnapshotPlanner(DefaultSavePlanner):
     """torch's planner over a snapshot: what is written is what was there when it was taken."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__()
+        super().__init__(dedup_save_to_lowest_rank=True)
         self._snapshot = snapshot
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -75,7 +75,13 @@ def _checked(base: type[Any]) -> Any:
                     yield stream
                     return
                 checked = _ChecksumStream(stream)
-                yield checked
+                try:
+                    yield checked
+                except Exception:
+                    if checked.failure is None:
+                        raise
+                    failure = checked.failure  # torch only says that a write failed
+                    raise OSError(failure.errno, failure.strerror, os.fspath(path)) from failure
             self._files[_name(path)] = FileEntry(checked.nbytes, checked.crc32)
 
         def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -93,13 +99,18 @@ class _ChecksumStream(io.IOBase):
         self._raw = raw
         self.nbytes = 0
         self.crc32 = 0
+        self.failure: OSError | None = None
 
     def write(self, block: Any) -> int:
         """Write all of ``block``."""
         view = memoryview(block).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         self.nbytes += len(view)
-        self._raw.write(view)
+        try:
+            self._raw.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         return len(view)
 
     def tell(self) -> int:
@@ -123,6 +134,9 @@ class _ChecksumStream(io.IOBase):
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
+
+
+_WRITE_BACK_NBYTES = 1 << 24
 
 
 def _name(path: str | os.PathLike[str]) -> str:

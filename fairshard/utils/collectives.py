@@ -15,6 +15,7 @@ process group of its own. Local sums add in rank order, in fp32 for narrower dty
 who waits for whom.
 """
 
+import datetime
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from fairshard.errors import FairshardError
 
@@ -282,15 +284,24 @@ _host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.
 def host_group() -> ProcessGroup | None:
     """A gloo group of all ranks for work beside training: its collectives meet no other. **Collective** at first.
 
-    None where torch.distributed is not initialised: there is one process then.
+    None where torch.distributed is not initialised: there is one process then. It is connected within the timeout of
+    the default group, for a rank may be gone already; after that ranks wait for each other as long as gloo does by
+    default, for one may have much more to write than another.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = default_group()
     found = _host_groups.get(world)
     if found is None:
-        found = _host_groups[world] = dist.new_group(backend="gloo")
+        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=_timeout_of(world))
+        _set_pg_timeout(default_pg_timeout, found)
     return found
+
+
+def _timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
+    """How long an operation may take; None where the backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
