@@ -34,7 +34,7 @@ def _explain_asserts():
 def on_ranks(*world_sizes, timeout=60.0):
     """Run the decorated function on that many ranks, once for each of ``world_sizes``.
 
-    It takes the arguments that ``pytest.mark.parametrize`` gives it, but no fixtures: they are pickled.
+    The arguments that ``pytest.mark.parametrize`` and fixtures give it are pickled.
     Without ``world_sizes``, parametrize ``world_size`` too.
     """
 

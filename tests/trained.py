@@ -6,8 +6,8 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
-from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
-from tests.reference import average_grads_
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.reference import average_grads_, randn
 
 PRECISIONS = {"fp32": {}, "bf16": {"mixed_precision": True, "compute_dtype": torch.bfloat16}}
 PLACEMENTS = {
@@ -110,3 +110,22 @@ def wrap_odd(model, **kwargs):
     """A unit inside a unit."""
     model.frozen = FSDP(model.frozen, **kwargs)
     return FSDP(model, **kwargs)
+
+
+def stepped(optimizer_class=torch.optim.AdamW, wrap=wrap_each, **kwargs):
+    """A small model and its optimizer after one step."""
+    model = wrap(mlp(4, 5, 3))
+    optimizer = optimizer_class(model.parameters(), **kwargs)
+    model(randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def full_of(model, optimizer):
+    """Whole state, on every rank."""
+    return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+
+
+def shard(state, model, optimizer):
+    """What ``optimizer`` loads of whole state."""
+    return FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)

@@ -5,7 +5,7 @@
 ``optim.state.<name>.<..>``  optimizer state under the names of the parameters
 ``optim.param_groups.<i>``   hyperparameters; ``params`` are names
 ``scheduler``, ``scaler``    what their ``state_dict()`` gives, in a tuple of one
-``rank.<r>``                 random number generators and ``extra`` of rank ``r``, in a tuple of one
+``rank.<r>``                 random numbers, ``extra`` and diverging buffers of rank ``r``, in a tuple of one
 ===========================  ==================================================================
 
 The first three are what torch's own tools write for FSDP2 and for plain modules, and read. The tuple keeps torch
@@ -15,12 +15,14 @@ from taking the value apart.
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
@@ -29,6 +31,8 @@ from fairshard.nn.data_parallel.optim_params import OptimParams
 from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState
 from fairshard.nn.data_parallel.state_dict_config import StateDictType
 from fairshard.nn.data_parallel.state_methods import StateMethods
+from fairshard.utils.collectives import gather_objects
+from fairshard.utils.span_tensor import SpanTensor
 
 
 @runtime_checkable
@@ -62,7 +66,7 @@ def tensor_entries(training: Training) -> dict[str, Any]:
 
 
 def object_entries(training: Training, rank: int) -> dict[str, Any]:
-    """Everything else.
+    """Everything else; what is this rank's own is under its number.
 
     Raises:
         TypeError: something is more than tensors, numbers, texts and containers of them.
@@ -75,8 +79,29 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
     extra = training.extra
     if isinstance(extra, Stateful):
         extra = extra.state_dict()
-    entries[f"rank.{rank}"] = ({"rng": rng.state(), "extra": _plain("extra", extra)},)
+    entries[rank_key(rank)] = ({"rng": rng.state(), "extra": _plain("extra", extra)},)
     return entries
+
+
+def add_own_values(entries: dict[str, Any], rank: int, group: ProcessGroup | None) -> None:
+    """Note values that no rank shards and that differ from those of rank 0: BatchNorm's, say. **Collective.**
+
+    ``model`` has rank 0's; on the same number of ranks each goes on with its own.
+    """
+    replicated = {
+        name: value
+        for name, value in entries["model"].items()
+        if isinstance(value, Tensor) and not isinstance(value, SpanTensor)
+    }
+    sums = {name: _checksum(value) for name, value in replicated.items()}
+    of_first = gather_objects(sums if rank == 0 else None, group)[0]
+    differing = {name: value.cpu() for name, value in replicated.items() if sums[name] != of_first.get(name)}
+    entries[rank_key(rank)][0]["values"] = {name: value.clone() for name, value in differing.items()}
+
+
+def rank_key(rank: int) -> str:
+    """The key of what rank ``rank`` saves of its own."""
+    return f"rank.{rank}"
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
@@ -110,8 +135,12 @@ def live_storages(training: Training) -> set[int]:
     return found
 
 
+def _checksum(value: Tensor) -> int:
+    return zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
 def _plain(where: str, value: Any) -> Any:
-    """``value``, if it can be read back without running anything.
+    """A copy of ``value``, which can be read back without running anything.
 
     Raises:
         TypeError: it cannot.
@@ -120,7 +149,7 @@ def _plain(where: str, value: Any) -> Any:
     try:
         torch.save(value, file)
         file.seek(0)
-        load_object(file)
+        return load_object(file)
     except Exception as error:  # pickles raise whatever they like
         for key, part in value.items() if isinstance(value, Mapping) else ():
             _plain(f"{where}[{key!r}]", part)
@@ -128,4 +157,3 @@ def _plain(where: str, value: Any) -> Any:
             f"A checkpoint must consist of tensors, numbers, texts and containers of them, but `{where}` is "
             f"{type(value).__name__}, which could run code when it is read: {first_line(error)} Save plain data."
         ) from None
-    return value

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
-from fairshard.checkpoint.agreement import described, on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, rank_in
 from fairshard.checkpoint.contents import checkpoint_folder
-from fairshard.checkpoint.entries import Stateful, Training
+from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
 from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
 from fairshard.checkpoint.storage import storage_of
@@ -26,7 +26,6 @@ from fairshard.nn.data_parallel.optim_params import OptimParams
 from fairshard.nn.data_parallel.optim_state_loading import ShardedOptimState
 from fairshard.nn.data_parallel.state_dict_config import StateDictType
 from fairshard.nn.data_parallel.state_methods import StateMethods
-from fairshard.utils.collectives import host_group
 
 
 def load(
@@ -49,7 +48,7 @@ def load(
         CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is another model's.
         ValueError: on every rank, if the optimizer's state or groups do not fit.
     """
-    group = host_group()
+    group = idle_group()
     training = Training(model, optimizer, scheduler, scaler, extra)
     path: str = on_all_ranks(group, lambda: checkpoint_folder(folder))[0]
     loading = _Loading(path, training, group)
@@ -132,10 +131,10 @@ class _Loading:
 
     def _own_objects(self, known: Mapping[str, Any]) -> str | None:
         """The key of what one rank saved of its own: this one's, on another number of ranks the first one's."""
-        self._is_same_number = f"rank.{self._num_ranks - 1}" in known and f"rank.{self._num_ranks}" not in known
+        self._is_same_number = rank_key(self._num_ranks - 1) in known and rank_key(self._num_ranks) not in known
         if self._is_same_number:
-            return f"rank.{self._rank}"
-        return "rank.0" if "rank.0" in known else None
+            return rank_key(self._rank)
+        return rank_key(0) if rank_key(0) in known else None
 
     def _make_optimizer_state(self, params: OptimParams, optimizer: Optimizer) -> None:
         assert self._optimizer is not None
@@ -166,6 +165,9 @@ class _Loading:
             extra.update(saved["extra"] or {})
         if self._is_same_number:
             rng.restore(saved["rng"])
+            entries = model_entries(self._training.model)
+            for name, value in saved["values"].items():
+                entries[name].copy_(value)
         else:
             warnings.warn(
                 f"{self._folder} was saved by another number of ranks: random numbers do not go on where they were, "

@@ -69,6 +69,8 @@ class SpanTensor(torch.Tensor):
         """Do what needs no elements of other ranks."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if name in ("detach", "alias"):  # not through `func`: what is made down here has a version counter of its own
+            return args[0]._with(args[0].run)
         if name in _ON_VALUES:
             span = args[0]
             return span._with(func(span.run, *args[1:], **kwargs))
@@ -117,7 +119,7 @@ class SpanTensor(torch.Tensor):
 torch.serialization.add_safe_globals([SpanTensor])  # torch.load(weights_only=True) admits what this lists
 
 # Applied to the run, they give the run of the result.
-_ON_VALUES = {"detach", "clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}
+_ON_VALUES = {"clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}
 
 
 def map_spans(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
