@@ -270,19 +270,21 @@ def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype
 
 
 def _common_value(named: NamedParam, key: str, values: list[Any]) -> Any:
-    """A value that all parameters of a unit share: a step count, say."""
-    missing = [name for name, value in zip(named.first_names, values, strict=True) if value is None]
+    """A value that all parameters of a unit share: a step count, say. Those without elements may lack it."""
+    found = zip(named.first_names, named.shapes, values, strict=True)
+    of_param = {name: value for name, shape, value in found if shape.numel() or value is not None}
+    missing = [f"`{name}`" for name, value in of_param.items() if value is None]
     if missing:
         raise ValueError(
             f"State `{key}` must be there for all parameters of a unit, but is not for {', '.join(missing)}: one value "
             f"holds for all of {_these(named)}."
         )
-    first = values[0]
-    for name, value in zip(named.first_names, values, strict=True):
+    first_name, first = next(iter(of_param.items()))
+    for name, value in of_param.items():
         if type(value) is not type(first) or not _equal(value, first):
             raise ValueError(
-                f"State `{key}` must be equal for all parameters of a unit, but is {first} for "
-                f"`{named.first_names[0]}` and {value} for `{name}`. Wrap them apart, or set flatten_parameters=False."
+                f"State `{key}` must be equal for all parameters of a unit, but is {first} for `{first_name}` and "
+                f"{value} for `{name}`. Wrap them apart, or set flatten_parameters=False."
             )
     return first.detach().clone() if isinstance(first, Tensor) else copy.deepcopy(first)
 

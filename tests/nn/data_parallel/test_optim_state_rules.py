@@ -1,0 +1,279 @@
+"""What optimizer state must be to be saved or loaded; anything else is an error on all ranks that names it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType
+from fairshard.utils.span_tensor import SpanTensor
+from tests.models import mlp, tiny, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn
+from tests.trained import full_of, shard, stepped
+
+
+@on_ranks(1, 2)
+def test_parameters_of_a_unit_must_agree():
+    """Names, dtypes, shapes and scalars: each difference is a ValueError that names the parameters."""
+    model, optimizer = stepped()
+    full = full_of(model, optimizer)
+
+    def broken(name, **changes):
+        state = copy.deepcopy(full)
+        for key, value in changes.items():
+            if value is None:
+                del state["state"][name][key]
+            else:
+                state["state"][name][key] = value
+        return state
+
+    cases = [
+        (broken("0.bias", exp_avg=None), r"same state, but `0.weight`, `0.bias` have"),
+        (broken("0.bias", exp_avg=torch.zeros(5).double()), r"`exp_avg` of one unit must have one dtype.*`0.bias`"),
+        (broken("0.bias", exp_avg=3.0), r"`exp_avg` of one unit must have one dtype.*float"),
+        (broken("0.bias", exp_avg=torch.zeros(6)), r"that of `0.bias` has \(6,\) where the parameter has \(5,\)"),
+        (broken("0.weight", exp_avg=torch.zeros(4, 5)), r"that of `0.weight` has \(4, 5\)"),
+        (broken("0.bias", step=torch.tensor(9.0)), r"`step` .* equal .* is 1.0 for `0.weight` and 9.0 for `0.bias`"),
+        (broken("0.bias", step=torch.tensor(1)), r"`step` of one unit must be equal|`step` must be equal"),
+        (broken("0.bias", step=1.0), "`step` must be equal"),
+    ]
+    for state, text in cases:
+        with pytest.raises(ValueError, match=text):
+            shard(state, model, optimizer)
+        first = state if dist.get_rank() == 0 else None
+        with pytest.raises(ValueError, match=text):
+            FSDP.scatter_full_optim_state_dict(first, model, optim=optimizer)
+
+
+@on_ranks(1, 2)
+def test_a_parameter_without_state():
+    """It gets zeros where state is by element; where one value holds for the unit it is an error that names it."""
+    model, optimizer = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
+    full = full_of(model, optimizer)
+    del full["state"]["0.bias"]
+    optimizer.load_state_dict(shard(full, model, optimizer))
+    again = full_of(model, optimizer)["state"]
+    assert torch.equal(again["0.weight"]["momentum_buffer"], full["state"]["0.weight"]["momentum_buffer"])
+    assert again["0.bias"]["momentum_buffer"].tolist() == [0] * 5
+    model, optimizer = stepped()
+    for empty in (False, True):
+        full = full_of(model, optimizer)
+        if empty:
+            full["state"]["0.bias"] = {}  # reading `optimizer.state[param]` makes one
+        else:
+            del full["state"]["0.bias"]
+        with pytest.raises(ValueError, match=r"`step` must be there for all .* is not for `0.bias`"):
+            shard(full, model, optimizer)
+    for name in ("0.weight", "0.bias"):
+        full["state"][name] = {}
+    assert len(shard(full, model, optimizer)["state"]) == 1
+
+
+@on_ranks(1, 2)
+def test_the_form_of_a_state_dict():
+    """No "state" is a ValueError, no "param_groups" is allowed, numbers instead of names name the cure."""
+    model, optimizer = stepped()
+    full = full_of(model, optimizer)
+    for state in ({}, {"param_groups": []}, None, {"state": None}):
+        with pytest.raises(ValueError, match='must have the key "state"'):
+            shard(state, model, optimizer)
+        with pytest.raises(ValueError, match='must have the key "state"'):
+            FSDP.scatter_full_optim_state_dict(state, model, optim=optimizer)
+    without = shard({"state": full["state"]}, model, optimizer)
+    assert list(without) == ["state"]
+    gathered = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
+    assert list(gathered) == ["state"]
+    assert_same_state(gathered["state"]["0.weight"], full["state"]["0.weight"])
+    numbered = {"state": {0: {}}, "param_groups": full["param_groups"]}
+    with pytest.raises(ValueError, match="rekey_optim_state_dict"):
+        shard(numbered, model, optimizer)
+
+
+@on_ranks(2)
+def test_unknown_keys_are_copied_with_a_warning():
+    """State of no parameter, as some optimizers keep it, goes out and comes back; the warning names it."""
+    model, optimizer = stepped()
+    saved = optimizer.state_dict()
+    saved["state"]["history"] = {"losses": [1.0, 2.0]}
+    with pytest.warns(UserWarning, match="history"):
+        full = FSDP.optim_state_dict(model, optimizer, saved)
+    assert full["state"]["history"] == {"losses": [1.0, 2.0]}
+    assert full["state"]["history"] is not saved["state"]["history"]
+    with pytest.warns(UserWarning, match="history"):
+        made = shard(full, model, optimizer)
+    assert made["state"]["history"] == {"losses": [1.0, 2.0]}
+
+
+@on_ranks(2, 3)
+def test_a_rank_without_state_is_an_error_on_all():
+    """The rank and the parameters are named, on every rank, whichever rank lacks the state."""
+    for rank in range(dist.get_world_size()):
+        model, optimizer = stepped()
+        if dist.get_rank() == rank:
+            del optimizer.state[model.params[0] if model.params else model[2].params[0]]
+        for gather in (full_of, FSDP.full_optim_state_dict, FSDP.sharded_optim_state_dict, FSDP.optim_state_dict):
+            with pytest.raises(ValueError, match=r"`2.weight`, `2.bias` is .* on rank 0 and .* on rank \d"):
+                gather(model, optimizer)
+
+
+@on_ranks(2)
+def test_ranks_with_other_step_counts_are_an_error_on_all():
+    """One value that differs between ranks would be right on one of them only."""
+    model, optimizer = stepped()
+    optimizer.state[model[0].params[0]]["step"] += dist.get_rank()
+    with pytest.raises(ValueError, match=r"`step` of `0.weight`, `0.bias` is 1.0 .* on rank 0 and 2.0 .* on rank 1"):
+        full_of(model, optimizer)
+
+
+@on_ranks(2)
+def test_state_of_another_shape_is_refused_by_name():
+    """8-bit-like blocks, and lists of tensors, cannot be named by parameter: refused on all ranks, not gathered."""
+    for value, text in (
+        (torch.zeros(2, 8, dtype=torch.uint8), r"has shape \(2, 8\) where the shard has \(13,\)"),
+        ([torch.zeros(13)], "is a list of tensors"),
+        ({"a": torch.zeros(13)}, "is a dict of tensors"),
+    ):
+        model, optimizer = stepped()
+        if dist.get_rank() == 1:
+            optimizer.state[model[0].params[0]]["exp_avg"] = value
+        for gather in (full_of, FSDP.sharded_optim_state_dict):
+            with pytest.raises(ValueError, match=rf"`exp_avg` of `0.weight`, `0.bias` on rank 1 {text}"):
+                gather(model, optimizer)
+
+
+@on_ranks(2)
+def test_a_bad_state_on_one_rank_is_an_error_on_all():
+    """What one rank cannot load stops all of them; otherwise the others would wait for it in their next step."""
+    model, optimizer = stepped()
+    full = full_of(model, optimizer)
+    with pytest.raises(ValueError, match='"state"') as caught:
+        shard(full if dist.get_rank() == 0 else {}, model, optimizer)
+    assert ("Rank 1 failed, and so do all" in str(caught.value)) == (dist.get_rank() == 0)
+    optimizer.load_state_dict(shard(full, model, optimizer))
+
+
+@on_ranks(2)
+def test_what_the_other_ranks_pass_to_scatter_is_not_looked_at():
+    """Only rank 0's counts, and it must be whole."""
+    model, optimizer = stepped()
+    full = full_of(model, optimizer)
+    for other in (None, {}, {"nonsense": 1}, {"state": {"0.weight": {"exp_avg": torch.ones(5, 4)}}}):
+        state = full if dist.get_rank() == 0 else other
+        optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(state, model, optim=optimizer))
+        again = full_of(model, optimizer)
+        for name, entry in full["state"].items():
+            assert_same_state(again["state"][name], entry)
+    sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=r"must be whole, but `exp_avg` of `0.weight`, `0.bias` is sharded"):
+        FSDP.scatter_full_optim_state_dict(sharded, model, optim=optimizer)
+
+
+@on_ranks(2)
+def test_parameters_of_another_model_are_refused():
+    """An optimizer over another model, saved or loaded, would get state of nothing."""
+    model, optimizer = stepped()
+    _, other = stepped()
+    full = full_of(model, optimizer)
+    with pytest.raises(ValueError, match="must be those of `model`"):
+        full_of(model, other)
+    with pytest.raises(ValueError, match="must be those of `model`"):
+        shard(full, model, other)
+
+
+@on_ranks(2)
+def test_tied_names():
+    """State goes by the first name of a tied weight, and is found under any of them."""
+    model = wrap_tiny(tiny())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2.0)
+    optimizer.step()
+    full = full_of(model, optimizer)
+    assert "embed.weight" in full["state"]
+    assert "head.weight" not in full["state"]
+    full["state"]["head.weight"] = full["state"].pop("embed.weight")
+    assert_same_state(full_of(model, optimizer)["state"]["embed.weight"], full["state"]["head.weight"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = shard(full, model, optimizer)
+    assert len(made["state"]) == len(list(model.parameters()))
+    outer = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": FSDP(nn.Linear(2, 2))})
+    outer["b"].weight = outer["a"].weight
+    momenta = {name: {"momentum_buffer": torch.ones(2, 2)} for name in ("b.weight",)}
+    made = FSDP.shard_full_optim_state_dict({"state": momenta}, outer)
+    assert made["state"][0]["momentum_buffer"].tolist() == [[1, 1], [1, 1]]
+
+
+@on_ranks(2)
+def test_state_belongs_to_the_caller():
+    """Later steps do not change what was returned, in any form, and what is loaded is memory of its own."""
+    for form in StateDictType:
+        model, optimizer = stepped()
+        with FSDP.state_dict_type(model, form):
+            state = FSDP.optim_state_dict(model, optimizer)
+            before = copy.deepcopy(state)
+            made = FSDP.optim_state_dict_to_load(model, optimizer, state)
+        model(randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        if form is not StateDictType.LOCAL_STATE_DICT:
+            optimizer.load_state_dict(made)
+            model(randn(2, 4)).square().sum().backward()
+            optimizer.step()
+        for key, entry in before["state"].items():
+            for name, value in entry.items():
+                now = state["state"][key][name]
+                if isinstance(value, SpanTensor):
+                    now, value = now.run, value.run
+                assert torch.equal(now, value)
+
+
+@on_ranks(2)
+def test_a_local_form_of_another_cut_is_refused():
+    """State of shards loads only where they are the same; the first difference is named."""
+    model, optimizer = stepped()
+    other, fresh = stepped(wrap=lambda model: FSDP(model))
+    for part in (model, other):
+        FSDP.set_state_dict_type(part, StateDictType.LOCAL_STATE_DICT)
+    state = FSDP.optim_state_dict(model, optimizer)
+    with pytest.raises(RuntimeError, match="is absent where this one's is"):
+        FSDP.optim_state_dict_to_load(other, fresh, state)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+
+
+@on_ranks(2)
+def test_groups_that_were_not_saved_are_refused():
+    """A param group of which nothing is in the saved groups has no settings to take."""
+    model, optimizer = stepped()
+    full = full_of(model, optimizer)
+    params = list(model.parameters())
+    extra = nn.Linear(2, 2)
+    model.module.extra = extra
+    grouped = torch.optim.AdamW([{"params": params}, {"params": extra.parameters()}])
+    with pytest.raises(ValueError, match="of group 1 none of its parameters is in the saved groups"):
+        shard(full, model, grouped)
+
+
+@on_ranks(2)
+def test_experts_on_groups_of_their_own():
+    """Each rank saves and loads its own expert's state; from rank 0 alone it cannot come."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = FSDP(nn.Sequential(mlp(4, 5), FSDP(mlp(5, 3, seed=dist.get_rank()), process_group=alone)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1.0 + dist.get_rank())
+    optimizer.step()
+    full = full_of(model, optimizer)
+    assert full["state"]["1.0.weight"]["momentum_buffer"].unique().item() == 1 + dist.get_rank()
+    optimizer.load_state_dict(shard(full, model, optimizer))
+    again = full_of(model, optimizer)
+    for name, entry in full["state"].items():
+        assert_same_state(again["state"][name], entry)
+    with pytest.raises(NotImplementedError, match="several"):
+        FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(rank0_only=True)):
+        with pytest.raises(NotImplementedError, match="several"):
+            FSDP.optim_state_dict_to_load(model, optimizer, full)
