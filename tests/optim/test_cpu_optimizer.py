@@ -37,6 +37,17 @@ def assert_same_params(one, other):
         assert torch.equal(one.state_dict()[name].cpu(), value.cpu()), name
 
 
+def train_both(*pairs):
+    """Three steps of a model and of its twin, each with its optimizer; they must end alike."""
+    for step in range(3):
+        for model, optimizer in pairs:
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    (model, _), (twin, _) = pairs
+    assert_same_params(model, twin)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("placement", [{}, {"cpu_offload": True}, {"move_grads_to_cpu": True}, HELD])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam"])
@@ -47,12 +58,7 @@ def test_any_elementwise_optimizer_gives_its_own_numbers(placement, name):
     model, twin = model_and_twin(**placement)
     optimizer = CPUOptimizer(model, optimizer_class, lr=0.01)
     plain = optimizer_class(twin.parameters(), lr=0.01, **fused)
-    for step in range(3):
-        for one, of_one in ((model, optimizer), (twin, plain)):
-            backward(one, step)
-            of_one.step()
-            of_one.zero_grad()
-    assert_same_params(model, twin)
+    train_both((model, optimizer), (twin, plain))
     assert all(group.get("fused", False) == bool(fused) for group in optimizer.param_groups)
 
 
@@ -96,12 +102,7 @@ def test_parameters_outside_of_all_units_are_stepped_too():
     model, twin = build(cpu_offload=True), build()
     ours = CPUOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, fused=True)
-    for step in range(3):
-        for one, optimizer in ((model, ours), (twin, plain)):
-            backward(one, step)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_params(model, twin)
+    train_both((model, ours), (twin, plain))
 
 
 @on_ranks(2)

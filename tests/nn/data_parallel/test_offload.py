@@ -253,15 +253,16 @@ def test_evaluation_before_training_changes_nothing(placement):
     assert_same_state(model.state_dict(), reference.state_dict())
 
 
+def fail(*_):
+    """A hook that interrupts what runs."""
+    raise ValueError("on purpose")
+
+
 @on_ranks(2)
 @PLACEMENTS
 def test_the_step_after_an_exception_is_clean(placement):
     """A forward and a backward that raise leave nothing behind: gradients after `zero_grad` are a fresh model's."""
     model, reference = build(placement), build()
-
-    def fail(*_):
-        raise ValueError("on purpose")
-
     for register in ("register_forward_hook", "register_full_backward_pre_hook"):
         hook = getattr(model[0].module, register)(fail)
         with pytest.raises(ValueError, match="on purpose"):
@@ -277,10 +278,6 @@ def test_the_step_after_an_exception_is_clean(placement):
 def test_gradients_of_an_interrupted_backward_do_not_come_back(placement):
     """What was under way when the backward raised is not added after `zero_grad`."""
     model, reference = build(placement), build()
-
-    def fail(*_):
-        raise ValueError("on purpose")
-
     hook = model[0].module.register_full_backward_pre_hook(fail)
     with pytest.raises(ValueError, match="on purpose"):
         (1000 * model(randn(3, 4)).square().sum()).backward()
@@ -291,6 +288,21 @@ def test_gradients_of_an_interrupted_backward_do_not_come_back(placement):
     for one, other in ((model[0], reference[0]), (model[2], reference[2])):
         (grad,), (expected,) = one._unit.shard_grad.values(), other._unit.shard_grad.values()
         assert torch.equal(grad, expected)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("placement", ["offload", "master"])
+def test_copies_of_an_interrupted_backward_are_dropped(placement):
+    """Gradients that were on their way to host memory when the backward raised are not added to those of the last."""
+    model = build(placement)
+    backward(model, 0)
+    before = [param.grad.clone() for param in model.parameters()]
+    hook = model[0].module.register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        backward(model, 1)
+    hook.remove()
+    model.state_dict()  # cleans up
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
 
 
 @on_ranks(2)
