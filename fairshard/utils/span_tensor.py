@@ -7,7 +7,7 @@ whoever wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from fairshard.errors import ParameterShardedError
 from fairshard.utils.box import Box, boxes_of
 from fairshard.utils.span import Span
 
@@ -24,7 +25,7 @@ class SpanTensor(torch.Tensor):
     """The elements ``[start, start + len(run))`` of a flattened tensor of ``shape``.
 
     ``run`` ``[n]`` is contiguous and may be a view: what is copied into the span tensor arrives there. Whatever
-    needs elements that are not here raises TypeError.
+    needs elements that are not here raises `ParameterShardedError`.
 
     >>> import torch
     >>> half = SpanTensor(torch.zeros(3), 3, (2, 3))  # the second row of two
@@ -79,7 +80,7 @@ class SpanTensor(torch.Tensor):
             return span._with(func(span.run, span.run.shape, **kwargs))
         if name == "copy_":
             return _copy(args[0], args[1])
-        raise TypeError(
+        raise ParameterShardedError(  # TypeError would become "unsupported operand" in arithmetic
             f"A sharded value can be copied, saved and loaded, but not computed with (`{name}`): other ranks hold "
             "the rest of it. Use a full state dict or `summon_full_params` for whole values."
         )
@@ -120,13 +121,6 @@ torch.serialization.add_safe_globals([SpanTensor])  # torch.load(weights_only=Tr
 
 # Applied to the run, they give the run of the result.
 _ON_VALUES = {"clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}
-
-
-def map_spans(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``fn`` of a tensor, or a span tensor with ``fn`` of its run; anything else as it is."""
-    if isinstance(value, SpanTensor):
-        return value._with(fn(value.run))
-    return fn(value) if isinstance(value, Tensor) else value
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
