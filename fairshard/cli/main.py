@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import fairshard
 from fairshard.cli.checkpoint_commands import add_checkpoint_commands
-from fairshard.cli.options import OneLineParser, OptionError, add_train_arguments, parsed_options
+from fairshard.cli.options import OneLineParser, OptionError, add_train_arguments
+from fairshard.cli.resume import chosen_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    options = parsed_options(arguments)
+    options = chosen_options(arguments)
     from fairshard.cli.launch import launch
 
     return launch(options)

@@ -195,17 +195,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parsed_options(arguments: argparse.Namespace) -> TrainOptions:
-    """The options in a parsed command line; those of the run that it asks to resume.
-
-    Raises:
-        OptionError: one is wrong, or there is no such run.
-    """
-    options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
-    if not options.resume and options.resume_from is None:
-        return options
-    from fairshard.cli.resume import resumed_options  # which builds options itself
-
-    return resumed_options(options)
+    """The options in a parsed command line."""
+    return TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
 
 def _add(

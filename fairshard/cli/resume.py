@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
@@ -9,11 +10,21 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fairshard.cli.options import OptionError, TrainOptions
+from fairshard.cli.options import OptionError, TrainOptions, parsed_options
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 # May differ from the run that is resumed; all else would make it another run.
 _FREE = ("nproc", "device", "threads", "out", "save_every", "keep_last", "resume", "resume_from")
+
+
+def chosen_options(arguments: argparse.Namespace) -> TrainOptions:
+    """The options in a parsed command line, or those of the run that it asks to resume.
+
+    Raises:
+        OptionError: one is wrong, or there is no such run.
+    """
+    options = parsed_options(arguments)
+    return resumed_options(options) if options.resume or options.resume_from is not None else options
 
 
 def resumed_options(given: TrainOptions) -> TrainOptions:

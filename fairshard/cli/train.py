@@ -34,11 +34,10 @@ from fairshard.cli.options import (
     TrainOptions,
     add_train_arguments,
     check_options,
-    parsed_options,
 )
 from fairshard.cli.progress import say, size_text, unit_lines
 from fairshard.cli.ranks import Ranks, default_threads
-from fairshard.cli.resume import CHECKPOINTS
+from fairshard.cli.resume import CHECKPOINTS, chosen_options
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = OneLineParser("fairshard train", description="Train a GPT on bytes.", allow_abbrev=False)
         add_train_arguments(parser)
-        options = parsed_options(parser.parse_args(argv))
+        options = chosen_options(parser.parse_args(argv))
         if ranks is None:
             from fairshard.cli.launch import launch
 
