@@ -141,10 +141,15 @@ def test_reset_forgets_an_interrupted_pass():
 
 @pytest.mark.cpu_only
 @on_ranks(2)
-def test_memory_is_bounded():
-    """However late the other rank is, at most two buckets are under way, and none has memory after the pass."""
-    own = sources(*[64] * 8)
-    bucketer = ReduceScatterBucketer(0)
+@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+def test_memory_is_bounded(bucket_cap_mb):
+    """However late the other rank is, at most two buckets are under way, and none has memory after the pass.
+
+    Under a large cap it is the dtypes, taking turns, that make every source a bucket of its own.
+    """
+    dtypes = [torch.float32, torch.bfloat16] if bucket_cap_mb else [torch.float32]
+    own = [Source(str(index), 64, dtypes[index % len(dtypes)]) for index in range(8)]
+    bucketer = ReduceScatterBucketer(bucket_cap_mb)
     bucketer.plan(own)
     buckets = []
 

@@ -305,6 +305,18 @@ def test_copies_of_an_interrupted_backward_are_dropped(placement):
     assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
 
 
+@on_ranks(1)
+def test_zeroing_drops_a_gradient_that_is_on_its_way():
+    """A copy to host memory that has not been waited for does not come back after `zero`."""
+    model = build("offload")
+    backward(model, 0)
+    (flat_param,) = model[0]._unit.flat_params
+    flat_param.grad.add(torch.ones_like(flat_param.shard))
+    flat_param.grad.zero(set_to_none=True)
+    flat_param.grad.land()
+    assert flat_param.shard.grad is None
+
+
 @on_ranks(2)
 @PLACEMENTS
 def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
