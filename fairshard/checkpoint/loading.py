@@ -102,7 +102,6 @@ class _Loading:
                     storage_reader=self._reader,
                     planner=SafePlanner(),
                     process_group=self._group,
-                    no_dist=self._group is None,
                 )
         except CheckpointException as error:
             raise CheckpointError(described(error)) from error

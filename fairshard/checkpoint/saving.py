@@ -156,7 +156,6 @@ def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[di
                 storage_writer=writer,
                 planner=SnapshotPlanner(draft.snapshot),
                 process_group=group,
-                no_dist=group is None,
             )
     except CheckpointException as error:
         raise CheckpointError(described(error)) from error
