@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fairshard.checkpoint.manifest import FileEntry
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.checkpoint.storage import is_remote
+
+_MIN_WRITE_BACK_NBYTES = 1 << 24
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -26,13 +31,35 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder if not is_remote(folder) else ".", sync_files=not is_remote(folder), overwrite=False)
-        self.per_thread_copy_ahead = 0
         self.files: dict[str, FileEntry] = {}
         if is_remote(folder):
             self.fs = _checked(FsspecFileSystem)(self.files)
             self.path = self.fs.init_path(folder)
         else:
             self.fs = _checked(FileSystem)(self.files)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, and wait until it is on the disk.
+
+        torch's own takes half as long again: it checks each tensor too, and lets the disk idle till the end.
+        """
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for item in plan.items:
+                start = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    _save_tensor(data, stream)
+                else:
+                    stream.write(data.getbuffer())
+                nbytes = stream.tell() - start
+                results.append(WriteResult(item.index, nbytes, _StorageInfo(name, start, nbytes)))
+            if self.sync_files:
+                os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 class SnapshotPlanner(DefaultSavePlanner):
@@ -47,7 +74,19 @@ class SnapshotPlanner(DefaultSavePlanner):
         found: Tensor | io.BytesIO = super().resolve_data(write_item)
         if write_item.type == WriteItemType.BYTE_IO or not isinstance(found, Tensor):
             return found
-        return _exact(self._snapshot.read(found.detach()))
+        return _exact(self._snapshot.read(found.detach()).cpu())
+
+
+def _save_tensor(tensor: Tensor, stream: Any) -> None:
+    """``torch.save`` without checksums inside, for the whole file has one: as after ``set_crc32_options(False)``.
+
+    That option is one for all threads: training may save something else meanwhile.
+    """
+    archive = torch._C.PyTorchFileWriter(stream, False)
+    try:
+        torch.serialization._save(tensor, archive, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    finally:
+        archive.write_end_of_file()
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -74,13 +113,13 @@ def _checked(base: type[Any]) -> Any:
                 if "w" not in mode:
                     yield stream
                     return
-                checked = _ChecksumStream(stream)
+                checked = _ChecksumStream(stream, base is FileSystem)
                 try:
                     yield checked
-                except Exception:
-                    if checked.failure is None:
+                except Exception as error:
+                    failure = checked.failure or error  # torch only says that a write failed
+                    if not isinstance(failure, OSError):
                         raise
-                    failure = checked.failure  # torch only says that a write failed
                     raise OSError(failure.errno, failure.strerror, os.fspath(path)) from failure
             self._files[_name(path)] = FileEntry(checked.nbytes, checked.crc32)
 
@@ -95,23 +134,36 @@ def _checked(base: type[Any]) -> Any:
 class _ChecksumStream(io.IOBase):
     """A file being written from its beginning on."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
+    def __init__(self, raw: IO[bytes], is_local: bool) -> None:
         self._raw = raw
         self.nbytes = 0
         self.crc32 = 0
         self.failure: OSError | None = None
+        self._starts_early = is_local and hasattr(os, "posix_fadvise")
+        self._nbytes_started = 0
 
     def write(self, block: Any) -> int:
         """Write all of ``block``."""
         view = memoryview(block).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
-        self.nbytes += len(view)
         try:
             self._raw.write(view)
         except OSError as error:
             self.failure = error
             raise
+        self.nbytes += len(view)
+        if self._starts_early and self.nbytes - self._nbytes_started >= _MIN_WRITE_BACK_NBYTES:
+            self._start_write_back()
         return len(view)
+
+    def _start_write_back(self) -> None:
+        """Let the disk begin with what is there, for the kernel would wait for fsync, and fsync for everything.
+
+        The advice drops pages from the cache that are on the disk already, and starts to write those that are not.
+        """
+        self._raw.flush()
+        start, self._nbytes_started = self._nbytes_started, self.nbytes
+        os.posix_fadvise(self._raw.fileno(), start, self.nbytes - start, os.POSIX_FADV_DONTNEED)
 
     def tell(self) -> int:
         """Bytes written."""
@@ -134,9 +186,6 @@ class _ChecksumStream(io.IOBase):
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
-
-
-_WRITE_BACK_NBYTES = 1 << 24
 
 
 def _name(path: str | os.PathLike[str]) -> str:
