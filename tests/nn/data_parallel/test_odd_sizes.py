@@ -1,5 +1,7 @@
 """Any number of elements on any number of ranks: fewer elements than ranks, none at all, 0-d."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils import reduce_scatter_bucketer
+from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -72,3 +77,24 @@ def test_empty_parameters_keep_their_shape_in_the_state_dict():
         "params.2": (),
     }
     model.load_state_dict(state)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+def test_padding_has_no_gradient(flatten, bucket_cap_mb):
+    """Whatever lay in a bucket's memory, the elements of a shard that no parameter fills have a gradient of zero."""
+    wrapped = wrap_each(mlp(4, 3, 1), flatten_parameters=flatten, bucket_cap_mb=bucket_cap_mb)
+
+    def poisoned(data):
+        alloc_storage_(data)
+        data.fill_(float("nan"))
+
+    with mock.patch.object(reduce_scatter_bucketer, "alloc_storage_", poisoned):
+        for _ in range(2):
+            wrapped(randn(2, 4)).sum().backward()
+    for _, unit in units_below(wrapped):
+        for flat_param in unit.flat_params:
+            padding = flat_param.shard.grad[flat_param.layout.filled(flat_param.rank) :]
+            assert torch.equal(padding, torch.zeros_like(padding))
+            assert flat_param.shard.grad.isfinite().all()
