@@ -36,6 +36,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self._live: dict[int, tuple[Tensor, int]] = {}
         self._copies: dict[int, Tensor] = {}
+        self._places: dict[int, int] = {}  # of storages, among all of them: the same in every save of a model
         self._unread: dict[int, int] = {}  # bytes, of storages that are read where they are
         self._may_be_live = live
         self.nbytes_copied = 0
@@ -71,7 +72,7 @@ class Snapshot:
         with self._lock:
             for key in list(self._live):
                 self._check(key)
-                self._copies[key] = _all_of(self._live.pop(key)[0]).clone()
+                self._copy(key, self._live.pop(key)[0])
 
     def _check(self, key: int) -> None:
         base, version = self._live[key]
@@ -106,21 +107,26 @@ class Snapshot:
         key = storage.data_ptr()
         if not run.numel():
             return run
+        self._places.setdefault(key, len(self._places))
         if key in self._may_be_live:
             self._live.setdefault(key, (run, run._version))
             self._unread[key] = self._unread.get(key, 0) + run.nbytes
             return run
         if key not in self._copies:
-            whole = _all_of(run)
-            slot = len(self._copies), whole.numel(), whole.dtype
-            if slot not in self._buffers:
-                self._buffers[slot] = host_empty_like(whole, whole.device)
-            self._copies[key] = self._buffers[slot].copy_(whole, non_blocking=True)
-            self.nbytes_copied += whole.nbytes
-            if whole.device.type != "cpu":
-                self._device = whole.device
+            self._copy(key, run)
+            if run.device.type != "cpu":
+                self._device = run.device
         start = run.storage_offset()
         return self._copies[key][start : start + run.numel()]
+
+    def _copy(self, key: int, part: Tensor) -> None:
+        """Copy the whole storage that ``part`` lies in to memory that is there from the save before."""
+        whole = _all_of(part)
+        slot = self._places[key], whole.numel(), whole.dtype
+        if slot not in self._buffers:
+            self._buffers[slot] = host_empty_like(whole, whole.device)
+        self._copies[key] = self._buffers[slot].copy_(whole, non_blocking=True)
+        self.nbytes_copied += whole.nbytes
 
 
 def _all_of(part: Tensor) -> Tensor:

@@ -1,0 +1,28 @@
+"""Snapshots by themselves."""
+
+import torch
+
+from fairshard.checkpoint.snapshot import Snapshot
+from fairshard.utils.span_tensor import SpanTensor
+
+
+def test_what_a_step_overwrites_is_copied_to_the_memory_of_the_save_before():
+    """Shards that are read where they are keep their values through a step, and saves share the copies' memory."""
+    shards = [torch.arange(6.0), torch.arange(4.0)]
+    buffers = {}
+    addresses = []
+    for written_in_time in (0, 1, 0):
+        spans = [SpanTensor(shard, 0, shard.shape) for shard in shards]
+        live = {shard.untyped_storage().data_ptr() for shard in shards}
+        expected = [shard.clone() for shard in shards]
+        snapshot = Snapshot(dict(enumerate(spans)), buffers, live)
+        early = [snapshot.read(shard) for shard in shards[:written_in_time]]
+        snapshot.copy_rest()
+        for shard in shards:
+            shard.add_(1)
+        late = [snapshot.read(shard) for shard in shards[written_in_time:]]
+        assert all(torch.equal(one, other) for one, other in zip([*early, *late], expected, strict=True))
+        addresses.append([part.data_ptr() for part in late])
+        snapshot.close()
+    assert addresses[0] == addresses[2]
+    assert addresses[1] == addresses[0][1:]
