@@ -50,7 +50,9 @@ def slowest(rows: Rows, name: str, part: str | None = None) -> list[float]:
 
 def speed_table(rows: Rows) -> str:
     """GB/s of everything that moves all bytes, and over both readings of dd in the same repeat."""
-    table = [["", "s", "GB/s", *(f"over {name}" for name in DISK), f"over {PEER}", "peak extra MiB a rank"]]
+    table = [
+        ["", "s", "CPU s a rank", "GB/s", *(f"over {name}" for name in DISK), f"over {PEER}", "peak extra MiB a rank"]
+    ]
     for name, samples in rows.items():
         if "async" in name:
             continue
@@ -58,7 +60,9 @@ def speed_table(rows: Rows) -> str:
         nbytes = sum(rank["nbytes"] for rank in samples[0])
         speed = report.Spread.of(nbytes / own / 1e9 for own in seconds)
         ratios = ["" if name.endswith("load") else speed_over(rows, name, other).show(2) for other in (*DISK, PEER)]
-        table.append([name, report.Spread.of(seconds).show(2), speed.show(2), *ratios, _peak(samples)])
+        cpu = report.Spread.of(max(rank["cpu_seconds"] for rank in ranks) for ranks in samples)
+        cells = [report.Spread.of(seconds).show(2), cpu.show(2), speed.show(2)]
+        table.append([name, *cells, *ratios, _peak(samples)])
     return report.table(table)
 
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,8 @@ class Sample:
     name: str
     repeat: int
     seconds: float
+    cpu_seconds: float
+    """Of all threads and children, the disk's own left out."""
     nbytes: int
     peak_extra_bytes: int
     parts: dict[str, float] = field(default_factory=dict)
@@ -177,10 +180,16 @@ class Comparison:
         self._settle()
 
     def full_state_dict(self) -> dict[str, int]:
-        """The most memory that the full state dict takes on rank 0, with what it may take: result and one unit."""
+        """The most memory that the full state dict takes on rank 0, with what it may take: result and one unit.
+
+        Of a second call: the first also loads code.
+        """
         config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-        with _peak() as peak, FSDP.state_dict_type(self.ours.model, StateDictType.FULL_STATE_DICT, config):
-            result = self.ours.model.state_dict()
+        with FSDP.state_dict_type(self.ours.model, StateDictType.FULL_STATE_DICT, config):
+            self.ours.model.state_dict()
+            gc.collect()
+            with _peak() as peak:
+                result = self.ours.model.state_dict()
         plain = build_gpt(MODELS[self.job.model])
         block, whole = (sum(param.nbytes for param in module.parameters()) for module in (plain.blocks[0], plain))
         root = whole - len(plain.blocks) * block
@@ -202,8 +211,10 @@ class Comparison:
         self._settle()
         parts: dict[str, float] = {}
         with _peak() as peak:
+            cpu = _cpu_seconds()
             seconds = _seconds(lambda: parts.update(self.acts[name](work) or {}))
-        self.samples.append(Sample(name, repeat, seconds, self.nbytes, peak[0], parts))
+            cpu = _cpu_seconds() - cpu
+        self.samples.append(Sample(name, repeat, seconds, cpu, self.nbytes, peak[0], parts))
         dist.barrier()
         if self.job.rank == 0:
             shutil.rmtree(work, ignore_errors=True)
@@ -317,6 +328,11 @@ def _drop_from_cache(folder: str) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _seconds(act: Callable[[], Any]) -> float:
