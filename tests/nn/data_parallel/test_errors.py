@@ -215,6 +215,8 @@ def test_the_exception_tree():
         "HeldGradientError": (),
         "ShardOptimizerError": (TypeError,),
         "HostMemoryError": (MemoryError,),
+        "StateDictTypesDifferError": (AssertionError,),
+        "CheckpointError": (ValueError,),
         "RanksDisagreeError": (),
     }
     ours = [kind for kind in FairshardError.__subclasses__() if kind.__module__ == errors.__name__]

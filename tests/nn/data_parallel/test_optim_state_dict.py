@@ -151,8 +151,7 @@ def test_it_is_the_plain_optimizers_own_and_back(cell):
     for name, entry in named["state"].items():
         assert_same_state(again["state"][name], entry)
     train(model, of_model, range(2, 4))
-    for name, value in fresh.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+    assert_same_state(model.state_dict(), fresh.state_dict(), rtol=1e-5, atol=1e-7)
 
 
 def _moments(optimizer):

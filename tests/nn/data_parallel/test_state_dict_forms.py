@@ -98,11 +98,11 @@ def test_every_combination_of_settings_keeps_the_weights(cell):
     check(cell)
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("form", list(FORMS))
-def test_odd_parameters_and_buffers(flatten, form):
+@over_cells(covering_array({"world_size": [1, 2, 3], "flatten": [True, False], "form": list(FORMS)}))
+@on_ranks()
+def test_odd_parameters_and_buffers(cell):
     """One element, none, no dimension, tied, frozen; buffers persistent or not: as in the plain model's dict."""
+    form, flatten = cell["form"], cell["flatten"]
     plain = odd().state_dict()
     source, target = (wrap_odd(odd(seed), flatten_parameters=flatten) for seed in (1, 2))
     names = [name for name, _ in source.named_parameters()]
