@@ -246,7 +246,13 @@ class Checkpointer:
     def _point(self, folder: str) -> None:
         """Name the newest checkpoint, which is durable now, and drop the oldest."""
         name = folder.rpartition("/")[2]
-        self._storage.replace_text(f"{self.root}/{LATEST}", f"{name}\n")
+        pointer = f"{self.root}/{LATEST}"
+        try:
+            self._storage.replace_text(pointer, f"{name}\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} is saved, but {pointer} does not name it: {error.strerror}. Runs resume from the one before."
+            ) from error
         self._settle_replaced()
         names = self._whole_names()
         for old in names[: names.index(name) + 1][: -self.keep_last]:  # later ones are of a run that was left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 import warnings
@@ -127,7 +128,8 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
         on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
     except BaseException as error:
         if rank == 0:
-            storage.remove(work)
+            with contextlib.suppress(OSError):  # what went wrong matters, not what then cannot be removed
+                storage.remove(work)
         if isinstance(error, Exception):
             raise not_saved(folder, error, group) from error
         raise
@@ -147,7 +149,7 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Chec
 
 def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
     """The files of every rank, with their checksums."""
-    writer = CheckpointWriter(work)
+    writer = CheckpointWriter(work, 1 if group is None else group.size())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process, where there is

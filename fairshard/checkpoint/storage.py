@@ -139,7 +139,8 @@ class LocalStorage(Storage):
             os.replace(beside, path)
             _sync(folder or ".")
         except OSError as error:
-            self.remove(beside)
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
             raise OSError(error.errno, error.strerror, path) from error
 
     def remove(self, path: str) -> None:

@@ -27,16 +27,28 @@ _MIN_WRITE_BACK_NBYTES = 1 << 24
 
 
 class CheckpointWriter(FileSystemWriter):
-    """torch's writer; `files` has what was written on this rank."""
+    """torch's writer for ``num_ranks`` ranks; `files` has what was written on this one."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, num_ranks: int) -> None:
         super().__init__(folder if not is_remote(folder) else ".", sync_files=not is_remote(folder), overwrite=False)
         self.files: dict[str, FileEntry] = {}
+        self._num_ranks = num_ranks
         if is_remote(folder):
             self.fs = _checked(FsspecFileSystem)(self.files)
             self.path = self.fs.init_path(folder)
         else:
             self.fs = _checked(FileSystem)(self.files)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank its file.
+
+        Raises:
+            RuntimeError: torch took this rank for a process alone, which it does where the default group was destroyed:
+                then every rank would write the first one's files.
+        """
+        if len(plans) != self._num_ranks:
+            raise RuntimeError(f"{self._num_ranks} ranks must save together, but {len(plans)} do.")
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, and wait until it is on the disk.
@@ -109,18 +121,20 @@ def _checked(base: type[Any]) -> Any:
 
         @contextlib.contextmanager
         def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-            with super().create_stream(path, mode) as stream:
-                if "w" not in mode:
+            if "w" not in mode:
+                with super().create_stream(path, mode) as stream:
                     yield stream
-                    return
-                checked = _ChecksumStream(stream, base is FileSystem)
-                try:
+                return
+            checked = None
+            try:
+                with super().create_stream(path, mode) as stream:
+                    checked = _ChecksumStream(stream, base is FileSystem)
                     yield checked
-                except Exception as error:
-                    failure = checked.failure or error  # torch only says that a write failed
-                    if not isinstance(failure, OSError):
-                        raise
-                    raise OSError(failure.errno, failure.strerror, os.fspath(path)) from failure
+            except Exception as error:
+                failure = (checked and checked.failure) or error  # torch only says that a write failed
+                if not isinstance(failure, OSError):
+                    raise
+                raise OSError(failure.errno, failure.strerror, os.fspath(path)) from failure
             self._files[_name(path)] = FileEntry(checked.nbytes, checked.crc32)
 
         def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

@@ -1,0 +1,585 @@
+"""Broken files, broken disks, and ranks that disagree: one clear error on every rank, and nothing lost."""
+
+import contextlib
+import io
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.checkpoint import Checkpointer, load, save
+from fairshard.checkpoint.manifest import read_manifest
+from fairshard.checkpoint.storage import LocalStorage
+from fairshard.checkpoint.writer import CheckpointWriter
+from fairshard.errors import CheckpointError
+from fairshard.utils.testing import delayed, run_ranks
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+
+FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "fairshard.json")
+
+
+# ---- what the ranks do
+
+
+def train(model, optimizer, *steps):
+    """Steps on batches that are the same on every rank."""
+    for step in steps:
+        *inputs, targets = tiny_batch(step)
+        tiny_loss(model(*inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(seed=1, **kwargs):
+    """A model after a step, and its optimizer."""
+    model = wrap_tiny(tiny(seed=seed), **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, seed)
+    return model, optimizer
+
+
+def memory_of(model, optimizer):
+    """Bits of all that a load may change on this rank."""
+    tensors = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in tensors], [dict(g, params=None) for g in optimizer.param_groups]
+
+
+def is_same(memory, other):
+    """Whether both are the same, bit for bit."""
+    pairs = zip(memory[0], other[0], strict=True)
+    return memory[1] == other[1] and all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def attempt(fn):
+    """What ``fn()`` raised on this rank: its type and its text."""
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def save_steps(root, steps=(3, 6), seed=1, **kwargs):
+    """A run that saves after each of ``steps``; each rank's whole state dict of the last."""
+    model, optimizer = trained(seed)
+    kept = Checkpointer(root, **kwargs)
+    for step in steps:
+        train(model, optimizer, step)
+        kept.save(step, model, optimizer)
+    kept.wait()
+    return model.state_dict()
+
+
+def load_latest(root):
+    """Resume; the step and the whole state dict."""
+    model, optimizer = trained(seed=7)
+    step = Checkpointer(root).load_latest(model, optimizer)
+    return step, model.state_dict()
+
+
+def try_to_load(target, how):
+    """What loading ``target`` raises, and whether all memory is as it was."""
+    model, optimizer = trained(seed=7)
+    before = memory_of(model, optimizer)
+    if how == "load":
+        raised = attempt(lambda: load(target, model, optimizer))
+    else:
+        raised = attempt(lambda: Checkpointer(target).load_latest(model, optimizer))
+    return raised, is_same(before, memory_of(model, optimizer))
+
+
+def failing(name, error):
+    """Let ``name`` raise ``error``."""
+    return mock.patch(name, side_effect=error)
+
+
+# ---- helpers
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A root with steps 3 and 6; and the last model."""
+    root = tmp_path_factory.mktemp("run") / "root"
+    return root, run_ranks(2, save_steps, str(root))[0]
+
+
+@pytest.fixture
+def root(written, tmp_path):
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(written[0], tmp_path / "root"))
+
+
+def assert_agreed(raised, *words):
+    """Every rank raised the same `CheckpointError`, which has ``words`` in it."""
+    for kind, text in raised:
+        assert kind == "CheckpointError"
+        assert text == raised[0][1]
+        for word in words:
+            assert word in text
+
+
+def assert_resumes_from(root, step, state=None):
+    """The checkpoint of ``step`` is the newest, and whole; nothing unfinished lies about."""
+    assert not [name for name in os.listdir(root) if name.startswith(".")], os.listdir(root)
+    found, loaded = run_ranks(2, load_latest, str(root))[0]
+    assert found == step
+    for name, value in (state or {}).items():
+        assert torch.equal(loaded[name], value), name
+
+
+def fail_to_load(target, how):
+    """What each rank raises, and whether its memory is as it was."""
+    return zip(*run_ranks(2, try_to_load, str(target), how), strict=True)
+
+
+def truncate(path):
+    """Cut the second half off."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+    """Change one bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path):
+    """Keep nothing but the name."""
+    path.write_bytes(b"")
+
+
+DAMAGES = {"truncated": truncate, "flipped": flip, "empty": empty, "missing": os.unlink}
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_on_every_rank(root, name, damage):
+    """Every rank raises the same error, which names the file; nothing is loaded; the checkpoint before is fine."""
+    path = root / "step-00000006" / name
+    DAMAGES[damage](path)
+    if (name, damage) != ("fairshard.json", "missing"):  # without a manifest it is a checkpoint of plain torch
+        raised, same = fail_to_load(path.parent, "load")
+        assert_agreed(raised, str(path), *["missing"] * (damage == "missing"))
+        assert all(same)
+    raised, same = fail_to_load(root, "load_latest")
+    assert_agreed(raised, str(path), "step-00000003")  # what else there is
+    assert all(same)
+    (root / "latest").write_text("step-00000003\n")
+    assert_resumes_from(root, 3)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "not a text"])
+def test_a_damaged_pointer_is_named_on_every_rank(root, damage):
+    """What `latest` says is not guessed: the error tells what may be written into it."""
+    path = root / "latest"
+    {**DAMAGES, "not a text": lambda path: path.write_bytes(b"\xff\xfe")}[damage](path)
+    for how in ("load", "load_latest"):
+        raised, same = fail_to_load(root, how)
+        assert_agreed(raised, str(path))
+        assert all(same)
+    path.write_text("step-00000003\n")
+    assert_resumes_from(root, 3)
+
+
+def test_without_a_pointer_the_newest_whole_checkpoint_is_taken(root, written):
+    """So a run goes on that was killed before its first `latest`."""
+    (root / "latest").unlink()
+    assert_resumes_from(root, 6, written[1])
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(root):
+    """No bit of it can change the step, a file's checksum, anything, unnoticed."""
+    good = (root / "step-00000006" / "fairshard.json").read_bytes()
+    manifest = read_manifest(OneFile(good), "run")
+    assert manifest.step == 6
+    for place in range(8 * len(good)):
+        data = bytearray(good)
+        data[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(CheckpointError):
+            assert read_manifest(OneFile(data), "run") == manifest, place  # one space became another
+
+
+class OneFile(LocalStorage):
+    """Every file has these bytes."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def exists(self, path):
+        """Yes."""
+        return True
+
+    def open(self, path, mode):
+        """Its bytes."""
+        return io.BytesIO(self._data)
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path):
+    """Where the root or a step should be a folder, but is not."""
+    path = tmp_path / "root"
+    path.write_text("a file")
+    raised, same = fail_to_load(path, "load_latest")
+    assert_agreed(raised, str(path), "Not a directory")
+    assert all(same)
+    assert_agreed(run_ranks(2, fail_to_save, str(path)), str(path), "Not a directory")
+    assert path.read_text() == "a file"
+
+
+def fail_to_save(root, step=9, again=False, **kwargs):
+    """What saving raises; with ``again`` a second save must work."""
+    model, optimizer = trained()
+    kept = Checkpointer(root, async_save=False, **kwargs)
+    return attempt(lambda: kept.save(step, model, optimizer))
+
+
+def fail_to_load_other(root, case):
+    """What is raised by loading what another model, or an optimizer of other groups, has saved."""
+    if case == "model":
+        model = wrap_each(mlp(6, 11, 6))
+    elif case == "sizes":
+        model = tiny(seed=7)
+        model.head = nn.Linear(6, 14)
+        model = wrap_tiny(model)
+    else:
+        model = wrap_tiny(tiny(seed=7))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = memory_of(model, optimizer)
+    raised = attempt(lambda: Checkpointer(root).load_latest(model, optimizer))
+    return raised, is_same(before, memory_of(model, optimizer))
+
+
+def save_two_groups(root):
+    """A checkpoint of an optimizer with two learning rates."""
+    model = wrap_tiny(tiny())
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], lr=0.02)
+    train(model, optimizer, 1)
+    Checkpointer(root, async_save=False).save(6, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("model", "CheckpointError", ["step-00000006", "`0.weight` is missing", "this model"]),
+        ("sizes", "CheckpointError", ["step-00000006", "`head.weight` has shape (13, 6) instead of (14, 6)"]),
+        ("groups", "ValueError", ["hyperparameters", "group 0", "differ"]),
+    ],
+)
+def test_what_another_model_or_optimizer_saved_is_refused(root, case, kind, words):
+    """On every rank, before anything is changed."""
+    if case == "groups":
+        run_ranks(2, save_two_groups, str(root))
+    raised, same = zip(*run_ranks(2, fail_to_load_other, str(root), case), strict=True)
+    for found, text in raised:
+        assert (found, text) == (kind, raised[0][1])
+        assert all(word in text for word in words), text
+    assert all(same)
+
+
+# ---- disks
+
+
+@contextlib.contextmanager
+def disk(path, *options):
+    """A small disk in memory, mounted on ``path``."""
+    path.mkdir(exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a disk cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def save_into_little_room(root, disk_folder, rooms, async_save):
+    """For each of ``rooms`` (pages that are free) what saving raises, and what is there then."""
+    model, optimizer = trained()
+    found = []
+    for step, pages in enumerate(rooms, start=10):
+        kept = Checkpointer(root, keep_last=100, async_save=async_save)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            stat = os.statvfs(disk_folder)
+            (Path(disk_folder) / "filler").write_bytes(b"\0" * max(0, stat.f_bavail - pages) * stat.f_bsize)
+        dist.barrier()
+        raised = attempt(lambda kept=kept, step=step: (kept.save(step, model, optimizer), kept.wait()))
+        dist.barrier()
+        there = sorted(os.listdir(root)), (Path(root) / "latest").read_text()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (Path(disk_folder) / "filler").unlink()
+            shutil.rmtree(f"{root}/step-{step:08}", ignore_errors=True)
+            (Path(root) / "latest").write_text("step-00000006\n")
+        found.append((raised, there))
+    return found
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("async_save", "pages"), [(True, 4), pytest.param(False, 1, marks=pytest.mark.full)])
+def test_a_full_disk_is_an_error_wherever_it_strikes(written, tmp_path, async_save, pages):
+    """With more and more room a save fails later and later, and each time leaves the disk as it was."""
+    with disk(tmp_path / "disk", "size=2m") as folder:
+        root = Path(shutil.copytree(written[0], folder / "root"))
+        rooms = range(0, 100, pages)
+        every = run_ranks(2, save_into_little_room, str(root), str(folder), rooms, async_save)
+        failed = [raised for raised, _ in every[0] if raised is not None]
+        assert 30 < len(failed) * pages < 90  # there was too little room, and then enough
+        for (raised, there), (other, _), step in zip(*every, range(10, 10 + len(rooms)), strict=True):
+            new = f"step-{step:08}"
+            assert (raised is None) == (other is None)
+            if raised is None:
+                assert there == (["latest", "step-00000003", "step-00000006", new], f"{new}\n")
+            else:
+                assert_agreed([raised, other], str(root), "No space left on device")
+                saved = [new] if "is saved, but" in raised[1] else []  # all but its name in `latest`
+                assert saved or f"{new} was not saved" in raised[1]
+                assert saved or ".tmp-step" in raised[1]  # the file
+                assert there == (["latest", "step-00000003", "step-00000006", *saved], "step-00000006\n")
+        files = ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp", "fairshard.json")
+        struck = {name for _, text in failed for name in files if name in text}
+        assert len(struck) >= (2 if pages > 1 else 4), struck
+        assert_resumes_from(root, 6, written[1])
+
+
+@pytest.mark.cpu_only
+def test_a_folder_that_is_only_read(written, tmp_path):
+    """It is loaded from; a save into it fails on every rank with its name."""
+    with disk(tmp_path / "disk", "size=2m") as folder:
+        root = Path(shutil.copytree(written[0], folder / "root"))
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        assert_agreed(run_ranks(2, fail_to_save, str(root)), str(root), "Read-only file system")
+        assert_resumes_from(root, 6, written[1])
+
+
+def save_with_rank_1_limited(root):
+    """Rank 1 may not write files of more than 4 KiB: what is raised."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        return fail_to_save(root)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_one_rank_that_cannot_write_is_named_on_all(root, written):
+    """The others do not wait for it, and learn which rank it was, which file, and why."""
+    raised = run_ranks(2, save_with_rank_1_limited, str(root))
+    assert_agreed(raised, "step-00000009 was not saved", "File too large", "__1_0.distcp", "rank 1")
+    assert_resumes_from(root, 6, written[1])
+
+
+# ---- ranks that disagree
+
+
+def save_differently(root, case):
+    """Rank 1 does something else than rank 0; then both do the same. What the first raised."""
+    model, optimizer = trained()
+    kept = Checkpointer(root)
+    is_other = dist.get_rank() == 1
+    extra = {"fn": test_one_rank_that_cannot_write_is_named_on_all} if is_other and case == "extra" else {"at": 1}
+    step = 10 if is_other and case == "step" else 9
+    if is_other and case == "memory":
+        with failing("fairshard.checkpoint.saving.Snapshot", MemoryError("no memory for the copy")):
+            raised = attempt(lambda: kept.save(step, model, optimizer, extra=extra))
+    else:
+        raised = attempt(lambda: kept.save(step, model, optimizer, extra=extra))
+    kept.save(12, model, optimizer, extra={"at": 2})
+    kept.wait()
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("extra", "TypeError", ["extra", "fn", "rank 1"]),
+        ("step", "CheckpointError", ["same step", "[9, 10]"]),
+        ("memory", "CheckpointError", ["no memory for the copy", "rank 1"]),
+    ],
+)
+def test_a_rank_that_differs_is_named_on_all(root, case, kind, words):
+    """Nobody waits for ever, nothing is left, and the next save works."""
+    raised = run_ranks(2, save_differently, str(root), case)
+    for found, text in raised:
+        assert (found, text) == (kind, raised[0][1])
+        assert all(word in text for word in words), text
+    assert sorted(os.listdir(root)) == ["latest", "step-00000003", "step-00000006", "step-00000012"]
+    assert_resumes_from(root, 12)
+
+
+# ---- crashes that a kill rarely hits, and saves that meet
+
+
+def test_a_step_is_saved_again_without_a_moment_without_one(root, written):
+    """Killed between the two renames of a save of the same step, a run goes on from the old one."""
+    os.rename(root / "step-00000006", root / ".replaced-step-00000006")
+    (root / ".tmp-step-00000006-1234").mkdir()
+    found, state = run_ranks(2, load_latest, str(root))[0]
+    assert found == 6
+    assert all(torch.equal(state[name], value) for name, value in written[1].items())
+    run_ranks(2, save_steps, str(root), (9,))
+    assert sorted(os.listdir(root)) == ["latest", "step-00000003", "step-00000006", "step-00000009"]
+
+
+def test_what_was_replaced_goes_when_the_new_one_is_there(root, written):
+    """Killed just after the second rename: the new one counts."""
+    shutil.copytree(root / "step-00000003", root / ".replaced-step-00000006")
+    found, state = run_ranks(2, load_latest, str(root))[0]
+    assert found == 6
+    assert all(torch.equal(state[name], value) for name, value in written[1].items())
+    assert_resumes_from(root, 6)
+
+
+def save_6_again(root, fails):
+    """Save step 6 of another model over it; on rank 0 the last rename fails if ``fails``."""
+    rename = os.rename
+
+    def renaming(source, target):
+        if fails and os.path.basename(source).startswith(".tmp-step"):
+            raise OSError(5, "Input/output error", source)
+        rename(source, target)
+
+    model, optimizer = trained(seed=2)
+    with mock.patch("os.rename", renaming):
+        raised = attempt(lambda: Checkpointer(root, keep_last=1, async_save=False).save(6, model, optimizer))
+    return raised, model.state_dict()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_that_is_saved_again(root, written, fails):
+    """It is replaced; if that fails, the old one is back."""
+    raised, state = zip(*run_ranks(2, save_6_again, str(root), fails), strict=True)
+    if fails:
+        assert_agreed(raised, "step-00000006 was not saved", "Input/output error")
+        assert_resumes_from(root, 6, written[1])
+    else:
+        assert raised == (None, None)
+        assert sorted(os.listdir(root)) == ["latest", "step-00000006"]
+        assert_resumes_from(root, 6, state[0])
+
+
+def save_twice_at_once(folder):
+    """A save in the background that is late on rank 1, another one's, a save and a load, right after each other."""
+    model, optimizer = trained()
+    one, other = Checkpointer(f"{folder}/one"), Checkpointer(f"{folder}/other")
+    with delayed(CheckpointWriter, "write_data", 1, 0.3):
+        one.save(1, model, optimizer)
+        other.save(2, model, optimizer)
+        save(f"{folder}/third", model, optimizer, step=3)
+        one.save(4, model, optimizer)
+        assert load(f"{folder}/third", model, optimizer) == 3
+        one.wait()
+    return sorted(os.listdir(f"{folder}/one")), sorted(os.listdir(f"{folder}/other"))
+
+
+def test_saves_that_meet_wait_for_each_other(tmp_path):
+    """They share a group: in another order on another rank they would take each other's messages."""
+    assert (
+        run_ranks(2, save_twice_at_once, str(tmp_path))
+        == [(["latest", "step-00000001", "step-00000004"], ["latest", "step-00000002"])] * 2
+    )
+
+
+def destroy_too_early(root):
+    """The process group goes before the thread that saves gets to use it."""
+    model, optimizer = trained()
+    kept = Checkpointer(root)
+    destroyed = threading.Event()
+    begin = CheckpointWriter.__init__
+
+    def late(*args):
+        destroyed.wait()
+        begin(*args)
+
+    with mock.patch.object(CheckpointWriter, "__init__", late):
+        kept.save(1, model, optimizer)
+        dist.destroy_process_group()
+        destroyed.set()
+        return attempt(kept.wait)
+
+
+def test_a_group_destroyed_during_a_save_is_an_error_that_says_so(tmp_path):
+    """torch would take each rank for a process alone then, and let all write one rank's files: none is published."""
+    raised = run_ranks(2, destroy_too_early, str(tmp_path / "root"))
+    assert_agreed(raised, "step-00000001 was not saved", "Call Checkpointer.wait() before")
+    assert os.listdir(tmp_path / "root") == []
+
+
+def fail_in_background(root):
+    """The disk fails in the background: what each call raises, and what is logged."""
+    model, optimizer = trained()
+    kept = Checkpointer(root)
+    failed = attempt(lambda: None)
+    with failing("fairshard.checkpoint.saving.dcp.save", OSError(5, "Input/output error", "/disk/piece")):
+        kept.save(9, model, optimizer)
+        failed = attempt(lambda: kept.save(12, model, optimizer))
+    kept.save(15, model, optimizer)
+    kept.wait()
+    return failed
+
+
+def test_a_failed_background_save_is_raised_by_the_next_call(root):
+    """Once, and the call after it works."""
+    raised = run_ranks(2, fail_in_background, str(root))
+    for kind, text in raised:
+        assert kind == "CheckpointError"
+        assert "step-00000009 was not saved: Input/output error: /disk/piece" in text
+    assert_resumes_from(root, 15)
+
+
+# ---- places
+
+
+@pytest.mark.parametrize("place", ["relative", "slash", "path", "file", "memory"])
+def test_places_that_a_process_alone_saves_to(tmp_path, monkeypatch, place):
+    """Without torch.distributed: a relative path, whatever folder the program is in later; a URL."""
+    monkeypatch.chdir(tmp_path)
+    root = {
+        "relative": "run",
+        "slash": f"{tmp_path}/run/",
+        "path": tmp_path / "run",
+        "file": f"file://{tmp_path}/run",
+        "memory": f"memory://{tmp_path.name}/run",
+    }[place]
+    model = mlp(3, 4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with Checkpointer(root, keep_last=2) as kept:
+        monkeypatch.chdir("/")
+        for step in (1, 2, 3, 3):
+            kept.save(step, model, optimizer)
+    if place not in ("file", "memory"):
+        assert sorted(os.listdir(tmp_path / "run")) == ["latest", "step-00000002", "step-00000003"]
+        assert not Path("/run/latest").exists()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    monkeypatch.chdir(tmp_path)
+    assert Checkpointer(root).load_latest(model, optimizer) == 3
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, None])
+def test_a_step_that_is_no_number_of_steps(tmp_path, step):
+    """It would never be found again."""
+    with pytest.raises(ValueError, match="must be a number of steps"):
+        Checkpointer(tmp_path).save(step, mlp(3, 2))
