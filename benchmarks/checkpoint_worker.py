@@ -238,10 +238,11 @@ class Comparison:
 
     def _async(self, subject: Ours, work: str) -> dict[str, float]:
         """A first save, which makes its buffers, and a second; each followed by what a step right then waits for."""
-        parts = {"memcpy": self._memcpy(subject)}
+        parts: dict[str, float] = {}
         with fairshard.checkpoint.Checkpointer(work, keep_last=1) as checkpointer:
             for step, name in enumerate(("first", "steady")):
                 self._settle()
+                parts["memcpy"] = self._memcpy(subject)  # that beside the steady one is kept
                 parts[f"{name} stall"] = _seconds(
                     lambda step=step: checkpointer.save(step, subject.model, subject.optimizer)
                 )
@@ -250,9 +251,10 @@ class Comparison:
         return parts
 
     def _async_fsdp2(self, work: str) -> dict[str, float]:
-        parts = {"memcpy": self._memcpy(self.fsdp2)}
+        parts: dict[str, float] = {}
         for step, name in enumerate(("first", "steady")):
             self._settle()
+            parts["memcpy"] = self._memcpy(self.fsdp2)
             started: list[Any] = []
             parts[f"{name} stall"] = _seconds(
                 lambda step=step, started=started: started.append(
@@ -270,7 +272,9 @@ class Comparison:
             targets.append(self._mirror[start : start + source.nbytes].view(source.dtype).view(source.shape))
             start += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
         dist.barrier()
-        return _seconds(lambda: [target.copy_(source) for target, source in zip(targets, sources, strict=True)])
+        seconds = _seconds(lambda: [target.copy_(source) for target, source in zip(targets, sources, strict=True)])
+        dist.barrier()
+        return seconds
 
 
 def main() -> None:
