@@ -5,6 +5,7 @@
 #   make test                     all tests but those marked `full`
 #   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own
 #   make test-all                 every cell of every matrix
+#   make kill                     kill -9 a training run 200 times, inside saves and between; ARGS="--seed 1"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all check docs bench clean
+.PHONY: train test test-all kill check docs bench clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -38,6 +39,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+kill: $(INSTALLED)
+	$(BIN)/python -m tests.checkpoint.kill_loop $(ARGS)
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .

@@ -45,7 +45,10 @@ _METADATA_CLASSES = (
     pathlib.PurePosixPath,
 )
 _ALLOWED: dict[tuple[str, str], Any] = {(cls.__module__, cls.__qualname__): cls for cls in _METADATA_CLASSES}
-_ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+# Not torch's own: pickles can set attributes of functions too.
+_ALLOWED["torch.serialization", "_get_layout"] = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)
+}.__getitem__
 _ALLOWED["pathlib", "PosixPath"] = pathlib.PosixPath
 _ALLOWED["pathlib._local", "PosixPath"] = pathlib.PosixPath
 _ALLOWED["torch._C", "Size"] = torch.Size
@@ -63,6 +66,34 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata consists of") from None
+
+    def load(self) -> Any:
+        """What is pickled.
+
+        Raises:
+            UnpicklingError: it names what no metadata consists of, or sets attributes of a class and not of an object,
+                which would stay for all that is loaded later.
+        """
+        named = [*_METADATA_CLASSES, *metadata._MEM_FORMAT_ENCODING]
+        before = [dict(vars(each)) for each in named]
+        try:
+            return super().load()
+        finally:
+            changed = [_restore(each, attributes) for each, attributes in zip(named, before, strict=True)]
+            if any(changed):
+                raise pickle.UnpicklingError("it changes the classes that metadata consist of")
+
+
+def _restore(named: Any, attributes: dict[str, Any]) -> bool:
+    """Give a class or enum member the attributes that it had; whether it lacked that."""
+    found = dict(vars(named))
+    added = found.keys() - attributes.keys()
+    for name in added:
+        delattr(named, name)
+    changed = [name for name, value in attributes.items() if found.get(name) is not value]
+    for name in changed:
+        setattr(named, name, attributes[name])
+    return bool(added or changed)
 
 
 class CheckpointReader(FileSystemReader):
@@ -115,13 +146,22 @@ class CheckpointReader(FileSystemReader):
                 done: Future[None] = super().read_data(LoadPlan(items), planner)
                 done.wait()
             except Exception as error:
+                path, entry = self.fs.concat_path(self.path, name), self._unreadable(items, planner)
                 raise CheckpointError(
-                    f"{self.fs.concat_path(self.path, name)} must hold `{items[0].storage_index.fqn}`, but cannot be "
-                    f"read: {first_line(error)}"
+                    f"{path} must hold `{entry}`, but it cannot be read from there: {first_line(error)}"
                 ) from error
         done = Future()
         done.set_result(None)
         return done
+
+    def _unreadable(self, items: list[ReadItem], planner: Any) -> str:
+        """The first entry of a file that cannot be read."""
+        for item in items:
+            try:
+                super().read_data(LoadPlan([item]), planner).wait()
+            except Exception:  # known by then
+                return item.storage_index.fqn
+        return items[0].storage_index.fqn
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -147,8 +187,12 @@ def load_object(file: IO[bytes]) -> Any:
 
 def first_line(error: BaseException) -> str:
     """What ``error`` says, without torch's pages of advice."""
-    text = str(error).strip()
-    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".") + "."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = lines[0].partition(" This is an internal miniz error")[0]
+    if text.startswith("Weights only load failed"):  # and then how to read it with less care
+        cause = next((line for line in lines[1:] if "GLOBAL" in line or "error:" in line), "torch refuses it")
+        text = f"it is more than data: {cause}"
+    return text.rstrip(".") + "."
 
 
 def _checked(found: Any) -> Metadata:
