@@ -165,6 +165,12 @@ def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[di
 
 
 def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, replace: Callable[[], None]) -> None:
+    for name in manifest.files:
+        if not storage.exists(storage.join(work, name)):
+            raise CheckpointError(
+                f"All ranks must see the same folder, but {name}, which one of them wrote to {work}, is not there on "
+                "rank 0. Save to a disk that all ranks share."
+            )
     storage.replace_text(storage.join(work, MANIFEST), manifest.to_json())
     replace()
     storage.publish(work, folder)

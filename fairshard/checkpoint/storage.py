@@ -192,8 +192,12 @@ class RemoteStorage(Storage):
     def publish(self, folder: str, name: str) -> None:
         """Copy file by file, the manifest last, then remove."""
         self.make(name)
-        for file in sorted(self.names(folder), key=lambda file: (file == MANIFEST, file)):
-            self._fs.cp_file(self.join(folder, file), self.join(name, file))
+        try:
+            for file in sorted(self.names(folder), key=lambda file: (file == MANIFEST, file)):
+                self._fs.cp_file(self.join(folder, file), self.join(name, file))
+        except BaseException:
+            self.remove(name)
+            raise
         self.discard(folder, "")
 
     def discard(self, folder: str, aside: str) -> None:

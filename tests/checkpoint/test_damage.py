@@ -424,6 +424,24 @@ def test_a_rank_that_differs_is_named_on_all(root, case, kind, words):
     assert_resumes_from(root, 12)
 
 
+def save_to_own_disk(root):
+    """Rank 1 sees another disk under the same path: what each rank raises."""
+    begin = CheckpointWriter.__init__
+
+    def elsewhere(writer, folder, num_ranks):
+        begin(writer, folder.replace(root, f"{root}-{dist.get_rank()}") if dist.get_rank() else folder, num_ranks)
+
+    with mock.patch.object(CheckpointWriter, "__init__", elsewhere):
+        return fail_to_save(root)
+
+
+def test_ranks_that_do_not_share_the_folder(root, written):
+    """Half of a checkpoint is not published."""
+    raised = run_ranks(2, save_to_own_disk, str(root))
+    assert_agreed(raised, "step-00000009 was not saved", "must see the same folder", "__1_0.distcp")
+    assert_resumes_from(root, 6, written[1])
+
+
 # ---- crashes that a kill rarely hits, and saves that meet
 
 
@@ -576,6 +594,30 @@ def test_places_that_a_process_alone_saves_to(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     assert Checkpointer(root).load_latest(model, optimizer) == 3
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("num_copies", [0, 1, 2])
+@pytest.mark.parametrize("crash", [OSError, KeyboardInterrupt])
+def test_a_remote_place_that_fails_while_files_get_their_names(tmp_path, num_copies, crash):
+    """Nothing can be renamed there: what is not whole has no manifest, and does not stay."""
+    root = f"memory://{tmp_path.name}/run"
+    model = mlp(3, 2)
+    kept = Checkpointer(root, async_save=False)
+    kept.save(1, model)
+    files = kept._storage._fs
+    copy, left = files.cp_file, iter(range(num_copies))
+
+    def failing(source, target):
+        if next(left, None) is None:
+            raise crash("the network is gone")
+        copy(source, target)
+
+    with mock.patch.object(files, "cp_file", failing), pytest.raises((CheckpointError, KeyboardInterrupt)):
+        kept.save(2, model)
+    assert kept._storage.names(root) == ["latest", "step-00000001"]
+    assert Checkpointer(root).load_latest(model) == 1
+    kept.save(2, model)
+    assert Checkpointer(root).load_latest(model) == 2
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, None])
