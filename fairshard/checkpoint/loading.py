@@ -105,8 +105,16 @@ class _Loading:
                 )
         except CheckpointException as error:
             raise CheckpointError(described(error)) from error
+        on_all_ranks(self._group, self._check_extra)
         if optimizer is not None:
             on_all_ranks(self._group, lambda: self._make_optimizer_state(params, optimizer))
+
+    def _check_extra(self) -> None:
+        saved = None if self._own_key is None else self._values[self._own_key][0]["extra"]
+        if isinstance(self._training.extra, Stateful) and saved is None:
+            raise CheckpointError(
+                f"{self._folder} must hold an `extra` to load one, but was saved without. Leave `extra` out."
+            )
 
     def _make_room(self, state: Mapping[str, Any], params: OptimParams) -> None:
         metadata = self._reader.read_metadata()

@@ -84,7 +84,7 @@ class LocalStorage(Storage):
     """Folders of this machine, or mounted on it."""
 
     def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """Open a file; not buffered when written, for torch writes large pieces."""
+        """Open a file."""
         return Path(path).open(mode)
 
     def names(self, folder: str) -> list[str]:

@@ -1,0 +1,127 @@
+"""What is saved in the background is of the moment when the save began."""
+
+import contextlib
+import itertools
+import threading
+from unittest import mock
+
+import pytest
+import torch
+
+from fairshard.checkpoint import Checkpointer, load
+from fairshard.checkpoint.entries import Training
+from fairshard.checkpoint.saving import take
+from fairshard.checkpoint.snapshot import Snapshot
+from fairshard.errors import CheckpointError
+from fairshard.optim import CPUOptimizer
+from tests.checkpoint.compared import assert_same, whole
+from tests.models import tiny, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.trained import OPTIMIZERS, trained
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [  # a plain optimizer does not see held gradients
+        pair
+        for pair in itertools.product(["plain", "overlap", "after"], ["device", "offload", "held"])
+        if pair != ("plain", "held")
+    ],
+)
+def test_a_background_save_is_of_its_moment(shared_folder, kind, placement):
+    """The writer is held back while steps, early ones too, change what it has not read: what is saved is older."""
+    held = {"cpu_offload": True, "move_grads_to_cpu": False}
+    settings = {"device": {}, "offload": {"cpu_offload": True}, "held": held}
+    model = wrap_tiny(tiny(), **settings[placement])
+    if kind == "plain":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:
+        optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, overlap=kind == "overlap")
+
+    def step():
+        tokens, extra = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, 6)
+        if kind == "overlap":
+            with optimizer.last_backward():
+                model(tokens, extra).square().mean().backward()
+        else:
+            model(tokens, extra).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    before = whole(model, optimizer)
+    with _held_writer() as writer, Checkpointer(f"{shared_folder}/one") as checkpointer:
+        checkpointer.save(2, model, optimizer)
+        writer.wait()
+        step()
+        writer.release()
+        step()
+    other = wrap_tiny(tiny(seed=2))
+    its_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    assert load(f"{shared_folder}/one", other, its_optimizer) == 2
+    assert_same(whole(other, its_optimizer), before)
+
+
+class _HeldWriter:
+    """Holds a writer before it reads the third box."""
+
+    def __init__(self):
+        self._released, self._reached = threading.Event(), threading.Event()
+        self._read, self._count = Snapshot.read, 0
+
+    def read(self, snapshot, part):
+        """What stands in for `Snapshot.read`."""
+        self._count += 1
+        if self._count == 3:
+            self._reached.set()
+            assert self._released.wait(60)
+        return self._read(snapshot, part)
+
+    def wait(self):
+        """Until the writer has come there."""
+        assert self._reached.wait(60)
+
+    def release(self):
+        """Let it go on."""
+        self._released.set()
+
+
+@contextlib.contextmanager
+def _held_writer():
+    writer = _HeldWriter()
+    with mock.patch.object(Snapshot, "read", lambda snapshot, part: writer.read(snapshot, part)):
+        yield writer
+
+
+@on_ranks(2)
+def test_an_edit_during_a_background_save_is_noticed(shared_folder):
+    """Masters that are saved where they are change without a step: the save fails, says so, and leaves nothing."""
+    model = wrap_tiny(tiny(), cpu_offload=True)
+    checkpointer = Checkpointer(f"{shared_folder}/edited")
+    with _held_writer() as writer:
+        checkpointer.save(1, model)
+        writer.wait()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        writer.release()
+        with pytest.raises(CheckpointError, match=r"only optimizers may change them"):
+            checkpointer.wait()
+    assert checkpointer.load_latest(model) is None
+    checkpointer.save(2, model)
+    checkpointer.wait()
+    assert checkpointer.load_latest(model) == 2
+
+
+@on_ranks(2)
+def test_masters_in_host_memory_are_not_copied(shared_folder):
+    """With offload and no step in between a background save copies no shard; without offload it copies each once."""
+    for offload in (True, False):
+        model = wrap_tiny(tiny(), cpu_offload=offload)
+        model, optimizer = trained(model, OPTIMIZERS["adamw"])
+        draft = take(Training(model, optimizer), 1, {})
+        nbytes = sum(param.nbytes for param in model.parameters())
+        assert draft.snapshot.nbytes_copied == (0 if offload else 3 * nbytes)
+        draft.snapshot.close()

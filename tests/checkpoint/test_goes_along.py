@@ -1,0 +1,145 @@
+"""What goes along with model and optimizer: scheduler, scaler, position, random numbers, each rank's own."""
+
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from fairshard.checkpoint import Checkpointer, load, save
+from fairshard.checkpoint.reader import CheckpointReader
+from fairshard.errors import CheckpointError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.optim import ShardedGradScaler
+from tests.models import tiny, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state
+from tests.trained import OPTIMIZERS, trained
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_everything_goes_on(shared_folder, async_save):
+    """Scheduler, scaler, position and random numbers after a resume are those of a run that was not cut off."""
+    ends = []
+    for resumed in (False, True):
+        model = wrap_tiny(tiny(), mixed_precision=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
+        position = {"text": "a", "offsets": torch.zeros(2)}
+        of_all = (model, optimizer, scheduler, scaler, position)
+        checkpointer = Checkpointer(f"{shared_folder}/{async_save}", every=2, async_save=async_save)
+        random.seed(dist.get_rank() + 9 * resumed)
+        np.random.seed(dist.get_rank() + 9 * resumed)
+        torch.manual_seed(dist.get_rank() + 9 * resumed)
+        done = checkpointer.load_step(2, *of_all) if resumed else 0
+        drawn = []
+        for step in range(done, 5):
+            if step == 2 and not resumed:
+                assert checkpointer.maybe_save(step, *of_all)
+            loss = model(torch.randint(13, (2, 5)), torch.randn(2, 5, 6) * np.random.rand() * random.random())
+            drawn = [*drawn[-2:], loss.detach().clone()]
+            scaler.scale(loss.float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+            position["offsets"] += 1
+        checkpointer.wait()
+        end = (model.state_dict(), scheduler.state_dict(), scaler.state_dict(), position, drawn)
+        ends.append(end)
+    (state, *rest), (its_state, *its_rest) = ends
+    assert_same_state(its_state, state)
+    assert its_rest[0] == rest[0]
+    assert its_rest[1] == rest[1]
+    assert torch.equal(its_rest[2]["offsets"], rest[2]["offsets"])
+    assert all(torch.equal(a, b) for a, b in zip(its_rest[3], rest[3], strict=True))
+
+
+@on_ranks(3)
+def test_buffers_that_differ_between_ranks_stay_so(shared_folder):
+    """BatchNorm's statistics are each rank's own; on another number of ranks they are rank 0's."""
+    wrapped = FSDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+    wrapped(torch.full((4, 3), float(dist.get_rank() + 1)))
+    save(f"{shared_folder}/own", wrapped)
+    other = FSDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+    load(f"{shared_folder}/own", other)
+    assert_same_state(other.state_dict(), wrapped.state_dict())
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    target = {"model": plain.state_dict()}
+    dcp.load(target, checkpoint_id=f"{shared_folder}/own")
+    assert torch.equal(target["model"]["0.running_mean"], torch.full((3,), 0.1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("extra", [{"f": print}, {"a": [{"b": object()}]}, {"n": np.zeros(2)}], ids=["fn", "obj", "np"])
+def test_what_is_not_plain_data_is_refused_on_all_ranks(shared_folder, extra):
+    """One rank's extra could run code when it is read: a TypeError that names it, everywhere, and no folder."""
+    extra = extra if dist.get_rank() == 1 else {}
+    with pytest.raises(TypeError, match=r"`extra\['\w'\]` is .* \(rank 1 of 2\)"):
+        save(f"{shared_folder}/refused", FSDP(nn.Linear(2, 2)), extra=extra)
+
+
+class _Position:
+    """An ``extra`` that keeps state itself."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, saved):
+        self.at = saved["at"]
+
+
+@on_ranks(1, 2)
+def test_an_extra_may_keep_its_own_state(shared_folder):
+    """Something with ``state_dict`` takes back what it gave on this rank; where nothing was saved, that is said."""
+    model = FSDP(nn.Linear(2, 2))
+    save(f"{shared_folder}/with", model, extra=_Position(dist.get_rank() + 5))
+    save(f"{shared_folder}/without", model)
+    position = _Position(0)
+    load(f"{shared_folder}/with", model, extra=position)
+    assert position.at == dist.get_rank() + 5
+    with pytest.raises(CheckpointError, match="without must hold an `extra` to load one"):
+        load(f"{shared_folder}/without", model, extra=position)
+    load(f"{shared_folder}/with", model)
+
+
+@on_ranks(2)
+def test_a_rank_reads_what_it_owns(shared_folder):
+    """On the ranks that saved, the boxes that are read hold as many elements as this rank's shards and their state."""
+    model, optimizer = trained(wrap_tiny(tiny()), OPTIMIZERS["adamw"])
+    save(f"{shared_folder}/one", model, optimizer)
+    read = []
+    original = CheckpointReader.read_data
+
+    def counted(self, plan, planner):
+        read.extend(item for item in plan.items if item.type is LoadItemType.TENSOR and item.lengths)
+        return original(self, plan, planner)
+
+    with mock.patch.object(CheckpointReader, "read_data", counted):
+        load(f"{shared_folder}/one", model, optimizer)
+    owned = sum(
+        flat_param.layout.filled(flat_param.rank) for _, unit in units_below(model) for flat_param in unit.flat_params
+    )
+    tied = model.head.weight  # is there under two names
+    assert sum(item.lengths.numel() for item in read) == 3 * owned + _num_owned(model, tied.shape)
+
+
+def _num_owned(model, shape):
+    """Elements of the tied weight, which the root owns, on this rank."""
+    return sum(
+        run.numel()
+        for flat_param in model._unit.flat_params
+        for slot, (_, run) in zip(flat_param.slots, flat_param.runs_of(flat_param.shard), strict=True)
+        if slot.shape == shape and len(slot.owners) > 1
+    )
