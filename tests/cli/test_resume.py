@@ -133,5 +133,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):
     assert len(_losses(broken)) < len(_losses(tmp_path / "unbroken"))
     assert "resumed after step" in _train("--resume", "--out", str(broken))
     assert _losses(broken) == _losses(tmp_path / "unbroken")
-    _train("--resume-from", "50", "--out", str(broken))
-    assert _losses(broken) == _losses(tmp_path / "unbroken")
+    # On one rank instead of two gradients are summed in another order: fp32's last bits, over ten steps.
+    _train("--resume-from", "50", "--out", str(broken), "--nproc", "1")
+    losses = _losses(tmp_path / "unbroken")
+    assert _losses(broken) == pytest.approx(losses, rel=1e-4)
+    assert _losses(broken) != losses
