@@ -22,7 +22,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
@@ -31,7 +30,6 @@ from fairshard.nn.data_parallel.optim_params import OptimParams
 from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState
 from fairshard.nn.data_parallel.state_dict_config import StateDictType
 from fairshard.nn.data_parallel.state_methods import StateMethods
-from fairshard.utils.collectives import gather_objects
 from fairshard.utils.span_tensor import SpanTensor
 
 
@@ -57,14 +55,6 @@ class Training:
     extra: dict[str, Any] | Stateful | None = None
 
 
-def tensor_entries(training: Training) -> dict[str, Any]:
-    """Model and optimizer, tensors as they are: nothing is copied. **Collective.**"""
-    entries: dict[str, Any] = {"model": model_entries(training.model)}
-    if training.optimizer is not None:
-        entries["optim"] = GatheredOptimState(training.model, training.optimizer).sharded(False, copies=False)
-    return entries
-
-
 def object_entries(training: Training, rank: int) -> dict[str, Any]:
     """Everything else; what is this rank's own is under its number.
 
@@ -83,20 +73,19 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
     return entries
 
 
-def add_own_values(entries: dict[str, Any], rank: int, group: ProcessGroup | None) -> None:
-    """Note values that no rank shards and that differ from those of rank 0: BatchNorm's, say. **Collective.**
+def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
+    """Checksums of the model's values that no rank shards: BatchNorm's, say."""
+    return {name: _checksum(value) for name, value in _replicated(entries).items()}
+
+
+def add_own_values(entries: dict[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
+    """Note values that no rank shards and that differ from those of rank 0, by the `replicated_sums` of all ranks.
 
     ``model`` has rank 0's; on the same number of ranks each goes on with its own.
     """
-    replicated = {
-        name: value
-        for name, value in entries["model"].items()
-        if isinstance(value, Tensor) and not isinstance(value, SpanTensor)
-    }
-    sums = {name: _checksum(value) for name, value in replicated.items()}
-    of_first = gather_objects(sums if rank == 0 else None, group)[0]
-    differing = {name: value.cpu() for name, value in replicated.items() if sums[name] != of_first.get(name)}
-    entries[rank_key(rank)][0]["values"] = {name: value.clone() for name, value in differing.items()}
+    first, own = sums[0], sums[rank]
+    differing = {name: value for name, value in _replicated(entries).items() if own[name] != first.get(name)}
+    entries[rank_key(rank)][0]["values"] = {name: value.to("cpu", copy=True) for name, value in differing.items()}
 
 
 def rank_key(rank: int) -> str:
@@ -105,7 +94,7 @@ def rank_key(rank: int) -> str:
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict; sharded values are views of the shards."""
+    """The model's state dict; sharded values are views of the shards: nothing is copied."""
     with StateMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict(keep_vars=True)
     return {
@@ -114,17 +103,22 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def aliases_of(model: nn.Module) -> dict[str, str]:
+def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict, tensors as they are. **Collective.**"""
+    return GatheredOptimState(model, optimizer).sharded(False, copies=False)
+
+
+def aliases_of(params: OptimParams) -> dict[str, str]:
     """Every further name of a tied parameter, with its first one."""
-    every = (names for named in OptimParams(model) for names in named.names)
+    every = (names for named in params for names in named.names)
     return {name: first for first, *others in every for name in others}
 
 
-def live_storages(training: Training) -> set[int]:
+def live_storages(params: OptimParams, optimizer: Optimizer | None) -> set[int]:
     """Addresses of the shards in host memory, and of their optimizer state: only a step changes them."""
     found: set[int] = set()
-    state: Mapping[Any, Any] = {} if training.optimizer is None else training.optimizer.state
-    for named in OptimParams(training.model):
+    state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    for named in params:
         if named.flat_param is not None and named.flat_param.on_cpu:
             tensors = [named.param, *state.get(named.param, {}).values()]
             found.update(
@@ -133,6 +127,11 @@ def live_storages(training: Training) -> set[int]:
                 if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel()
             )
     return found
+
+
+def _replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    model = entries["model"].items()
+    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, SpanTensor)}
 
 
 def _checksum(value: Tensor) -> int:

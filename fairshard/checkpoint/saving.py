@@ -24,14 +24,17 @@ from fairshard.checkpoint.entries import (
     add_own_values,
     aliases_of,
     live_storages,
+    model_entries,
     object_entries,
-    tensor_entries,
+    optimizer_entries,
+    replicated_sums,
 )
 from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.errors import CheckpointError
+from fairshard.nn.data_parallel.optim_params import OptimParams
 from fairshard.utils.collectives import gather_objects
 
 
@@ -81,21 +84,24 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         CheckpointError, TypeError: on every rank.
     """
     group = idle_group()
+    params = OptimParams(training.model)
     entries: dict[str, Any] = {}
 
-    def add_objects() -> int | None:
-        entries.update(object_entries(training, rank_in(group)))
-        return step
+    def add_own() -> tuple[int | None, dict[str, int]]:
+        entries.update(object_entries(training, rank_in(group)), model=model_entries(training.model))
+        return step, replicated_sums(entries)
 
-    steps = on_all_ranks(group, add_objects)
+    every = on_all_ranks(group, add_own)
+    steps = [own for own, _ in every]
     if len(set(steps)) > 1:
         raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {steps}.")
-    entries.update(tensor_entries(training))
-    add_own_values(entries, rank_in(group), group)
+    add_own_values(entries, rank_in(group), [sums for _, sums in every])
+    if training.optimizer is not None:
+        entries["optim"] = optimizer_entries(training.model, training.optimizer)
 
     def snapshot() -> Draft:
-        live = live_storages(training) if buffers is not None else set()
-        return Draft(Snapshot(entries, buffers, live), step, aliases_of(training.model))
+        live = live_storages(params, training.optimizer) if buffers is not None else set()
+        return Draft(Snapshot(entries, buffers, live), step, aliases_of(params))
 
     # A rank may lack the memory for its copy.
     drafts: list[Draft] = []

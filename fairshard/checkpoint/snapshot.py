@@ -55,13 +55,13 @@ class Snapshot:
         """``part``, a view of what `entries` holds, as it was; each once, on a writer's thread."""
         key = part.untyped_storage().data_ptr()
         with self._lock:
-            if key not in self._unread:
-                return part
-            self._unread[key] -= part.nbytes
             copy = self._copies.get(key)
             if copy is not None:
                 start = part.storage_offset()
                 return copy[start : start + part.numel()].view(part.shape)
+            if key not in self._unread:
+                return part
+            self._unread[key] -= part.nbytes
             self._check(key)
             if self._unread[key] <= 0:
                 self._live.pop(key, None)
@@ -92,7 +92,8 @@ class Snapshot:
 
     def _map(self, value: Any) -> Any:
         if isinstance(value, SpanTensor):
-            return SpanTensor(self._take(value.run), value.start, value.shape)
+            self._take(value.run)
+            return value
         if isinstance(value, Tensor):
             return value.detach().to("cpu", copy=True)
         if isinstance(value, Mapping):
@@ -101,23 +102,19 @@ class Snapshot:
             return [self._map(entry) for entry in value]
         return value
 
-    def _take(self, run: Tensor) -> Tensor:
-        """The run in a copy of the whole shard that it lies in, made once; or as it is, to be read later."""
-        storage = run.untyped_storage()
-        key = storage.data_ptr()
+    def _take(self, run: Tensor) -> None:
+        """Copy the whole shard that the run lies in, once; or note that it is to be read where it is."""
         if not run.numel():
-            return run
+            return
+        key = run.untyped_storage().data_ptr()
         self._places.setdefault(key, len(self._places))
         if key in self._may_be_live:
             self._live.setdefault(key, (run, run._version))
             self._unread[key] = self._unread.get(key, 0) + run.nbytes
-            return run
-        if key not in self._copies:
+        elif key not in self._copies:
             self._copy(key, run)
             if run.device.type != "cpu":
                 self._device = run.device
-        start = run.storage_offset()
-        return self._copies[key][start : start + run.numel()]
 
     def _copy(self, key: int, part: Tensor) -> None:
         """Copy the whole storage that ``part`` lies in to memory that is there from the save before."""
