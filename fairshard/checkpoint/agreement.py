@@ -37,7 +37,7 @@ def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
         if failed is not None:
             name, text = failed
             where = f" (rank {rank} of {len(every)})" if len(every) > 1 else ""
-            raise _KINDS.get(name, CheckpointError)(f"{text}{where}") from own
+            raise _KINDS.get(name, CheckpointError)(f"{text.rstrip('.')}{where}.") from own
     return [value for value, _ in every]
 
 

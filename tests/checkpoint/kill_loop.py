@@ -231,8 +231,8 @@ class Loop:
             point = next(self._turn)
             rank = chance.randrange(WORLD_SIZE) if point in ANY_RANK else 0
             who = chance.choice(("own", "other", "all"))
-            if point == "set aside":  # there must be one that `latest` did not come to name
-                yield Kill("pointer", 1, 0, who)
+            if point == "set aside":  # there must be one that `latest` did not come to name, but an older one
+                yield Kill("pointer", 2, 0, chance.choice(("own", "all")))
                 yield Kill(point, 1, rank, who)
             else:
                 yield Kill(point, chance.randint(1, 3), rank, who)
@@ -296,6 +296,9 @@ def main():
     except Broken as problem:
         sys.exit(f"broken: {problem}")
     print(loop.summary())
+    missed = [text for point, text in POINTS.items() if not loop.points[point]]
+    if missed and args.kills >= 100:
+        sys.exit(f"broken: no kill {', '.join(missed)}")
     print(f"{time.monotonic() - began:.0f} s")
     shutil.rmtree(folder)
 
