@@ -23,6 +23,7 @@ from fairshard.checkpoint.manifest import FileEntry
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.checkpoint.storage import is_remote
 
+_BLOCK_NBYTES = 1 << 18  # so that what the checksum has read is in the core's cache when it is written
 _MIN_WRITE_BACK_NBYTES = 1 << 24
 
 
@@ -159,16 +160,20 @@ class _ChecksumStream(io.IOBase):
     def write(self, block: Any) -> int:
         """Write all of ``block``."""
         view = memoryview(block).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
+        for start in range(0, len(view), _BLOCK_NBYTES):
+            self._write(view[start : start + _BLOCK_NBYTES])
+        return len(view)
+
+    def _write(self, block: memoryview) -> None:
+        self.crc32 = zlib.crc32(block, self.crc32)
         try:
-            self._raw.write(view)
+            self._raw.write(block)
         except OSError as error:
             self.failure = error
             raise
-        self.nbytes += len(view)
+        self.nbytes += len(block)
         if self._starts_early and self.nbytes - self._nbytes_started >= _MIN_WRITE_BACK_NBYTES:
             self._start_write_back()
-        return len(view)
 
     def _start_write_back(self) -> None:
         """Let the disk begin with what is there, for the kernel would wait for fsync, and fsync for everything.
