@@ -180,16 +180,10 @@ class Comparison:
         self._settle()
 
     def full_state_dict(self) -> dict[str, int]:
-        """The most memory that the full state dict takes on rank 0, with what it may take: result and one unit.
-
-        Of a second call: the first also loads code.
-        """
+        """The most memory that the full state dict takes on rank 0, with what it may take: result and one unit."""
         config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-        with FSDP.state_dict_type(self.ours.model, StateDictType.FULL_STATE_DICT, config):
-            self.ours.model.state_dict()
-            gc.collect()
-            with _peak() as peak:
-                result = self.ours.model.state_dict()
+        with _peak() as peak, FSDP.state_dict_type(self.ours.model, StateDictType.FULL_STATE_DICT, config):
+            result = self.ours.model.state_dict()
         plain = build_gpt(MODELS[self.job.model])
         block, whole = (sum(param.nbytes for param in module.parameters()) for module in (plain.blocks[0], plain))
         root = whole - len(plain.blocks) * block
