@@ -103,9 +103,9 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_entries(params: OptimParams, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict, tensors as they are. **Collective.**"""
-    return GatheredOptimState(model, optimizer).sharded(False, copies=False)
+    return GatheredOptimState(params, optimizer).sharded(False, copies=False)
 
 
 def aliases_of(params: OptimParams) -> dict[str, str]:

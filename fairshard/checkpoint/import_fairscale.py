@@ -100,7 +100,7 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
         model = {**values, **{name: values[first] for name, first in aliases.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save({"model": model}, storage_writer=FileSystemWriter(new.work), no_dist=True)
+            save({"model": model}, storage_writer=FileSystemWriter(new.work))
         storage = LocalStorage()
         entries = {file.name: FileEntry(file.stat().st_size, crc_of(storage, str(file))) for file in new.work.iterdir()}
         manifest = Manifest(step=None, world_size=len(files), files=entries, aliases=aliases)

@@ -97,7 +97,7 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {steps}.")
     add_own_values(entries, rank_in(group), [sums for _, sums in every])
     if training.optimizer is not None:
-        entries["optim"] = optimizer_entries(training.model, training.optimizer)
+        entries["optim"] = optimizer_entries(params, training.optimizer)
 
     def snapshot() -> Draft:
         live = live_storages(params, training.optimizer) if buffers is not None else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -25,6 +26,7 @@ from fairshard.checkpoint.storage import is_remote
 
 _BLOCK_NBYTES = 1 << 18  # so that what the checksum has read is in the core's cache when it is written
 _MIN_WRITE_BACK_NBYTES = 1 << 24
+_CAN_LEAVE_CRC_OUT = len(inspect.signature(getattr(torch.serialization, "_save", print)).parameters) == 5
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -93,8 +95,12 @@ class SnapshotPlanner(DefaultSavePlanner):
 def _save_tensor(tensor: Tensor, stream: Any) -> None:
     """``torch.save`` without checksums inside, for the whole file has one: as after ``set_crc32_options(False)``.
 
-    That option is one for all threads: training may save something else meanwhile.
+    That option is one for all threads: training may save something else meanwhile. What is private here is the same in
+    torch 2.6 to 2.13; where it is not, there are two checksums.
     """
+    if not _CAN_LEAVE_CRC_OUT:
+        torch.save(tensor, stream)
+        return
     archive = torch._C.PyTorchFileWriter(stream, False)
     try:
         torch.serialization._save(tensor, archive, pickle, torch.serialization.DEFAULT_PROTOCOL, False)

@@ -30,8 +30,10 @@ class GatheredOptimState:
             lacks state that rank 0 has.
     """
 
-    def __init__(self, model: nn.Module, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
-        self.params = OptimParams(model)
+    def __init__(
+        self, model: nn.Module | OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        self.params = model if isinstance(model, OptimParams) else OptimParams(model)
         saved = optim.state_dict() if saved is None else saved
         self._saved = saved
         self._keys = self._keys_of(optim)

@@ -50,7 +50,8 @@ class StateMethods(UnitAttributes):
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         self._assert_idle("state_dict")
-        settings = common_settings(self)
+        # The outermost wrapper has compared the units: once for each of them would cost a walk for each.
+        settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             state = {} if destination is None else destination
             local = local_state_dict(self, settings.state_dict_config.offload_to_cpu)
