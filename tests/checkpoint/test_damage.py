@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import pickle
 
 import pytest
 import torch
@@ -70,6 +71,28 @@ def test_a_damaged_file_is_named_on_every_rank(root, name, damage):
     assert all(same)
     (root / "latest").write_text("step-00000003\n")
     assert_resumes_from(root, 3)
+
+
+@pytest.mark.parametrize("key", ["model.first.norm.weight", "optim.state.first.norm.weight.exp_avg"])
+def test_metadata_that_lost_a_piece(root, key):
+    """What plain torch wrote has no checksums: a tensor of which a piece is nowhere is noticed all the same."""
+    folder = root / "step-00000006"
+    (folder / "fairshard.json").unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata[key].chunks.pop()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    raised, same = fail_to_load(folder, "load")
+    assert_agreed(raised, str(folder / ".metadata"), key, "pieces of it are missing")
+    assert all(same)
+
+
+def test_a_file_that_was_cut_says_so(root):
+    """Its length is looked at before its bytes, and told."""
+    path = root / "step-00000006" / "__1_0.distcp"
+    nbytes = path.stat().st_size
+    truncate(path)
+    raised, _ = fail_to_load(path.parent, "load")
+    assert_agreed(raised, f"{path} must have {nbytes} bytes, but has {path.stat().st_size}")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "not a text"])
