@@ -58,6 +58,18 @@ class Tiny(nn.Module):
         return checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
 
 
+class SavedTransposed:
+    """A module saves and loads its ``weight`` in its own way."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "transposed"] = destination.pop(prefix + "weight").t().contiguous()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "transposed").t()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 def tiny(checkpointing=None, seed=1):
     """A `Tiny` on this rank's device, the same on every rank."""
     torch.manual_seed(seed)

@@ -21,7 +21,7 @@ States = dict[nn.Parameter, dict[str, Any]]
 
 
 class GatheredOptimState:
-    """The state of ``optim`` under original names. **Collective** to make.
+    """The state of ``optim``, which steps ``params``, under original names. **Collective** to make.
 
     ``saved`` is what its ``state_dict()`` returned, asked for if None.
 
@@ -30,10 +30,8 @@ class GatheredOptimState:
             lacks state that rank 0 has.
     """
 
-    def __init__(
-        self, model: nn.Module | OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None
-    ) -> None:
-        self.params = model if isinstance(model, OptimParams) else OptimParams(model)
+    def __init__(self, params: OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+        self.params = params
         saved = optim.state_dict() if saved is None else saved
         self._saved = saved
         self._keys = self._keys_of(optim)

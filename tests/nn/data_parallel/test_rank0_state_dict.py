@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fairshard.nn.data_parallel.flat_param import FlatParam
-from tests.models import mlp, tiny, wrap_each, wrap_tiny
+from tests.models import SavedTransposed, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
 from tests.trained import OPTIMIZERS, trained
@@ -38,7 +38,7 @@ def if_first(state):
     return state if dist.get_rank() == 0 else {}
 
 
-class Stateful(nn.Module):
+class Stateful(SavedTransposed, nn.Module):
     """A layer with its own way to save, extra state, and buffers that are written."""
 
     def __init__(self, value=0.0):
@@ -54,14 +54,6 @@ class Stateful(nn.Module):
 
     def set_extra_state(self, state):
         self.note = state["note"]
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "transposed"] = destination.pop(prefix + "weight").t().contiguous()
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict[prefix + "weight"] = state_dict.pop(prefix + "transposed").t()
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @on_ranks(1, 2, 3)

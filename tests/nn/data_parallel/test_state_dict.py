@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
-from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.models import SavedTransposed, Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
 
@@ -259,7 +259,7 @@ def test_buffers_are_saved_and_loaded():
 def test_modules_with_their_own_state():
     """Modules that save and load in their own way (extra state, own keys) do so as on the plain model."""
 
-    class Own(nn.Linear):
+    class Own(SavedTransposed, nn.Linear):
         extra = "nothing"
 
         def get_extra_state(self):
@@ -267,14 +267,6 @@ def test_modules_with_their_own_state():
 
         def set_extra_state(self, state):
             self.extra = state["extra"]
-
-        def _save_to_state_dict(self, destination, prefix, keep_vars):
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            destination[prefix + "transposed"] = destination.pop(prefix + "weight").t().contiguous()
-
-        def _load_from_state_dict(self, state_dict, prefix, *args):
-            state_dict[prefix + "weight"] = state_dict.pop(prefix + "transposed").t()
-            super()._load_from_state_dict(state_dict, prefix, *args)
 
     torch.manual_seed(1)
     plain = nn.Sequential(Own(4, 5))
