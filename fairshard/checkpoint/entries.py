@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from fairshard.checkpoint import rng
 from fairshard.checkpoint.reader import first_line, load_object
 from fairshard.nn.data_parallel.optim_params import OptimParams
-from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState
 from fairshard.nn.data_parallel.state_dict_config import StateDictType
 from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.utils.span_tensor import SpanTensor
@@ -78,7 +77,7 @@ def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
     return {name: _checksum(value) for name, value in _replicated(entries).items()}
 
 
-def add_own_values(entries: dict[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
+def add_own_values(entries: Mapping[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
     """Note values that no rank shards and that differ from those of rank 0, by the `replicated_sums` of all ranks.
 
     ``model`` has rank 0's; on the same number of ranks each goes on with its own.
@@ -101,11 +100,6 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
         key: value.detach() if isinstance(value, Tensor) else _plain(f"model.{key}", value)
         for key, value in state.items()
     }
-
-
-def optimizer_entries(params: OptimParams, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict, tensors as they are. **Collective.**"""
-    return GatheredOptimState(params, optimizer).sharded(False, copies=False)
 
 
 def aliases_of(params: OptimParams) -> dict[str, str]:

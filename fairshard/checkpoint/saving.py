@@ -26,7 +26,6 @@ from fairshard.checkpoint.entries import (
     live_storages,
     model_entries,
     object_entries,
-    optimizer_entries,
     replicated_sums,
 )
 from fairshard.checkpoint.manifest import FileEntry, Manifest
@@ -35,7 +34,8 @@ from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.errors import CheckpointError
 from fairshard.nn.data_parallel.optim_params import OptimParams
-from fairshard.utils.collectives import gather_objects
+from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState, problem_among
+from fairshard.utils.collectives import Communicator, gather_objects
 
 
 @dataclass
@@ -45,6 +45,29 @@ class Draft:
     snapshot: Snapshot
     step: int | None
     aliases: dict[str, str]
+    optim: GatheredOptimState | None
+
+    def described_over(self, group: ProcessGroup | None) -> dict[str, str]:
+        """What optimizer state there is, if all of it is sharded over ``group``."""
+        comm = self._comm_over(group)
+        return {} if self.optim is None or comm is None else self.optim.described(comm)
+
+    def check_optim(self, group: ProcessGroup | None, described: list[dict[str, str]]) -> None:
+        """Compare what there is across ranks: by what they have ``described``, or group by group. **Collective.**
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        if self.optim is not None and self._comm_over(group) is None:
+            self.optim.check()
+        problem = problem_among(described)
+        if problem is not None:
+            raise problem
+
+    def _comm_over(self, group: ProcessGroup | None) -> Communicator | None:
+        """What all units communicate over, if it is all ranks of ``group``."""
+        comms = [] if self.optim is None or group is None else self.optim.params.comms
+        return comms[0] if len(comms) == 1 and group is not None and comms[0].world_size == group.size() else None
 
 
 def save(
@@ -85,33 +108,35 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
     """
     group = idle_group()
     params = OptimParams(training.model)
-    entries: dict[str, Any] = {}
-
-    def add_own() -> tuple[int | None, dict[str, int]]:
-        entries.update(object_entries(training, rank_in(group)), model=model_entries(training.model))
-        return step, replicated_sums(entries)
-
-    every = on_all_ranks(group, add_own)
-    steps = [own for own, _ in every]
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {steps}.")
-    add_own_values(entries, rank_in(group), [sums for _, sums in every])
-    if training.optimizer is not None:
-        entries["optim"] = optimizer_entries(params, training.optimizer)
-
-    def snapshot() -> Draft:
-        live = live_storages(params, training.optimizer) if buffers is not None else set()
-        return Draft(Snapshot(entries, buffers, live), step, aliases_of(params))
-
-    # A rank may lack the memory for its copy.
     drafts: list[Draft] = []
+
+    def draft() -> tuple[int | None, dict[str, int], dict[str, str]]:
+        drafts.append(_draft(training, params, rank_in(group), step, buffers))
+        return step, replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
+
     try:
-        on_all_ranks(group, lambda: drafts.append(snapshot()))
+        # One exchange tells whether each rank has what it needs, and the same: each costs training milliseconds.
+        steps, sums, described = zip(*on_all_ranks(group, draft), strict=True)
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
+        drafts[0].check_optim(group, list(described))
     except BaseException:
-        for draft in drafts:
-            draft.snapshot.close()
+        for own in drafts:
+            own.snapshot.close()
         raise
+    add_own_values(drafts[0].snapshot.entries, rank_in(group), list(sums))
     return drafts[0]
+
+
+def _draft(training: Training, params: OptimParams, rank: int, step: int | None, buffers: Buffers | None) -> Draft:
+    entries = object_entries(training, rank)
+    entries["model"] = model_entries(training.model)
+    optim = None
+    if training.optimizer is not None:
+        optim = GatheredOptimState(params, training.optimizer)
+        entries["optim"] = optim.sharded(False, copies=False)
+    live = live_storages(params, training.optimizer) if buffers is not None else set()
+    return Draft(Snapshot(entries, buffers, live), step, aliases_of(params), optim)
 
 
 def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callable[[], None] = lambda: None) -> None:

@@ -154,15 +154,26 @@ class Communicator:
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
         return Transfer((work,), (tensor,), tensor)
 
-    def gather_rows(self, row: Tensor) -> Tensor | None:
-        """``row`` of every rank as ``[world_size, *row.shape]`` on rank 0, None elsewhere. **Collective.**"""
-        line = row.new_empty(self.world_size, *row.shape) if self.rank == 0 else None
-        if self.world_size == 1:
-            return row.clone().unsqueeze(0)
-        if not row.numel():
-            return line
-        dist.gather(row.contiguous(), None if line is None else list(line), group=self.group, group_dst=0)
-        return line
+    def send_to_first(self, runs: list[Tensor]) -> None:
+        """Send ``runs`` to rank 0, which is in `receive_on_first` meanwhile."""
+        self._exchange([dist.P2POp(dist.isend, run, None, self.group, tag, 0) for tag, run in enumerate(runs)])
+
+    def receive_on_first(self, runs: list[Tensor], targets: list[list[Tensor]]) -> None:
+        """Fill ``targets``, by rank, with the runs that other ranks send and with this rank's own, and no more memory."""
+        for target, run in zip(targets[0], runs, strict=True):
+            target.copy_(run)
+        self._exchange(
+            [
+                dist.P2POp(dist.irecv, target, None, self.group, tag, rank)
+                for rank in range(1, self.world_size)
+                for tag, target in enumerate(targets[rank])
+            ]
+        )
+
+    @staticmethod
+    def _exchange(operations: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
     def scatter_rows(self, row: Tensor, line: Tensor | None) -> None:
         """Fill ``row`` from that of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""

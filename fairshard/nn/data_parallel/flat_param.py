@@ -305,15 +305,8 @@ class FlatParam:
                 slot.leaf.grad = None
 
     @torch.no_grad()
-    def gather_line(self, values: Tensor, first_only: bool = False) -> Tensor | None:
-        """``values`` ``[S]`` of every rank as a line ``[W, S]`` in new memory on the compute device. **Collective.**
-
-        With ``first_only`` on rank 0 alone, and None elsewhere.
-        """
-        values = values.to(self.compute_device)
-        if first_only:
-            gathered: Tensor | None = self.comm.gather_rows(values)
-            return gathered
+    def gather_line(self, values: Tensor) -> Tensor:
+        """``values`` ``[S]`` of every rank as a line ``[W, S]`` in new memory on the compute device. **Collective.**"""
         line = self._empty_line(values.dtype)
         line[self.rank] = values
         if self.shard_numel:

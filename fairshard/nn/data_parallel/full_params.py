@@ -71,6 +71,32 @@ def spans_of(flat_param: FlatParam, values: Tensor | None = None) -> list[SpanTe
     return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
 
 
+def gather_params(flat_param: FlatParam, values: Tensor, first_only: bool, offload_to_cpu: bool) -> list[Tensor]:
+    """Whole parameters of ``values`` ``[S]`` of every rank, each in new memory. **Collective.**
+
+    With ``first_only`` on rank 0 alone, and nothing elsewhere.
+    """
+    device = torch.device("cpu") if offload_to_cpu else flat_param.compute_device
+    if not first_only:
+        return [part.to(device, copy=True) for part in flat_param.params_of(flat_param.gather_line(values))]
+    comm, layout = flat_param.comm, flat_param.layout
+    values = values.to(flat_param.compute_device).contiguous()
+    runs = [values[piece.target.start : piece.target.stop] for piece in layout.pieces_of(comm.rank)]
+    if comm.rank != 0:
+        comm.send_to_first(runs)
+        return []
+    params = [values.new_empty(slot.shape) for slot in flat_param.slots]
+    lines = [param.view(-1) for param in params]
+    comm.receive_on_first(
+        runs,
+        [
+            [lines[piece.index][piece.source.start : piece.source.stop] for piece in layout.pieces_of(rank)]
+            for rank in range(comm.world_size)
+        ],
+    )
+    return [param.to(device) for param in params]
+
+
 def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
     """``value`` as what a module registers."""
     return nn.Parameter(value, requires_grad=flat_param.requires_grad)
@@ -124,14 +150,7 @@ class _Whole:
                     self._write_back(has_grads)
 
     def _gather(self, values: Tensor) -> list[Tensor]:
-        """Every parameter, in memory of its own; nothing where rank 0 alone has them."""
-        line = self._flat_param.gather_line(values, self._how.from_first)
-        if line is None:
-            return []
-        parts = self._flat_param.params_of(line)
-        if self._how.offload_to_cpu and line.device.type != "cpu":
-            return [part.cpu() for part in parts]
-        return [part.clone() for part in parts]
+        return gather_params(self._flat_param, values, self._how.from_first, self._how.offload_to_cpu)
 
     def _write_back(self, had_grads: bool) -> None:
         flat_param = self._flat_param

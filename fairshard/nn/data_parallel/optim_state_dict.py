@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fairshard.nn.data_parallel.agreement import raise_together
-from fairshard.nn.data_parallel.full_params import spans_of
+from fairshard.nn.data_parallel.full_params import gather_params, spans_of
 from fairshard.nn.data_parallel.optim_params import NamedParam, OptimParams
 from fairshard.utils.collectives import Communicator
 
@@ -21,13 +21,9 @@ States = dict[nn.Parameter, dict[str, Any]]
 
 
 class GatheredOptimState:
-    """The state of ``optim``, which steps ``params``, under original names. **Collective** to make.
+    """The state of ``optim``, which steps ``params``, under original names.
 
-    ``saved`` is what its ``state_dict()`` returned, asked for if None.
-
-    Raises:
-        ValueError: on all ranks, if the state of a shard has neither the shard's shape nor is one value, or if a rank
-            lacks state that rank 0 has.
+    ``saved`` is what its ``state_dict()`` returned, asked for if None. What ranks hold is compared by `check`.
     """
 
     def __init__(self, params: OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
@@ -48,7 +44,28 @@ class GatheredOptimState:
                 f"Optimizer state {list(self._others)} is of no parameter of the model: it is copied as it is.",
                 stacklevel=4,
             )
-        self._check()
+
+    def check(self) -> GatheredOptimState:
+        """Compare across ranks what there is to gather; returns itself. **Collective.**
+
+        Raises:
+            ValueError: on all ranks, if the state of a shard has neither the shard's shape nor is one value, or if a
+                rank lacks state that rank 0 has.
+        """
+        comms = self.params.comms
+        problems = [problem_among(comm.gather_objects(self.described(comm))) for comm in comms]
+        raise_together(comms if len(comms) > 1 else [], next((error for error in problems if error), None))
+        return self
+
+    def described(self, comm: Communicator) -> dict[str, str]:
+        """What must be equal on all ranks of one group, of the state that is sharded over it: `problem_among`."""
+        described: dict[str, str] = {}
+        for named in self.params:
+            if named.flat_param is not None and named.flat_param.comm is comm:
+                for name, value in self._states.get(named.param, {}).items():
+                    key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
+                    described[key] = _describe(value, named.param)
+        return described
 
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
         """Whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
@@ -82,11 +99,7 @@ class GatheredOptimState:
         flat_param = named.flat_param
         if flat_param is None or not _is_run(value):
             return [_copied(value, offload_to_cpu) for _ in named.names]
-        line = flat_param.gather_line(value, rank0_only)
-        if line is None:
-            return []
-        device = torch.device("cpu") if offload_to_cpu else line.device
-        return [part.to(device, copy=True) for part in flat_param.params_of(line)]
+        return gather_params(flat_param, value, rank0_only, offload_to_cpu)
 
     def _with_groups(self, state: dict[str, Any]) -> dict[str, Any]:
         names = self.params.in_order(state)
@@ -119,37 +132,25 @@ class GatheredOptimState:
             )
         return {param: names[param] for param in params}
 
-    def _check(self) -> None:
-        """Compare across ranks what there is to gather."""
-        comms = self.params.comms
-        problems = [self._problem_in(comm) for comm in comms]
-        raise_together(comms if len(comms) > 1 else [], next((error for error in problems if error), None))
 
-    def _problem_in(self, comm: Communicator) -> ValueError | None:
-        """What is wrong with the state that is sharded over one group, the same on all its ranks. **Collective.**"""
-        described: dict[str, str] = {}
-        for named in self.params:
-            if named.flat_param is not None and named.flat_param.comm is comm:
-                for name, value in self._states.get(named.param, {}).items():
-                    key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
-                    described[key] = _describe(value, named.param)
-        every = comm.gather_objects(described)
-        for rank, own in enumerate(every):
-            for key, kind in own.items():
-                if kind.startswith("!"):
-                    return ValueError(
-                        f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
-                        f"{kind[1:]}. State in blocks (8-bit optimizers) or in lists cannot be named by parameter: "
-                        "keep it with a local state dict."
-                    )
-            for key in [*every[0], *own]:
-                if own.get(key) != every[0].get(key):
-                    return ValueError(
-                        f"All ranks must have the same optimizer state, but {key} is "
-                        f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
-                        "Step the optimizer on every rank, and for the same parameters."
-                    )
-        return None
+def problem_among(every: list[dict[str, str]]) -> ValueError | None:
+    """What is wrong with optimizer state, as each rank of a group has `described` it."""
+    for rank, own in enumerate(every):
+        for key, kind in own.items():
+            if kind.startswith("!"):
+                return ValueError(
+                    f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
+                    f"{kind[1:]}. State in blocks (8-bit optimizers) or in lists cannot be named by parameter: "
+                    "keep it with a local state dict."
+                )
+        for key in [*every[0], *own]:
+            if own.get(key) != every[0].get(key):
+                return ValueError(
+                    f"All ranks must have the same optimizer state, but {key} is "
+                    f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
+                    "Step the optimizer on every rank, and for the same parameters."
+                )
+    return None
 
 
 def _is_run(value: Any) -> bool:

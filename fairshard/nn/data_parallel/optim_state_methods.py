@@ -56,7 +56,7 @@ class OptimStateMethods(UnitAttributes):
                 Tensor, lambda t: t.to("cpu" if config.offload_to_cpu else t.device, copy=True), saved
             )
             return {**copied, LAYOUT_KEY: layout_bytes(model)}
-        gathered = GatheredOptimState(OptimParams(model), optim, optim_state_dict)
+        gathered = GatheredOptimState(OptimParams(model), optim, optim_state_dict).check()
         if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
             return gathered.sharded(config.offload_to_cpu)
         return gathered.full(_from_first(config), config.offload_to_cpu)
@@ -106,7 +106,7 @@ class OptimStateMethods(UnitAttributes):
         """Whole state in host memory; with ``rank0_only`` an empty dict on the other ranks."""
         _check_group(model, group)
         _look_at_input(model, optim_input)
-        return GatheredOptimState(OptimParams(model), optim).full(rank0_only, offload_to_cpu=True)
+        return GatheredOptimState(OptimParams(model), optim).check().full(rank0_only, offload_to_cpu=True)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -143,7 +143,7 @@ class OptimStateMethods(UnitAttributes):
             group, optim_input = None, group
         _check_group(model, group)
         _look_at_input(model, optim_input)
-        return GatheredOptimState(OptimParams(model), optim).sharded(offload_to_cpu=True)
+        return GatheredOptimState(OptimParams(model), optim).check().sharded(offload_to_cpu=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -182,7 +182,8 @@ class OptimStateMethods(UnitAttributes):
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """Whole state on ``recipient_rank``, or on all ranks if None, as the unwrapped model's optimizer loads it."""
-        whole = GatheredOptimState(OptimParams(self), optim).full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
+        gathered = GatheredOptimState(OptimParams(self), optim).check()
+        whole = gathered.full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
         if recipient_rank is not None and self.rank != recipient_rank:
             return None
         numbers = {name: n for n, name in enumerate(n for group in whole["param_groups"] for n in group["params"])}
