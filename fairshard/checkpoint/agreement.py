@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fairshard.checkpoint.reader import first_line
 from fairshard.errors import CheckpointError
-from fairshard.utils.collectives import gather_objects, host_group
+from fairshard.utils.messages import gather_objects, host_group
 
 T = TypeVar("T")
 

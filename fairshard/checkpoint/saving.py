@@ -35,7 +35,8 @@ from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.errors import CheckpointError
 from fairshard.nn.data_parallel.optim_params import OptimParams
 from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState, problem_among
-from fairshard.utils.collectives import Communicator, gather_objects
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.messages import gather_objects
 
 
 @dataclass

@@ -43,8 +43,8 @@ from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.nn.data_parallel.summary import UnitRow, unit_table
-from fairshard.utils.collectives import gather_objects, gather_scalars, host_group
 from fairshard.utils.device import peak_memory, set_device, visible_cpus
+from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 
 _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTICE_S = 0.5

@@ -23,8 +23,9 @@ from fairshard.cli.text import Bytes, Text, even_starts, windows
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.nn.data_parallel.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.collectives import counters, gather_scalars, reset_counters
+from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.device import memory_allocated
+from fairshard.utils.messages import gather_scalars
 
 VALIDATION_WINDOWS = 512
 _FINAL_LR = 0.1

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fairshard.optim.cpu_optimizer import CPUOptimizer
-from fairshard.utils.collectives import communicator, default_group
+from fairshard.utils.collectives import communicator
 from fairshard.utils.device import default_device_type
+from fairshard.utils.messages import default_group
 
 
 class ShardedGradScaler(GradScaler):

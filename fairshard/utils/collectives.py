@@ -1,4 +1,6 @@
-"""Every collective of fairshard, chosen by backend and world size. The only file that calls torch.distributed's.
+"""The collectives of training, chosen by backend and world size; what else ranks exchange is in ``messages.py``.
+
+The two are the only files that call torch.distributed's.
 
 ======================  =========================================  =======================================
 backend, ranks          all-gather                                 reduce-scatter (always a *sum*)
@@ -15,7 +17,6 @@ process group of its own. Local sums add in rank order, in fp32 for narrower dty
 who waits for whom.
 """
 
-import datetime
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from fairshard.errors import FairshardError
+from fairshard.utils.messages import GroupMessages, backend_name
 
 # Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
 # 2.13; the old names can go with support for torch < 2.13.
@@ -86,16 +87,14 @@ class Transfer:
         return all(work.is_completed() for work in self._works)
 
 
-class Communicator:
+class Communicator(GroupMessages):
     """One process group as the engine uses it: this rank's place in it, its collectives, their counts.
 
     Made once per group by `communicator`, **collectively**: with gloo it sets up the group for direct exchange.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # the registry is keyed by it: a strong reference would keep both for ever
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        super().__init__(group)
         self.counts: dict[str, list[int]] = {}
         self.is_real = backend_name(group, torch.device("cpu")) != "fake"
         self._next_id = 0
@@ -105,14 +104,6 @@ class Communicator:
             self.exchange = dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
             )
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The process group; whoever uses a communicator keeps its group alive."""
-        group = self._group()
-        if group is None:
-            raise FairshardError("The process group of a model was destroyed while the model was in use.")
-        return group
 
     def new_id(self) -> int:
         """A number for one flat param; the same on every rank that builds its models in the same order."""
@@ -153,47 +144,6 @@ class Communicator:
             return Transfer(result=tensor)
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
         return Transfer((work,), (tensor,), tensor)
-
-    def send_to_first(self, runs: list[Tensor]) -> None:
-        """Send ``runs`` to rank 0, which is in `receive_on_first` meanwhile."""
-        self._exchange([dist.P2POp(dist.isend, run, None, self.group, tag, 0) for tag, run in enumerate(runs)])
-
-    def receive_on_first(self, runs: list[Tensor], targets: list[list[Tensor]]) -> None:
-        """Fill ``targets``, by rank, with the runs that other ranks send and with this rank's own, and no more memory."""
-        for target, run in zip(targets[0], runs, strict=True):
-            target.copy_(run)
-        self._exchange(
-            [
-                dist.P2POp(dist.irecv, target, None, self.group, tag, rank)
-                for rank in range(1, self.world_size)
-                for tag, target in enumerate(targets[rank])
-            ]
-        )
-
-    @staticmethod
-    def _exchange(operations: list[dist.P2POp]) -> None:
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-
-    def scatter_rows(self, row: Tensor, line: Tensor | None) -> None:
-        """Fill ``row`` from that of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""
-        if self.world_size == 1:
-            assert line is not None
-            row.copy_(line[0])
-        elif row.numel():
-            dist.scatter(row, None if line is None else list(line), group=self.group, group_src=0)
-
-    def broadcast_object(self, value: Any) -> Any:
-        """``value`` of rank 0, pickled. **Collective.**"""
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """``value`` of every rank, pickled. **Collective**; for messages about errors, never on the fast path."""
-        return gather_objects(value, self.group)
 
     def agree(self, number: int, device: torch.device) -> bool:
         """Whether every rank passed the same 63-bit ``number``. **Collective.**"""
@@ -289,63 +239,6 @@ def communicator(group: ProcessGroup) -> Communicator:
     return found
 
 
-_host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
-
-
-def host_group() -> ProcessGroup | None:
-    """A gloo group of all ranks for work beside training: its collectives meet no other. **Collective** at first.
-
-    None where torch.distributed is not initialised: there is one process then. It is connected within the timeout of
-    the default group, for a rank may be gone already; after that ranks wait for each other as long as gloo does by
-    default, for one may have much more to write than another.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    world = default_group()
-    found = _host_groups.get(world)
-    if found is None:
-        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=_timeout_of(world))
-        _set_pg_timeout(default_pg_timeout, found)
-    return found
-
-
-def _timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
-    """How long an operation may take; None where the backend does not say."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """``value`` of every rank of ``group``, pickled; of this process alone if None. **Collective.**"""
-    if group is None:
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def default_group() -> ProcessGroup:
-    """The default process group.
-
-    Raises:
-        ValueError: there is none yet.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "torch.distributed must be initialised before a module is wrapped, but there is no default process "
-            "group. Call torch.distributed.init_process_group(...) first (torchrun sets what it needs)."
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
-    """Name of the backend that ``group`` uses for tensors of ``device``; None where it has none."""
-    config = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
-    return config.get(device.type)
-
-
 def counters() -> dict[str, tuple[int, int]]:
     """Collectives of this process since the last `reset_counters`: ``{kind: (number, bytes)}``.
 
@@ -364,17 +257,6 @@ def reset_counters() -> None:
     """Start `counters` again from zero."""
     for comm in _communicators.values():
         comm.counts.clear()
-
-
-def gather_scalars(
-    values: Sequence[float], group: ProcessGroup | None = None, device: torch.device | None = None
-) -> list[list[float]]:
-    """``values`` of every rank, by rank, in fp64. **Collective**; not counted, meant for logs."""
-    group = group or default_group()
-    own = torch.tensor(list(values), dtype=torch.float64, device=device)
-    every = own.new_empty(dist.get_world_size(group) * own.numel())
-    getattr(group, _GATHER)(every, own).wait()
-    return every.view(-1, max(own.numel(), 1)).tolist()
 
 
 def _wait_all(works: Sequence[Any]) -> None:

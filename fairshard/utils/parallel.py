@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import backend_name
+from fairshard.utils.messages import backend_name
 
 
 def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:

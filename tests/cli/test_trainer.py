@@ -15,7 +15,7 @@ from fairshard.cli.text import Text, even_starts, windows
 from fairshard.cli.train import build_model
 from fairshard.cli.trainer import VALIDATION_WINDOWS, Batches, Trainer, TrainingStopped, learning_rate
 from fairshard.optim import ShardedGradScaler
-from fairshard.utils.collectives import gather_scalars
+from fairshard.utils.messages import gather_scalars
 from tests.on_ranks import on_ranks
 
 CPU = torch.device("cpu")

@@ -7,16 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import FairshardError
-from fairshard.utils.collectives import (
-    Transfer,
-    backend_name,
-    communicator,
-    counters,
-    default_group,
-    exchange_tag,
-    gather_scalars,
-    reset_counters,
-)
+from fairshard.utils.collectives import Transfer, communicator, counters, exchange_tag, reset_counters
+from fairshard.utils.messages import backend_name, default_group, gather_scalars
 from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks
 

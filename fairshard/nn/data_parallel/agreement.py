@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import fields
 from itertools import zip_longest
 
 import torch
@@ -55,12 +56,8 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
 def _describe(unit: Unit) -> list[str]:
     config = unit.config
     place = f"unit `{unit.fqn or 'root'}`"
-    lines = [
-        f"{place} with mixed_precision={config.mixed_precision}, compute_dtype={config.compute_dtype}, "
-        f"fp32_reduce_scatter={config.fp32_reduce_scatter}, flatten_parameters={config.flatten_parameters}, "
-        f"bucket_cap_mb={config.bucket_cap_mb}, cpu_offload={config.cpu_offload}, "
-        f"move_grads_to_cpu={config.move_grads_to_cpu}"
-    ]
+    settings = ", ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+    lines = [f"{place} with {settings}"]
     lines += [
         f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "
         f"{'trainable' if flat_param.requires_grad else 'frozen'}"

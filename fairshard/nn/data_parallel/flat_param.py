@@ -95,7 +95,7 @@ class FlatParam:
         self.comm = comm
         self.tag_id = comm.new_id()
         self.compute_dtype = self.compute_dtype_under(config)
-        self.reduce_dtype = torch.float32 if config.fp32_reduce_scatter else self.compute_dtype
+        self.reduce_dtype = config.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own

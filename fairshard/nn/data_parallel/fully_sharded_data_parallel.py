@@ -17,6 +17,7 @@ from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.full_params import Showing, show
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
+from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.root import Root, claim
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.sharding import shard_parameters
@@ -24,7 +25,7 @@ from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.collectives import default_group
+from fairshard.utils.messages import default_group
 from fairshard.utils.parallel import validate_process_group
 
 
@@ -72,14 +73,22 @@ class FullyShardedDataParallel(StateMethods, OptimStateMethods):
         self,
         module: nn.Module,
         process_group: ProcessGroup | None = None,
-        reshard_after_forward: bool = True,
-        mixed_precision: bool = False,
+        reshard_after_forward: bool | int = True,
+        mixed_precision: bool | MixedPrecision | None = False,
         fp32_reduce_scatter: bool = False,
         flatten_parameters: bool = True,
-        cpu_offload: bool = False,
+        cpu_offload: bool | CPUOffload | None = False,
         compute_dtype: torch.dtype | None = None,
         move_grads_to_cpu: bool | None = None,
         bucket_cap_mb: float = 25,
+        *,
+        sharding_strategy: ShardingStrategy | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        force_input_to_fp32: bool = False,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool = True,
+        gradient_predivide_factor: float | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -93,6 +102,13 @@ class FullyShardedDataParallel(StateMethods, OptimStateMethods):
             compute_dtype=compute_dtype,
             move_grads_to_cpu=move_grads_to_cpu,
             bucket_cap_mb=bucket_cap_mb,
+            sharding_strategy=sharding_strategy,
+            buffer_dtype=buffer_dtype,
+            force_input_to_fp32=force_input_to_fp32,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            gradient_predivide_factor=gradient_predivide_factor,
         )
         group = default_group() if process_group is None else process_group
         first = next(module.parameters(), None)

@@ -10,8 +10,9 @@ import torch
 from fairshard.errors import HostMemoryError
 from fairshard.nn.data_parallel.config import GradHome
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.collectives import Communicator, backend_name
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import current_device, default_device_type
+from fairshard.utils.messages import backend_name
 from fairshard.utils.pinned import too_much_to_pin
 
 _log = logging.getLogger("fairshard")

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import default_group
+from fairshard.utils.messages import default_group
 
 MISSING = "MISSING"
 

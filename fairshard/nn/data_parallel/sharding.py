@@ -36,7 +36,7 @@ def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_siz
         by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
         for slot in slots:
             leaf = slot.leaf
-            keeps_dtype = config.mixed_precision and slot.keeps_dtype
+            keeps_dtype = config.precision.param_dtype is not None and slot.keeps_dtype
             by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
         groups = list(by_kind.values())
     else:

@@ -96,8 +96,9 @@ class Unit:
 
         for flat_param in self.flat_params:
             flat_param.materialize(comm, self.config, root.transfers, tell)
-        if self.config.mixed_precision and self.config.compute_dtype is not None:
-            self.buffers = ComputeBuffers(modules, self.config.compute_dtype)
+        self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
+        if self.config.precision.buffer_dtype is not None:
+            self.buffers = ComputeBuffers(modules, self.config.precision.buffer_dtype)
 
     # ---- forward
 
@@ -120,8 +121,8 @@ class Unit:
                 call = Call(self)
                 if self._hooks_inputs:
                     apply_to_tensors(call.watch_input, (args, kwargs))
-            if self.config.mixed_precision and self.config.compute_dtype is not None:
-                args, kwargs = cast_inputs_to_fp16(*args, dtype=self.config.compute_dtype, **kwargs)
+            if self._input_dtype is not None:
+                args, kwargs = cast_inputs_to_fp16(*args, dtype=self._input_dtype, **kwargs)
             return args, kwargs, call
         except BaseException:
             self.abort_forward()

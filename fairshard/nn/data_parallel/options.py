@@ -1,0 +1,107 @@
+"""What users say with an object instead of a flag: how to shard, when to gather ahead, in which precision.
+
+PyTorch's classes of the same names (``torch.distributed.fsdp``) are accepted wherever these are.
+
+Source: PyTorch's FSDP, whose names and defaults these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class ShardingStrategy(Enum):
+    """What is cut among which ranks, and for how long.
+
+    =====================  =======================================  ==================================
+    name                   cut among the ranks                      whole parameters are freed
+    =====================  =======================================  ==================================
+    FULL_SHARD             parameters, gradients, optimizer state   after forward and after backward
+    SHARD_GRAD_OP          the same                                 after backward, but not in no_sync
+    NO_SHARD               nothing; gradients are averaged          never, as with DDP
+    HYBRID_SHARD           as FULL_SHARD in a group of ranks,       as FULL_SHARD
+                           of which there are several replicas
+    _HYBRID_SHARD_ZERO2    as HYBRID_SHARD                          as SHARD_GRAD_OP
+    =====================  =======================================  ==================================
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether groups of ranks hold replicas."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether parameters are freed between forward and backward."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+class BackwardPrefetch(Enum):
+    """When the backward starts to gather the next unit: before or after the current one computes its gradients."""
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """``offload_params``: shards, gradients and optimizer state are kept in host memory."""
+
+    offload_params: bool = False
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtype what is done; shards and optimizer state keep the dtype that the module was wrapped in.
+
+    Attributes:
+        param_dtype: parameters are gathered and compute in it; their own dtype if None.
+        reduce_dtype: gradients travel in it; ``param_dtype`` if None.
+        buffer_dtype: floating buffers are seen in it by forward and backward; as they are if None.
+        keep_low_precision_grads: gradients of shards keep the dtype they were reduced in, for an optimizer that can
+            use them.
+        cast_forward_inputs: floating inputs of this unit's forward are cast to ``param_dtype``.
+        cast_root_forward_inputs: those of the outermost unit are, whatever ``cast_forward_inputs`` says.
+        _module_classes_to_ignore: modules that ``auto_wrap_policy`` wraps on their own without mixed precision.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"`{name}` must be a floating dtype or None, but is {dtype!r}. Pass torch.bfloat16.")
+
+
+Option = TypeVar("Option", ShardingStrategy, BackwardPrefetch, CPUOffload, MixedPrecision)
+
+
+def adopt(value: Any, cls: type[Option]) -> Any:
+    """``value`` as ``cls`` if it is PyTorch's class of that name, else as it is."""
+    theirs = type(value)
+    if theirs.__name__ != cls.__name__ or not theirs.__module__.startswith("torch.distributed."):
+        return value
+    if issubclass(cls, Enum):
+        return cls[value.name]
+    names = {field.name for field in fields(cls)}
+    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)})

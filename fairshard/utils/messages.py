@@ -1,0 +1,140 @@
+"""Process groups, and what their ranks tell each other beside training: objects, numbers, rows for rank 0."""
+
+import datetime
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
+
+from fairshard.errors import FairshardError
+
+
+class GroupMessages:
+    """One process group: this rank's place in it, and messages between its ranks."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both for ever
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group; whoever uses a communicator keeps its group alive."""
+        group = self._group()
+        if group is None:
+            raise FairshardError("The process group of a model was destroyed while the model was in use.")
+        return group
+
+    def send_to_first(self, runs: list[Tensor]) -> None:
+        """Send ``runs`` to rank 0, which is in `receive_on_first` meanwhile."""
+        self._exchange([dist.P2POp(dist.isend, run, None, self.group, tag, 0) for tag, run in enumerate(runs)])
+
+    def receive_on_first(self, runs: list[Tensor], targets: list[list[Tensor]]) -> None:
+        """Fill ``targets``, by rank, with the runs that others send and with this rank's own; no other memory."""
+        for target, run in zip(targets[0], runs, strict=True):
+            target.copy_(run)
+        self._exchange(
+            [
+                dist.P2POp(dist.irecv, target, None, self.group, tag, rank)
+                for rank in range(1, self.world_size)
+                for tag, target in enumerate(targets[rank])
+            ]
+        )
+
+    @staticmethod
+    def _exchange(operations: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+    def scatter_rows(self, row: Tensor, line: Tensor | None) -> None:
+        """Fill ``row`` from that of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""
+        if self.world_size == 1:
+            assert line is not None
+            row.copy_(line[0])
+        elif row.numel():
+            dist.scatter(row, None if line is None else list(line), group=self.group, group_src=0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """``value`` of rank 0, pickled. **Collective.**"""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of every rank, pickled. **Collective**; for messages about errors, never on the fast path."""
+        return gather_objects(value, self.group)
+
+
+def default_group() -> ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ValueError: there is none yet.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "torch.distributed must be initialised before a module is wrapped, but there is no default process "
+            "group. Call torch.distributed.init_process_group(...) first (torchrun sets what it needs)."
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
+    """Name of the backend that ``group`` uses for tensors of ``device``; None where it has none."""
+    config = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
+    return config.get(device.type)
+
+
+_host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def host_group() -> ProcessGroup | None:
+    """A gloo group of all ranks for work beside training: its collectives meet no other. **Collective** at first.
+
+    None where torch.distributed is not initialised: there is one process then. It is connected within the timeout of
+    the default group, for a rank may be gone already; after that ranks wait for each other as long as gloo does by
+    default, for one may have much more to write than another.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = default_group()
+    found = _host_groups.get(world)
+    if found is None:
+        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=_timeout_of(world))
+        _set_pg_timeout(default_pg_timeout, found)
+    return found
+
+
+def _timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
+    """How long an operation may take; None where the backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """``value`` of every rank of ``group``, pickled; of this process alone if None. **Collective.**"""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_scalars(
+    values: Sequence[float], group: ProcessGroup | None = None, device: torch.device | None = None
+) -> list[list[float]]:
+    """``values`` of every rank, by rank, in fp64. **Collective**; not counted, meant for logs."""
+    group = group or default_group()
+    own = torch.tensor(list(values), dtype=torch.float64, device=device)
+    every = own.new_empty(dist.get_world_size(group) * own.numel())
+    dist.all_gather_into_tensor(every, own, group=group)
+    return every.view(-1, max(own.numel(), 1)).tolist()
