@@ -57,10 +57,12 @@ LAYERS = [
     [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.placement"],
     [f"{DATA_PARALLEL}.unit"],
     [f"{DATA_PARALLEL}.tree"],
+    [f"{DATA_PARALLEL}.groups"],
     [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.saved_group"],
     [
         f"{DATA_PARALLEL}.call",
         f"{DATA_PARALLEL}.shard_grad",
+        f"{DATA_PARALLEL}.kept_part",
         f"{DATA_PARALLEL}.param_slot",
         f"{DATA_PARALLEL}.buffers",
         f"{DATA_PARALLEL}.exec_order",

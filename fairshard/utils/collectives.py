@@ -20,6 +20,7 @@ who waits for whom.
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -87,6 +88,33 @@ class Transfer:
         return all(work.is_completed() for work in self._works)
 
 
+class Chain(Transfer):
+    """A transfer, and another one that begins with what the first has made."""
+
+    __slots__ = ("_first", "_next", "_start")
+
+    def __init__(self, first: Transfer, start: Callable[[Tensor], Transfer]) -> None:
+        super().__init__()
+        self._first = first
+        self._start = start
+        self._next: Transfer | None = None
+
+    def wait(self) -> Tensor | None:
+        """As `Transfer.wait`; on CPU the calling thread waits for the first before the second begins."""
+        return self._second().wait()
+
+    def is_completed(self) -> bool:
+        """As `Transfer.is_completed`; begins the second when the first has ended."""
+        return (self._next is not None or self._first.is_completed()) and self._second().is_completed()
+
+    def _second(self) -> Transfer:
+        if self._next is None:
+            made = self._first.wait()
+            assert made is not None
+            self._next = self._start(made)
+        return self._next
+
+
 class Communicator(GroupMessages):
     """One process group as the engine uses it: this rank's place in it, its collectives, their counts.
 
@@ -137,6 +165,33 @@ class Communicator(GroupMessages):
             works, rows = self._exchange_rows(self.exchange, bucket, tag)
         return Transfer(works, (bucket,), finish=lambda: _sum_in_order(rows))
 
+    def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
+        """The sum over ranks of ``tensor`` ``[width]``, in rank order, as `reduce_scatter` sums. **Collective.**
+
+        ``tensor`` belongs to the transfer until that is waited for; on backends that sum themselves it may hold the
+        result. ``tag`` as for `all_gather`.
+        """
+        self.count("all_reduce", tensor.nbytes)
+        if self.world_size == 1:
+            return Transfer(result=tensor)
+        if not self._sums_locally or not tensor.is_cpu:
+            return self._sum_native(tensor)
+        if self.exchange is not None:
+            works, rows = self._exchange_rows(self.exchange, tensor.expand(self.world_size, -1), tag)
+            return Transfer(works, (tensor,), finish=lambda: _sum_in_order(rows))
+        width = -(-tensor.numel() // self.world_size)
+        sent = tensor.new_zeros(self.world_size, width)
+        sent.view(-1)[: tensor.numel()] = tensor
+        received = torch.empty_like(sent)
+        works = [dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True)]
+
+        def gather(part: Tensor) -> Transfer:
+            line = part.new_empty(self.world_size * width)
+            work = getattr(self.group, _GATHER)(line, part)
+            return Transfer((work,), (part, line), line[: tensor.numel()])
+
+        return Chain(Transfer(works, (sent,), finish=lambda: _sum_in_order(list(received))), gather)
+
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
         """Combine ``tensor`` over all ranks, in place. **Collective.**"""
         self.count("all_reduce", tensor.nbytes)
@@ -154,12 +209,25 @@ class Communicator(GroupMessages):
         assert largest is not None
         return largest[0].item() == number and -largest[1].item() == number
 
-    def _scatter_native(self, bucket: Tensor) -> Transfer:
-        """The backend's own; fp16 travels divided by a power of two, which is exact, lest its sum overflow."""
-        reduced = bucket.new_empty(bucket.size(1))
-        power = 2.0 ** math.ceil(math.log2(self.world_size)) if bucket.dtype == torch.float16 else 1.0
+    def _sum_native(self, tensor: Tensor) -> Transfer:
+        """As `_scatter_native`."""
+        power = self._divide_fp16(tensor)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
         if power > 1:
-            bucket.div_(power)
+            return Transfer((work,), (tensor,), finish=lambda: tensor.float().mul_(power))
+        return Transfer((work,), (tensor,), tensor)
+
+    def _divide_fp16(self, tensor: Tensor) -> float:
+        """Divide what is fp16 by a power of two, which is exact, lest its sum overflow; returns that."""
+        power = 2.0 ** math.ceil(math.log2(self.world_size)) if tensor.dtype == torch.float16 else 1.0
+        if power > 1:
+            tensor.div_(power)
+        return power
+
+    def _scatter_native(self, bucket: Tensor) -> Transfer:
+        """The backend's own; fp16 travels divided."""
+        reduced = bucket.new_empty(bucket.size(1))
+        power = self._divide_fp16(bucket)
         work = getattr(self.group, _SCATTER)(reduced, bucket.view(-1))
         if power > 1:
             return Transfer((work,), (bucket, reduced), finish=lambda: reduced.float().mul_(power))
@@ -188,6 +256,24 @@ class Communicator(GroupMessages):
             count = self.counts.setdefault(kind, [0, 0])
             count[0] += 1
             count[1] += nbytes
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The groups that a sharded tensor travels in.
+
+    ``shard``: it is cut among these ranks. ``reduce``: the same ranks, for gradients. ``replicas``: the ranks that
+    hold the same piece of it, if there are any others.
+    """
+
+    shard: Communicator
+    reduce: Communicator
+    replicas: Communicator | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Over how many ranks a gradient is averaged."""
+        return self.shard.world_size * (1 if self.replicas is None else self.replicas.world_size)
 
 
 class RowGather:

@@ -72,6 +72,24 @@ class GroupMessages:
         return gather_objects(value, self.group)
 
 
+_groups_of_one: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def group_of_one() -> ProcessGroup:
+    """The group of this rank alone."""
+    world = default_group()
+    found = _groups_of_one.get(world)
+    if found is None:
+        found = _groups_of_one[world] = subgroup([dist.get_rank(world)])
+    return found
+
+
+def subgroup(ranks: list[int]) -> ProcessGroup:
+    """A new group of ``ranks``, counted as in the default group. **Collective** over them."""
+    group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
+
+
 def default_group() -> ProcessGroup:
     """The default process group.
 

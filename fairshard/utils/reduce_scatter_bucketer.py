@@ -14,13 +14,15 @@ A plan is a hint: a gradient that was not planned, or comes twice, gets a bucket
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import Communicator, Transfer, communicator, exchange_tag
+from fairshard.utils.chunk_bucket import ChunkBucket
+from fairshard.utils.collectives import Chain, Communicators, Transfer, communicator, exchange_tag
 from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.storage import alloc_storage_, free_storage_
 
@@ -28,14 +30,30 @@ _MAX_IN_FLIGHT = 2
 _MB = 1024 * 1024
 
 
+Hook = Callable[[Tensor, Tensor], object]
+"""``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``, whole."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """By what gradients are divided ``before`` they are summed over ranks and ``after``."""
+
+    before: float
+    after: float
+
+
 class GradSource(Protocol):
     """One flat gradient as the bucketer sees it; the engine's flat params are such."""
 
-    comm: Communicator
+    comms: Communicators
     reduce_dtype: torch.dtype
     compute_device: torch.device
     shard_numel: int
-    tag_id: int
+    reduce_id: int
+    """Names the source in the group that reduces; ``replica_id`` in that of the replicas."""
+    replica_id: int
+    division: Division
+    hook: Hook | None
 
     def bucket_views(self, columns: Tensor) -> list[Tensor]:
         """The parts of ``columns`` ``[world_size, shard_numel]`` that gradients are copied to."""
@@ -52,16 +70,16 @@ class Bucket:
 
     def __init__(self, sources: Sequence[GradSource]) -> None:
         first = sources[0]
-        self.comm = first.comm
+        self.comms = first.comms
         self.sources = tuple(sources)
         self._missing = set(range(len(sources)))
         width = sum(source.shard_numel for source in sources)
         self.data = torch.empty(
-            first.comm.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
+            first.comms.shard.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
         )
         self._columns = self.data.split([source.shard_numel for source in sources], dim=1)
         self._views = [source.bucket_views(part) for source, part in zip(sources, self._columns, strict=True)]
-        self._members = hash(tuple(source.tag_id for source in sources)) & 0xFF
+        self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = 0
         self.nbytes = self.data.nbytes
         self.is_open = False
@@ -76,23 +94,39 @@ class Bucket:
         if not self.is_open:
             alloc_storage_(self.data)
             self.is_open = True
-        self.sources[index].write_grads(self._views[index], self._columns[index])
+        source = self.sources[index]
+        source.write_grads(self._views[index], self._columns[index])
+        if source.division.before != 1:
+            self._columns[index].div_(source.division.before)
         self._missing.discard(index)
         return not self._missing
 
     def launch(self) -> Transfer:
-        """Start the reduce-scatter; columns that nobody wrote count as zero."""
+        """Start the sum over ranks, and over replicas where there are any; columns that nobody wrote count as zero."""
         for index in self._missing:
             self._columns[index].zero_()
         self._uses += 1
-        tag = exchange_tag("reduce_scatter", self.sources[0].tag_id, self._uses, self._members)
-        return self.comm.reduce_scatter(self.data, tag)
+        first, replicas = self.sources[0], self.comms.replicas
+        scatter = self.comms.reduce.reduce_scatter(
+            self.data, exchange_tag("reduce_scatter", first.reduce_id, self._uses, self._members)
+        )
+        if replicas is None:
+            return scatter
+        tag = exchange_tag("reduce_scatter", first.replica_id, self._uses, self._members)
+        if self.comms.shard.world_size == 1:
+            return replicas.sum_over_ranks(self.data[0], tag)
+        return Chain(scatter, lambda reduced: replicas.sum_over_ranks(reduced, tag))
 
     def deliver(self, reduced: Tensor) -> None:
-        """Divide ``reduced`` ``[width]``, a sum, by the number of ranks; give every source that wrote its part."""
-        if self.comm.world_size > 1:
-            reduced.div_(self.comm.world_size)
+        """Divide ``reduced`` ``[width]``, a sum; give every source that wrote its part."""
+        factors = {source.division.after for source in self.sources}
+        if self.comms.num_ranks > 1 and reduced.untyped_storage().data_ptr() == self.data.untyped_storage().data_ptr():
+            reduced = reduced.clone()  # the bucket's memory serves again
+        if len(factors) == 1 and factors != {1.0}:
+            reduced.div_(factors.pop())
         parts = reduced.split([source.shard_numel for source in self.sources])
+        for source, part in zip(self.sources, parts, strict=True) if len(factors) > 1 else ():
+            part.div_(source.division.after)
         for index, source in enumerate(self.sources):
             if index not in self._missing:
                 source.accept_grad(parts[index])
@@ -114,7 +148,7 @@ class ReduceScatterBucketer:
     def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
         self.bucket_cap_mb = bucket_cap_mb
         self._stream = stream or Stream(torch.device("cpu"))
-        self._chunks: dict[tuple[ProcessGroup, torch.dtype, torch.device], _ChunkBucket] = {}
+        self._chunks: dict[tuple[ProcessGroup, torch.dtype, torch.device], ChunkBucket] = {}
         self._order: list[GradSource] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
@@ -151,7 +185,7 @@ class ReduceScatterBucketer:
             )
         cap = self.bucket_cap_mb * _MB
         if cap <= 0 or first.nbytes * world_size >= cap:
-            bucket = _ChunkBucket(group, first, first.numel())
+            bucket = ChunkBucket(group, first, first.numel())
             bucket.add(input_list, callback_fn)
             bucket.reduce()
             return
@@ -162,7 +196,7 @@ class ReduceScatterBucketer:
             waiting = None
         if waiting is None:
             capacity = int(cap / (first.element_size() * world_size))
-            waiting = self._chunks[key] = _ChunkBucket(group, first, capacity)
+            waiting = self._chunks[key] = ChunkBucket(group, first, capacity)
         waiting.add(input_list, callback_fn)
 
     def plan(self, order: Sequence[GradSource]) -> None:
@@ -171,9 +205,9 @@ class ReduceScatterBucketer:
             return
         self._order = list(order)
         self._place = {}
-        packed: dict[tuple[Communicator, torch.dtype, torch.device], list[GradSource]] = {}
+        packed: dict[tuple[Communicators, torch.dtype, torch.device], list[GradSource]] = {}
         for source in self._order:
-            key = (source.comm, source.reduce_dtype, source.compute_device)
+            key = (source.comms, source.reduce_dtype, source.compute_device)
             waiting = packed.setdefault(key, [])
             if waiting and self._nbytes([*waiting, source]) > self.bucket_cap_mb * _MB:
                 self._settle(waiting)
@@ -188,7 +222,10 @@ class ReduceScatterBucketer:
         Its sum is handed to ``source.accept_grad`` once the transfer has been waited for: when more than two are
         under way, or in `drain`.
         """
-        if source.comm.world_size == 1:
+        if source.hook is not None:
+            self._reduce_by_hook(source, source.hook)
+            return
+        if source.comms.num_ranks == 1:
             alone = Bucket([source])
             alone.write(0)
             alone.deliver(alone.data[0])
@@ -224,7 +261,21 @@ class ReduceScatterBucketer:
             bucket.close()
 
     def _nbytes(self, sources: Sequence[GradSource]) -> int:
-        return sum(source.shard_numel * source.comm.world_size * source.reduce_dtype.itemsize for source in sources)
+        return sum(
+            source.shard_numel * source.comms.shard.world_size * source.reduce_dtype.itemsize for source in sources
+        )
+
+    def _reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
+        """Let ``hook`` reduce, on the reduce stream; it does all averaging."""
+        bucket = Bucket([source])
+        bucket.write(0)
+        written = now(bucket.data.device)
+        with self._stream.use():
+            self._stream.wait(written)
+            reduced = bucket.data.new_empty(source.shard_numel)
+            hook(bucket.data.view(-1), reduced)
+            source.accept_grad(reduced)
+        self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def _is_crowded(self, bucket: Bucket) -> bool:
         """Whether memory for ``bucket`` must wait for that of one under way: two are, or more than two caps' worth."""
@@ -259,37 +310,3 @@ class ReduceScatterBucketer:
         reduced = transfer.wait()
         assert reduced is not None
         bucket.deliver(reduced)
-
-
-class _ChunkBucket:
-    """Chunks that came through the public interface, copied side by side."""
-
-    def __init__(self, group: ProcessGroup, like: Tensor, capacity: int) -> None:
-        self._comm = communicator(group)
-        self._data = like.new_empty(self._comm.world_size, capacity)
-        self._used = 0
-        self._callbacks: list[tuple[int, torch.Size, Callable[[Tensor], object] | None]] = []
-
-    @property
-    def room(self) -> int:
-        return self._data.size(1) - self._used
-
-    def add(self, chunks: Sequence[Tensor], callback: Callable[[Tensor], object] | None) -> None:
-        stop = self._used + chunks[0].numel()
-        torch._foreach_copy_(
-            [row[self._used : stop] for row in self._data.unbind()], [chunk.reshape(-1) for chunk in chunks]
-        )
-        self._callbacks.append((self._used, chunks[0].shape, callback))
-        self._used = stop
-
-    def reduce(self) -> None:
-        if not self._callbacks:
-            return
-        full = self._data if not self.room else self._data[:, : self._used].contiguous()
-        reduced = self._comm.reduce_scatter(full, exchange_tag("reduce_scatter", self._comm.new_id(), 0)).wait()
-        assert reduced is not None
-        reduced = reduced.to(self._data.dtype)
-        for start, shape, callback in self._callbacks:
-            if callback is not None:
-                callback(reduced[start : start + shape.numel()].view(shape))
-        self._callbacks.clear()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.collectives import Communicator, communicator, counters, reset_counters
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.collectives import Communicator, Communicators, communicator, counters, reset_counters
+from fairshard.utils.reduce_scatter_bucketer import Division, ReduceScatterBucketer
 from fairshard.utils.testing import delayed, rank_device
 from tests.on_ranks import on_ranks
 
@@ -21,9 +21,12 @@ class Source:
 
     def __init__(self, name, shard_numel, dtype=torch.float32):
         self.name, self.shard_numel, self.reduce_dtype = name, shard_numel, dtype
-        self.comm = communicator(dist.group.WORLD)
+        comm = communicator(dist.group.WORLD)
+        self.comms = Communicators(comm, comm)
         self.compute_device = rank_device()
-        self.tag_id = self.comm.new_id()
+        self.reduce_id = self.replica_id = comm.new_id()
+        self.division = Division(1.0, float(comm.world_size))
+        self.hook = None
         self.value = 0.0
         self.accepted = []
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
+from fairshard.utils.reduce_scatter_bucketer import Division
 
 
 class GradHome(Enum):
@@ -61,6 +62,11 @@ class UnitConfig:
     def reduce_dtype_of(self, compute_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters that compute in ``compute_dtype`` travel."""
         return self.precision.reduce_dtype or compute_dtype
+
+    def division_among(self, num_ranks: int) -> Division:
+        """By what gradients are divided so that they become means over ``num_ranks``."""
+        before = self.gradient_predivide_factor or 1.0
+        return Division(before, num_ranks / before)
 
     def input_dtype(self, is_root: bool) -> torch.dtype | None:
         """The dtype that floating inputs of a forward are cast to; None leaves them as they are."""

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.autograd_hooks import accumulate_node
 from fairshard.nn.data_parallel.config import GradHome, UnitConfig, check_param_dtype
+from fairshard.nn.data_parallel.kept_part import KeptPart
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
-from fairshard.utils.collectives import Communicator, RowGather, Transfer, exchange_tag
+from fairshard.utils.collectives import Communicators, RowGather, Transfer, exchange_tag
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
+from fairshard.utils.reduce_scatter_bucketer import Hook
 from fairshard.utils.storage import free_storage_
 
 
@@ -44,7 +46,9 @@ class FlatParam:
 
     def _forget_runtime(self) -> None:
         """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
+        self.comms: Any = None
         self.comm: Any = None
+        self.hook: Hook | None = None
         self.grad: Any = None
         self.nodes: list[Any] = []
         self.is_gathered = False
@@ -83,7 +87,7 @@ class FlatParam:
         """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
         return self.shard.dtype if self.slots[0].keeps_dtype else config.compute_dtype_of(self.shard.dtype)
 
-    def materialize(self, comm: Communicator, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
+    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
         """Make the buffer and the leaves, with the dtype and device that the shard has by now.
 
         ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not hold this object:
@@ -92,8 +96,12 @@ class FlatParam:
         check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
         self._check_leaves()
         self.requires_grad = self.shard.requires_grad
-        self.comm = comm
+        self.comms = comms
+        comm = self.comm = comms.shard
         self.tag_id = comm.new_id()
+        self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
+        self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
+        self.division = config.division_among(comms.num_ranks)
         self.compute_dtype = self.compute_dtype_under(config)
         self.reduce_dtype = config.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
@@ -165,10 +173,10 @@ class FlatParam:
                     "named_parameters()), or before wrapping."
                 )
 
-    def unshard(self) -> None:
+    def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering the whole line into the buffer; `wait_unshard` ends it. **Collective.**
 
-        When it is gathered already, its contents are refreshed in place.
+        When it is gathered already, its contents are refreshed in place. With a ``part``, from there.
         """
         self.is_gathered = True
         if self.computes_on_shard:
@@ -179,9 +187,11 @@ class FlatParam:
             return
         if not self._storage.size():
             self._storage.resize_(self._nbytes)
-        self._row.copy_(self._newest(), non_blocking=True)
+        if part is None:
+            self._row.copy_(self._newest(), non_blocking=True)
         self._uses += 1
-        self._transfer = self._gather.start(exchange_tag("all_gather", self.tag_id, self._uses))
+        gather = self._gather if part is None else part.write()
+        self._transfer = gather.start(exchange_tag("all_gather", self.tag_id, self._uses))
 
     def _newest(self) -> Tensor:
         """The shard as it is now, from the copy on the compute device where there is one."""

@@ -7,25 +7,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.errors import NotRootError, TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
 from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.full_params import Showing, show
+from fairshard.nn.data_parallel.groups import Groups, find_groups
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.root import Root, claim
-from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.sharding import shard_parameters
 from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.messages import default_group
 from fairshard.utils.parallel import validate_process_group
 
 
@@ -72,7 +71,7 @@ class FullyShardedDataParallel(StateMethods, OptimStateMethods):
     def __init__(
         self,
         module: nn.Module,
-        process_group: ProcessGroup | None = None,
+        process_group: Groups | None = None,
         reshard_after_forward: bool | int = True,
         mixed_precision: bool | MixedPrecision | None = False,
         fp32_reduce_scatter: bool = False,
@@ -82,6 +81,8 @@ class FullyShardedDataParallel(StateMethods, OptimStateMethods):
         move_grads_to_cpu: bool | None = None,
         bucket_cap_mb: float = 25,
         *,
+        device_mesh: DeviceMesh | None = None,
+        process_group_reduce_scatter: ProcessGroup | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         buffer_dtype: torch.dtype | None = None,
         force_input_to_fp32: bool = False,
@@ -110,12 +111,13 @@ class FullyShardedDataParallel(StateMethods, OptimStateMethods):
             limit_all_gathers=limit_all_gathers,
             gradient_predivide_factor=gradient_predivide_factor,
         )
-        group = default_group() if process_group is None else process_group
+        groups = find_groups(
+            self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
+        )
         first = next(module.parameters(), None)
-        validate_process_group(torch.device("cpu") if first is None else first.device, group)
-        saved = SavedGroup(group, dist.get_rank(group), dist.get_world_size(group))
-        flat_params = shard_parameters(module, self.config, saved.rank, saved.world_size)
-        unit = Unit(saved, flat_params, self.config)
+        validate_process_group(torch.device("cpu") if first is None else first.device, groups.main.resolve())
+        flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size)
+        unit = Unit(groups, flat_params, self.config)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
         self.module = module

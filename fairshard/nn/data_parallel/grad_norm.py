@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fairshard.errors import MixedGroupsError
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.tensors import norm_of
 
 
@@ -28,36 +29,46 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
     """
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be positive or math.inf, but is {norm_type}. Pass 2.0 for the usual norm.")
-    comm = units[0].comm
-    assert comm is not None
-    for unit in units:
-        if unit.comm is not comm:
-            raise MixedGroupsError(
-                "clip_grad_norm_ needs one process group for all units, but "
-                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or take the "
-                "norms group by group."
-            )
+    _check_groups(units)
     grads: list[Tensor] = []
-    filled: list[Tensor] = []
+    filled: dict[Communicator, list[Tensor]] = {}
     for unit in units:
+        assert unit.comm is not None
+        own = filled.setdefault(unit.comm, [])
         for flat_param in unit.flat_params:
             grad = flat_param.grad.value
             if grad is not None:
                 grads.append(grad)
-                filled.append(grad[: flat_param.layout.filled(comm.rank)])
+                own.append(grad[: flat_param.layout.filled(unit.comm.rank)])
     # From the shards, not the gradients: a rank without any must reduce in the same dtype as the others.
     is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
     dtype = torch.float64 if is_double else torch.float32
-    own = norm_of(filled, norm_type).to(units[0].device, dtype)
-    if math.isinf(norm_type):
-        comm.all_reduce(own, "max").wait()
-        total = own
-    else:
-        power = own**norm_type
-        comm.all_reduce(power, "sum").wait()
-        total = power ** (1.0 / norm_type)
+    total = torch.zeros((), dtype=dtype, device=units[0].device)
+    for comm, parts in filled.items():
+        norm = norm_of(parts, norm_type).to(total)
+        if math.isinf(norm_type):
+            comm.all_reduce(norm, "max").wait()
+            total = torch.maximum(total, norm)
+        else:
+            power = norm**norm_type
+            comm.all_reduce(power, "sum").wait()
+            total = total + power
+    if not math.isinf(norm_type):
+        total = total ** (1.0 / norm_type)
     if grads and exceeds(total, max_norm):
         factor = max_norm / (total + 1e-6)
         for device in dict.fromkeys(grad.device for grad in grads):
             torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return total
+
+
+def _check_groups(units: list[Unit]) -> None:
+    """Every gradient must be a mean over the same ranks: then all of them scale by one factor."""
+    first = units[0].groups.main.group
+    for unit in units:
+        if unit.groups.main.group is not first:
+            raise MixedGroupsError(
+                "clip_grad_norm_ needs one process group for all units, but "
+                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or take the "
+                "norms group by group."
+            )

@@ -13,12 +13,12 @@ from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
+from fairshard.nn.data_parallel.groups import check_pairs
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.collectives import communicator
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 
@@ -34,11 +34,15 @@ def claim(module: nn.Module) -> Root:
             unit.root.assert_idle("forward of an outer unit")
         unit.place(fqn)
     units = [unit for _, unit in found]
-    comms = {unit: communicator(unit.group.resolve()) for unit in units}
+    comms = {unit: unit.groups.communicators() for unit in units}
+    check_pairs(unit.groups for unit in units)
     device = compute_device(units)
-    for comm in dict.fromkeys(comms.values()):
-        check_agreement(comm, [unit for unit in units if comms[unit] is comm], device)
-    check_host_memory(comms[units[0]], units, device)
+    for own in dict.fromkeys(comms.values()):
+        for comm in (own.shard, own.replicas):
+            if comm is not None:
+                check_agreement(comm, [unit for unit in units if comms[unit] == own], device)
+    first = comms[units[0]]
+    check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     root = Root(units, device)
     for part in module.modules():
         wrapped = unit_of(part)
@@ -144,7 +148,10 @@ class Root:
                     for other in expected
                     if other.sync
                     for flat_param in other.flat_params
-                    if flat_param.requires_grad and flat_param.shard_numel and flat_param.comm.world_size > 1
+                    if flat_param.requires_grad
+                    and flat_param.shard_numel
+                    and flat_param.comms.num_ranks > 1
+                    and flat_param.hook is None
                 ]
             )
         return self.order.reenter(unit)

@@ -20,11 +20,13 @@ from fairshard.nn.data_parallel.buffers import ComputeBuffers
 from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.groups import UnitGroups, part_of
+from fairshard.nn.data_parallel.kept_part import KeptPart
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.state_dict_config import default_settings
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import join
-from fairshard.utils.collectives import Communicator
+from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 class Unit:
     """One wrapped module, the flat params cut from it, and the phase it is in."""
 
-    def __init__(self, group: SavedGroup, flat_params: list[FlatParam], config: UnitConfig) -> None:
-        self.group = group
+    def __init__(self, groups: UnitGroups, flat_params: list[FlatParam], config: UnitConfig) -> None:
+        self.groups = groups
         self.flat_params = flat_params
         self.config = config
         self.fqn = ""
@@ -49,6 +51,7 @@ class Unit:
         self.state = TrainingState.IDLE
         self.root: Root | None = None
         self.comm: Communicator | None = None
+        self._parts: list[KeptPart | None] = []  # of the flat params, kept between forward and backward
         self.buffers: ComputeBuffers | None = None
         self.is_gathered = False
         self.is_stale = False
@@ -64,7 +67,7 @@ class Unit:
         self.is_pinned = False  # gathered for good: its backward could come unseen
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("group", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
+        kept = ("groups", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,10 +85,15 @@ class Unit:
                 slot.rename(join(fqn, slot.fqn.removeprefix(f"{self.fqn}.") if self.fqn else slot.fqn))
         self.fqn = fqn
 
-    def materialize(self, root: Root, comm: Communicator, modules: list[nn.Module]) -> None:
+    @property
+    def group(self) -> SavedGroup:
+        """The ranks that the parameters are cut among."""
+        return self.groups.shard
+
+    def materialize(self, root: Root, comms: Communicators, modules: list[nn.Module]) -> None:
         """Join ``root``, and make what the first forward needs; ``modules`` are those that no inner unit owns."""
         self.root = root
-        self.comm = comm
+        self.comm = comms.shard
         self.device = root.device
         on_grad = weakref.WeakMethod(self._on_grad)
 
@@ -95,10 +103,18 @@ class Unit:
                 method(leaf)
 
         for flat_param in self.flat_params:
-            flat_param.materialize(comm, self.config, root.transfers, tell)
+            flat_param.materialize(comms, self.config, root.transfers, tell)
+        self._parts = self._cut_parts(comms.shard)
         self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(modules, self.config.precision.buffer_dtype)
+
+    def _cut_parts(self, comm: Communicator) -> list[KeptPart | None]:
+        size = self.config.reshard_after_forward
+        if size is True or not 1 < size < comm.world_size:
+            return [None] * len(self.flat_params)
+        part = part_of(comm, size, self.fqn)
+        return [KeptPart(fp.buffer, part) if fp.shard_numel else None for fp in self.flat_params]
 
     # ---- forward
 
@@ -169,6 +185,9 @@ class Unit:
         if self.buffers is not None and not root.in_backward:
             self.buffers.detach()
         if not keep:
+            for part in self._parts if torch.is_grad_enabled() else ():
+                if part is not None:
+                    part.keep()
             self.reshard()
         self.state = TrainingState.BACKWARD_PRE if root.in_backward else TrainingState.IDLE
 
@@ -288,6 +307,9 @@ class Unit:
         self._open_calls.clear()
         self.is_reached = self._owes = self._is_partial = False
         self._num_arrived = self.num_calls = 0
+        for part in self._parts:
+            if part is not None:
+                part.forget()
         if self.is_gathered and not self.is_pinned:
             self.reshard()
         self.state = TrainingState.IDLE
@@ -333,8 +355,8 @@ class Unit:
         stream = root.unshard_stream
         with stream.use():
             stream.wait(root.free)
-            for flat_param in self.flat_params:
-                flat_param.unshard()
+            for flat_param, part in zip(self.flat_params, self._parts, strict=True):
+                flat_param.unshard(part if root.in_backward and part is not None and part.is_kept else None)
         self.is_gathered = True
         self.is_stale = False
 

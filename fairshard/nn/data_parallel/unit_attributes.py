@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.groups import Groups
 from fairshard.nn.data_parallel.saved_group import MISSING
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below
@@ -33,22 +34,22 @@ class UnitAttributes(nn.Module):
     @property
     def process_group(self) -> ProcessGroup | str:
         """The ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
-        return self._unit.group.group or MISSING
+        return self._unit.groups.main.group or MISSING
 
     @process_group.setter
-    def process_group(self, group: ProcessGroup) -> None:
-        self._unit.group.group = group
+    def process_group(self, group: Groups) -> None:
+        self._unit.groups.set(group)
         self._unit.root = None
 
     @property
     def rank(self) -> int:
         """This process's rank in the unit's group."""
-        return self._unit.group.rank
+        return self._unit.groups.main.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the unit's group."""
-        return self._unit.group.world_size
+        return self._unit.groups.main.world_size
 
     @property
     def training_state(self) -> TrainingState:
@@ -67,7 +68,8 @@ class UnitAttributes(nn.Module):
     @property
     def children_share_process_group(self) -> bool:
         """Whether all units below use this one's group."""
-        return all(unit.group.group is self._unit.group.group for _, unit in units_below(self))
+        own = self._unit.groups.main.group
+        return all(unit.groups.main.group is own for _, unit in units_below(self))
 
     @property
     def _unit(self) -> Unit:

@@ -1,0 +1,43 @@
+"""A share of a whole line among few ranks, kept from forward to backward so that only those must gather it again.
+
+Ranks ``k * part .. k * part + k - 1`` keep the line together, each ``W * S / k`` elements of it::
+
+    W = 4, k = 2     | row 0 | row 1 | row 2 | row 3 |      the buffer
+    ranks 0 and 2    | kept ---------|                      after forward
+    ranks 1 and 3                    | kept ---------|
+
+Source: ZeRO++ (Wang et al. 2023), secondary partition.
+"""
+
+from torch import Tensor
+
+from fairshard.utils.collectives import Communicator, RowGather
+
+
+class KeptPart:
+    """This rank's share of ``buffer`` ``[W, S]`` among the ranks of ``comm``, whose number divides ``W``."""
+
+    def __init__(self, buffer: Tensor, comm: Communicator) -> None:
+        rows = buffer.view(comm.world_size, -1)
+        self._own = rows[comm.rank]
+        self._gather = RowGather(comm, rows)
+        self._kept: Tensor | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is something to gather from."""
+        return self._kept is not None
+
+    def keep(self) -> None:
+        """Copy this rank's share out of the buffer, which is about to be freed."""
+        self._kept = self._own.clone()
+
+    def write(self) -> RowGather:
+        """Write the share into the buffer, which has memory again; returns how to gather the others'."""
+        assert self._kept is not None
+        self._own.copy_(self._kept)
+        return self._gather
+
+    def forget(self) -> None:
+        """Drop the share: the weights may change."""
+        self._kept = None
