@@ -42,6 +42,8 @@ LAYERS = [
         f"{DATA_PARALLEL}.state_dict",
         f"{DATA_PARALLEL}.local_state_dict",
         f"{DATA_PARALLEL}.full_params",
+        f"{DATA_PARALLEL}.grad_methods",
+        f"{DATA_PARALLEL}.comm_hooks",
         f"{DATA_PARALLEL}.optim_state_methods",
         f"{DATA_PARALLEL}.optim_state_dict",
         f"{DATA_PARALLEL}.optim_state_loading",

@@ -1,10 +1,10 @@
 """Modules and wrappers."""
 
 from fairshard.nn.data_parallel import *  # noqa: F403
-from fairshard.nn.data_parallel import FullyShardedDataParallel
+from fairshard.nn.data_parallel import FullyShardedDataParallel, comm_hooks
 from fairshard.nn.data_parallel import __all__ as _exported
 from fairshard.nn.data_parallel.buffers import cast_buffers_
 
 FSDP = FullyShardedDataParallel
 
-__all__ = ["FSDP", "cast_buffers_", *_exported]
+__all__ = ["FSDP", "cast_buffers_", "comm_hooks", *_exported]

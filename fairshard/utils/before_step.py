@@ -1,4 +1,4 @@
-"""Who must know before an optimizer changes tensors: a background save that still reads them."""
+"""Who must know before an optimizer changes tensors: a background save that still reads them, say."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _listeners: dict[int, Callable[[], Any]] = {}
-_is_installed = False
+_num_steps = 0
 
 
 def add_before_step(key: int, method: Callable[[], Any]) -> None:
     """Call what ``method()`` returns before any optimizer steps; ``method`` is a weak reference to it."""
-    global _is_installed
-    if not _is_installed:
-        register_optimizer_step_pre_hook(_before_step)
-        _is_installed = True
     _listeners[key] = method
 
 
@@ -25,8 +21,15 @@ def remove_before_step(key: int) -> None:
     _listeners.pop(key, None)
 
 
+def num_steps() -> int:
+    """How many steps of optimizers have begun in this process."""
+    return _num_steps
+
+
 def about_to_step() -> None:
     """Tell all who must know; an optimizer that steps part of its parameters by itself calls it."""
+    global _num_steps
+    _num_steps += 1
     for key, reference in list(_listeners.items()):
         method = reference()
         if method is None:
@@ -37,3 +40,6 @@ def about_to_step() -> None:
 
 def _before_step(*_: Any) -> None:
     about_to_step()
+
+
+register_optimizer_step_pre_hook(_before_step)

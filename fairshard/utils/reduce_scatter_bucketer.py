@@ -96,7 +96,7 @@ class Bucket:
             self.is_open = True
         source = self.sources[index]
         source.write_grads(self._views[index], self._columns[index])
-        if source.division.before != 1:
+        if source.division.before != 1 and source.hook is None:
             self._columns[index].div_(source.division.before)
         self._missing.discard(index)
         return not self._missing

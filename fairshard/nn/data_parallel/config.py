@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -42,6 +43,7 @@ class UnitConfig:
     forward_prefetch: bool | None
     limit_all_gathers: bool
     gradient_predivide_factor: float | None
+    keeps_in_no_sync: bool
 
     @property
     def master_on_cpu(self) -> bool:
@@ -149,6 +151,7 @@ def resolve(
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         gradient_predivide_factor=gradient_predivide_factor,
+        keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
     )
 
 
@@ -165,6 +168,9 @@ def _strategy(strategy: Any, reshard: Any) -> tuple[ShardingStrategy, bool | int
         raise TypeError(f"`reshard_after_forward` must be a bool or a number of ranks, but is {reshard!r}. {_KEYWORDS}")
     if not isinstance(reshard, bool) and reshard < 1:
         raise ValueError(f"`reshard_after_forward` must be a bool or a number of ranks, but is {reshard}.")
+    if reshard == 1 and not isinstance(reshard, bool):
+        warnings.warn("`reshard_after_forward=1` keeps whole parameters on each rank: it means False.", stacklevel=4)
+        reshard = False
     if strategy is None:
         return (ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP), reshard
     if not isinstance(strategy, ShardingStrategy):

@@ -23,7 +23,7 @@ from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.collectives import Communicators, RowGather, Transfer, exchange_tag
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
-from fairshard.utils.reduce_scatter_bucketer import Hook
+from fairshard.utils.reduce_scatter_bucketer import Division, Hook
 from fairshard.utils.storage import free_storage_
 
 
@@ -35,6 +35,7 @@ class FlatParam:
         self.name = name
         self._key = name
         self._holder: nn.Module | None = None
+        self._own_division: Division | None = None
         self.rank = rank
         self.layout = FlatLayout([slot.numel for slot in slots], world_size)
         self.shard_numel = self.layout.shard_numel
@@ -64,8 +65,13 @@ class FlatParam:
         self._is_updated = True
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.hook is not None:
+            raise FairshardError(
+                "A model with a communication hook must not be pickled or copied, for the copy would lose it, but "
+                f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
+            )
         kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "on_cpu", "requires_grad", "shard")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in (*kept, "_own_division")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -101,7 +107,7 @@ class FlatParam:
         self.tag_id = comm.new_id()
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
-        self.division = config.division_among(comms.num_ranks)
+        self.division = self._own_division or config.division_among(comms.num_ranks)
         self.compute_dtype = self.compute_dtype_under(config)
         self.reduce_dtype = config.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
@@ -122,6 +128,10 @@ class FlatParam:
                 self._look_at(self._empty_line(self.compute_dtype))
                 free_storage_(self.buffer)
         self._hook_leaves()
+
+    def divide_by(self, division: Division) -> None:
+        """Divide gradients by this from now on, instead of by the number of ranks."""
+        self._own_division = self.division = division
 
     def keep_on_device(self) -> None:
         """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
@@ -323,20 +333,6 @@ class FlatParam:
             self._uses += 1
             self.comm.all_gather(line, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
         return line
-
-    def scatter_line(self, line: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's row ``[S]`` of the line ``[W, S]`` that rank 0 has; the others pass None. **Collective.**"""
-        row = torch.empty(self.shard_numel, dtype=dtype, device=self.compute_device)
-        self.comm.scatter_rows(row, None if line is None else line.to(self.compute_device))
-        return row
-
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
-        line = values[0].new_zeros(self.layout.padded_numel)
-        for index, value in enumerate(values):
-            span = self.layout.param_span(index)
-            line[span.start : span.stop] = value.reshape(-1)
-        return line.view(self.layout.world_size, self.shard_numel)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """What this rank owns of each parameter, as views of ``values`` ``[S]``: first element, and the run."""

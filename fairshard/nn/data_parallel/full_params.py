@@ -97,6 +97,24 @@ def gather_params(flat_param: FlatParam, values: Tensor, first_only: bool, offlo
     return [param.to(device) for param in params]
 
 
+def scatter_params(flat_param: FlatParam, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """This rank's shard ``[S]`` of the whole parameters that rank 0 has; the others pass none. **Collective.**"""
+    row = torch.empty(flat_param.shard_numel, dtype=dtype, device=flat_param.compute_device)
+    line = lay_out(flat_param, values).to(flat_param.compute_device) if values else None
+    flat_param.comm.scatter_rows(row, line)
+    return row
+
+
+def lay_out(flat_param: FlatParam, values: list[Tensor]) -> Tensor:
+    """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
+    layout = flat_param.layout
+    line = values[0].new_zeros(layout.padded_numel)
+    for index, value in enumerate(values):
+        span = layout.param_span(index)
+        line[span.start : span.stop] = value.reshape(-1)
+    return line.view(layout.world_size, layout.shard_numel)
+
+
 def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
     """``value`` as what a module registers."""
     return nn.Parameter(value, requires_grad=flat_param.requires_grad)
@@ -156,8 +174,7 @@ class _Whole:
         flat_param = self._flat_param
         values = [param.detach() for param in self._params]
         if self._how.from_first:
-            line = flat_param.lay_out(values) if values else None
-            _update(flat_param.shard, flat_param.scatter_line(line, flat_param.shard.dtype))
+            _update(flat_param.shard, scatter_params(flat_param, values, flat_param.shard.dtype))
         else:
             _update(flat_param.shard, flat_param.cut(values))
         if self._how.with_grads:

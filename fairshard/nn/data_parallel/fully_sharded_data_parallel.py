@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fairshard.errors import NotRootError, TrainingStateError
+from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
 from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.full_params import Showing, show
+from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fairshard.nn.data_parallel.root import Root, claim
+from fairshard.nn.data_parallel.root import claim
 from fairshard.nn.data_parallel.sharding import shard_parameters
-from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.parallel import validate_process_group
 
 
-class FullyShardedDataParallel(StateMethods, OptimStateMethods):
+class FullyShardedDataParallel(GradMethods, OptimStateMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
@@ -272,12 +272,3 @@ class FullyShardedDataParallel(StateMethods, OptimStateMethods):
                 if value is not None and not (remove_duplicate and id(value) in seen):
                     seen.add(id(value))
                     yield join(prefix, join(fqn, name)), value
-
-    def _require_root(self, what: str) -> Root:
-        root = self._unit.root if self._unit.is_inner else self._claimed()
-        if root is None or root.units[0] is not self._unit:
-            raise NotRootError(
-                f"`{what}` must be called on the outermost wrapper, but this is the inner unit `{self._unit.fqn}`. "
-                "Call it on the model that wraps this one."
-            )
-        return root

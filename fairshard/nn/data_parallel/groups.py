@@ -181,12 +181,14 @@ def _groups_by_node() -> tuple[ProcessGroup, ProcessGroup]:
 _parts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-def part_of(comm: Communicator, size: int, fqn: str) -> Communicator:
-    """This rank's part of ``size`` consecutive ranks of ``comm``. **Collective** the first time.
+def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
+    """This rank's part of ``size`` consecutive ranks of ``comm``; None for a flag or all ranks. **Collective** at first.
 
     Raises:
         ValueError: ``size`` does not divide the number of ranks.
     """
+    if isinstance(size, bool) or comm.world_size in (1, size):
+        return None
     if comm.world_size % size:
         raise ValueError(
             f"`reshard_after_forward` must divide the number of ranks, {comm.world_size}, but is {size} for unit "

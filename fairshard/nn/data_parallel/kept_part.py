@@ -9,6 +9,8 @@ Ranks ``k * part .. k * part + k - 1`` keep the line together, each ``W * S / k`
 Source: ZeRO++ (Wang et al. 2023), secondary partition.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, RowGather
@@ -41,3 +43,26 @@ class KeptPart:
     def forget(self) -> None:
         """Drop the share: the weights may change."""
         self._kept = None
+
+
+class KeptParts:
+    """The parts of a unit's flat params, each beside the buffer that it is cut from; none without ``comm``."""
+
+    def __init__(self, buffers: Sequence[Tensor], comm: Communicator | None) -> None:
+        self._parts = [KeptPart(buffer, comm) if comm and buffer.numel() else None for buffer in buffers]
+
+    def keep(self) -> None:
+        """Copy this rank's shares out of the buffers."""
+        for part in self._parts:
+            if part is not None:
+                part.keep()
+
+    def kept(self) -> list[KeptPart | None]:
+        """By flat param, what there is to gather from."""
+        return [part if part is not None and part.is_kept else None for part in self._parts]
+
+    def forget(self) -> None:
+        """Drop the shares."""
+        for part in self._parts:
+            if part is not None:
+                part.forget()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fairshard.errors import MixedGroupsError
 from fairshard.nn.data_parallel.agreement import raise_together
 from fairshard.nn.data_parallel.flat_param import FlatParam
-from fairshard.nn.data_parallel.full_params import spans_of
+from fairshard.nn.data_parallel.full_params import scatter_params, spans_of
 from fairshard.nn.data_parallel.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.nn.data_parallel.tree import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
@@ -167,14 +167,12 @@ class ShardedOptimState:
                 if value is not None:
                     span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             return shard
-        line = None
-        if flat_param.rank == 0:
-            wholes = [
-                torch.zeros(slot.shape, dtype=dtype) if value is None else value.to("cpu")
-                for slot, value in zip(flat_param.slots, values, strict=True)
-            ]
-            line = flat_param.lay_out(wholes)
-        return shard.copy_(flat_param.scatter_line(line, dtype))
+        wholes = [
+            torch.zeros(slot.shape, dtype=dtype) if value is None else value.to("cpu")
+            for slot, value in zip(flat_param.slots, values, strict=True)
+            if flat_param.rank == 0
+        ]
+        return shard.copy_(scatter_params(flat_param, wholes, dtype))
 
     def _groups(self, saved: Iterable[Any], groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
         """The saved hyperparameters of each of ``groups``, with its own keys."""

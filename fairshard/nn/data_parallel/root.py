@@ -85,6 +85,7 @@ class Root:
         self._depth = 0
         self._ahead: set[Unit] = set()
         self._warned_autocast = False
+        self.has_begun = False
 
     # ---- forward
 
@@ -122,8 +123,9 @@ class Root:
         if self.in_backward:  # its end never came: it raised
             self.reset()
         self._assert_none_summoned("forward")
+        self.has_begun = True
         for other in self.units:
-            other.is_stale = other.is_gathered
+            other.is_stale = other.is_gathered and not other.is_kept_as_it_is
             for flat_param in other.flat_params:
                 flat_param.begin_pass()
         self.order.begin_forward()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.errors import StateDictTypesDifferError
+from fairshard.errors import NotRootError, StateDictTypesDifferError
 from fairshard.nn.data_parallel.full_params import Showing, summon
 from fairshard.nn.data_parallel.local_state_dict import load_local_state_dict, local_state_dict
 from fairshard.nn.data_parallel.root import Root, claim, roots_below
@@ -204,6 +204,15 @@ class StateMethods(UnitAttributes):
     def _claimed(self) -> Root:
         """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
         return self._unit.root or claim(self)
+
+    def _require_root(self, what: str) -> Root:
+        root = self._unit.root if self._unit.is_inner else self._claimed()
+        if root is None or root.units[0] is not self._unit:
+            raise NotRootError(
+                f"`{what}` must be called on the outermost wrapper, but this is the inner unit `{self._unit.fqn}`. "
+                "Call it on the model that wraps this one."
+            )
+        return root
 
 
 def common_settings(module: nn.Module) -> StateDictSettings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,12 @@ from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.groups import UnitGroups, part_of
-from fairshard.nn.data_parallel.kept_part import KeptPart
+from fairshard.nn.data_parallel.kept_part import KeptParts
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.state_dict_config import default_settings
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import join
+from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
 
@@ -51,7 +53,8 @@ class Unit:
         self.state = TrainingState.IDLE
         self.root: Root | None = None
         self.comm: Communicator | None = None
-        self._parts: list[KeptPart | None] = []  # of the flat params, kept between forward and backward
+        self._kept_at: tuple[int, list[int]] | None = None  # steps of optimizers and versions, when kept in no_sync
+        self._parts = KeptParts((), None)
         self.buffers: ComputeBuffers | None = None
         self.is_gathered = False
         self.is_stale = False
@@ -104,17 +107,11 @@ class Unit:
 
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, root.transfers, tell)
-        self._parts = self._cut_parts(comms.shard)
+        part = part_of(comms.shard, self.config.reshard_after_forward, self.fqn)
+        self._parts = KeptParts([flat_param.buffer for flat_param in self.flat_params], part)
         self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(modules, self.config.precision.buffer_dtype)
-
-    def _cut_parts(self, comm: Communicator) -> list[KeptPart | None]:
-        size = self.config.reshard_after_forward
-        if size is True or not 1 < size < comm.world_size:
-            return [None] * len(self.flat_params)
-        part = part_of(comm, size, self.fqn)
-        return [KeptPart(fp.buffer, part) if fp.shard_numel else None for fp in self.flat_params]
 
     # ---- forward
 
@@ -185,9 +182,8 @@ class Unit:
         if self.buffers is not None and not root.in_backward:
             self.buffers.detach()
         if not keep:
-            for part in self._parts if torch.is_grad_enabled() else ():
-                if part is not None:
-                    part.keep()
+            if torch.is_grad_enabled():
+                self._parts.keep()
             self.reshard()
         self.state = TrainingState.BACKWARD_PRE if root.in_backward else TrainingState.IDLE
 
@@ -298,6 +294,7 @@ class Unit:
         """Leave an interrupted pass: drop its gradients, reshard, be idle."""
         for flat_param in self.flat_params:
             flat_param.drop_grads()
+        self._kept_at = None
         self._rest()
 
     def _rest(self) -> None:
@@ -307,12 +304,20 @@ class Unit:
         self._open_calls.clear()
         self.is_reached = self._owes = self._is_partial = False
         self._num_arrived = self.num_calls = 0
-        for part in self._parts:
-            if part is not None:
-                part.forget()
-        if self.is_gathered and not self.is_pinned:
+        self._parts.forget()
+        if self.is_gathered and not self.is_pinned and self._kept_at is None:
             self.reshard()
         self.state = TrainingState.IDLE
+
+    @property
+    def _keeps_in_no_sync(self) -> bool:
+        return self.config.keeps_in_no_sync and not self.sync
+
+    @property
+    def is_kept_as_it_is(self) -> bool:
+        """Whether what was gathered for a backward in ``no_sync`` is still what the shards hold."""
+        versions = [flat_param.shard._version for flat_param in self.flat_params]
+        return self._kept_at == (num_steps(), versions)
 
     def _finish_when_done(self) -> None:
         """Send what is owed, and reshard, once neither a leaf nor an input is awaited."""
@@ -325,7 +330,10 @@ class Unit:
         if self.is_gathered and not self.is_pinned:
             if self.buffers is not None:
                 self.buffers.detach()
-            self.reshard()
+            if self._keeps_in_no_sync:
+                self._kept_at = num_steps(), self._versions
+            else:
+                self.reshard()
 
     @property
     def _has_arrived(self) -> bool:
@@ -355,8 +363,9 @@ class Unit:
         stream = root.unshard_stream
         with stream.use():
             stream.wait(root.free)
-            for flat_param, part in zip(self.flat_params, self._parts, strict=True):
-                flat_param.unshard(part if root.in_backward and part is not None and part.is_kept else None)
+            parts = self._parts.kept() if root.in_backward else repeat(None)
+            for flat_param, part in zip(self.flat_params, parts):  # noqa: B905
+                flat_param.unshard(part)
         self.is_gathered = True
         self.is_stale = False
 
@@ -370,6 +379,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.reshard()
         self.is_gathered = False
+        self._kept_at = None
         root = self.root
         if root is not None:
             root.note_free()

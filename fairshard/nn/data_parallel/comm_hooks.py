@@ -1,0 +1,105 @@
+"""Gradient communication hooks: what `FullyShardedDataParallel.register_comm_hook` takes.
+
+A hook reduces the gradients of one flat parameter, by itself, averaging included:
+
+- ``hook(state, grad, shard)`` where parameters are cut: ``grad`` is this rank's whole flat gradient
+  ``[world_size * S]``, ``shard`` ``[S]`` is to be filled with its piece of the mean;
+- ``hook(state, grad)`` under ``NO_SHARD``: ``grad`` is to become the mean, in place.
+
+PyTorch's hooks (``torch.distributed.algorithms._comm_hooks``) have the same form and can be passed as they are.
+
+Source: PyTorch's FSDP, whose names these are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fairshard.utils.collectives import Communicator, communicator, exchange_tag
+from fairshard.utils.messages import default_group
+
+
+class DefaultState:
+    """What the hooks below need: the group, and by what to divide before and after the sum.
+
+    The first factor is a power of 2 near the square root of the number of ranks, so that neither the gradients nor
+    their sum leave the range of fp16.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+        self.process_group = default_group() if process_group is None else process_group
+        self.world_size = self.process_group.size()
+        self.gradient_predivide_factor = self._predivide_factor(self.world_size)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        self._id: int | None = None
+        self._uses = 0
+
+    @staticmethod
+    def _predivide_factor(world_size: int) -> float:
+        factor = 1
+        while world_size % factor == 0 and world_size / factor > factor:
+            factor *= 2
+        return float(factor)
+
+    def _comm(self) -> Communicator:
+        comm = communicator(self.process_group)
+        if self._id is None:
+            self._id = comm.new_id()
+        return comm
+
+    def _tag(self) -> int:
+        self._uses += 1
+        assert self._id is not None
+        return exchange_tag("reduce_scatter", self._id, self._uses)
+
+
+class LowPrecisionState(DefaultState):
+    """As `DefaultState`, for hooks that send a lower precision than ``parameter_type``, the shards' own."""
+
+    def __init__(
+        self, process_group: ProcessGroup | None = None, parameter_type: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type
+
+
+def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
+    """Replace ``grad`` by its mean over ranks. **Collective.**"""
+    comm = state._comm()
+    grad.div_(state.gradient_predivide_factor)
+    total = comm.sum_over_ranks(grad, state._tag()).wait()
+    assert total is not None
+    grad.copy_(total.div_(state.gradient_postdivide_factor))
+
+
+def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
+    """Fill ``output`` with this rank's piece of the mean of ``grad``. **Collective.**"""
+    comm = state._comm()
+    grad.div_(state.gradient_predivide_factor)
+    total = comm.reduce_scatter(grad.view(comm.world_size, -1), state._tag()).wait()
+    assert total is not None
+    output.copy_(total.div_(state.gradient_postdivide_factor))
+
+
+def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
+    """`reduce_scatter_hook`, or without ``output`` `allreduce_hook`, with gradients sent in fp16. **Collective.**"""
+    _compressed(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
+    """As `fp16_compress_hook`, in bf16."""
+    _compressed(torch.bfloat16, state, grad, output)
+
+
+def _compressed(dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, output: Tensor | None) -> None:
+    narrow = grad.to(dtype)
+    if output is None:
+        allreduce_hook(state, narrow)
+        grad.copy_(narrow)
+    else:
+        reduce_scatter_hook(state, narrow, output)
+
+
+LOW_PRECISION_HOOKS = [fp16_compress_hook, bf16_compress_hook]

@@ -1,0 +1,90 @@
+"""How gradients are reduced, as users may change it: factors, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fairshard.nn.data_parallel.comm_hooks import LOW_PRECISION_HOOKS
+from fairshard.nn.data_parallel.options import ShardingStrategy
+from fairshard.nn.data_parallel.state_methods import StateMethods
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils.reduce_scatter_bucketer import Division
+
+
+class GradMethods(StateMethods):
+    """Of a wrapper: the methods that change how gradients are averaged."""
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the gradients of all units, each on its own, instead of the engine. **Collective.**
+
+        It does all averaging; see `fairshard.nn.comm_hooks` for what it gets. Call it once, on the outermost wrapper,
+        before the first forward.
+
+        Raises:
+            NotRootError: this is an inner wrapper.
+            RuntimeError: there is a hook already, or a forward has been.
+            ValueError: the sharding is hybrid.
+            TypeError: ``hook`` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"`hook` must be callable, but is {hook!r}.")
+        root = self._require_root("register_comm_hook")
+        root.assert_idle("register_comm_hook")
+        for unit in root.units:
+            if unit.config.sharding_strategy.is_hybrid:
+                raise ValueError(
+                    "`register_comm_hook` must not be used with hybrid sharding, whose gradients are reduced in two "
+                    f"groups, but unit `{unit.fqn or 'root'}` is {unit.config.sharding_strategy.name}."
+                )
+            if any(flat_param.hook is not None for flat_param in unit.flat_params):
+                raise RuntimeError("`register_comm_hook` must be called once, but there is a hook already.")
+        if root.has_begun:
+            raise RuntimeError("`register_comm_hook` must be called before the first forward, but there has been one.")
+        for unit in root.units:
+            in_place = unit.config.sharding_strategy is ShardingStrategy.NO_SHARD
+            for flat_param in unit.flat_params:
+                if getattr(hook, "__name__", "") in _LOW_PRECISION:
+                    flat_param.reduce_dtype = flat_param.compute_dtype  # the hook casts
+                flat_param.hook = _in_place(state, hook) if in_place else _into_shard(state, hook)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by ``factor``, here and below, instead of by their number.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        self.set_gradient_divide_factors(1.0, factor)
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
+        """Divide gradients by ``pre`` before they are summed over ranks, and the sum by ``post``.
+
+        For all units below too if ``recursive``. What `no_sync` has accumulated is divided as is set when it is sent.
+
+        Raises:
+            ValueError: a factor is not positive.
+        """
+        for name, factor in (("pre", pre), ("post", post)):
+            if not factor > 0:
+                raise ValueError(f"`{name}` must be a positive number to divide gradients by, but is {factor!r}.")
+        self._claimed()
+        for unit in [unit for _, unit in units_below(self)] if recursive else [self._unit]:
+            for flat_param in unit.flat_params:
+                flat_param.divide_by(Division(float(pre), float(post)))
+
+
+_LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's have the same names
+
+
+def _into_shard(state: Any, hook: Callable[..., Any]) -> Callable[[Tensor, Tensor], object]:
+    return lambda flat, shard: hook(state, flat, shard)
+
+
+def _in_place(state: Any, hook: Callable[..., Any]) -> Callable[[Tensor, Tensor], object]:
+    def reduce(flat: Tensor, shard: Tensor) -> None:
+        hook(state, flat)
+        shard.copy_(flat)
+
+    return reduce
