@@ -20,9 +20,8 @@ class KeptPart:
     """This rank's share of ``buffer`` ``[W, S]`` among the ranks of ``comm``, whose number divides ``W``."""
 
     def __init__(self, buffer: Tensor, comm: Communicator) -> None:
-        rows = buffer.view(comm.world_size, -1)
-        self._own = rows[comm.rank]
-        self._gather = RowGather(comm, rows)
+        self._rows = buffer.view(comm.world_size, -1)
+        self._comm = comm
         self._kept: Tensor | None = None
 
     @property
@@ -32,13 +31,13 @@ class KeptPart:
 
     def keep(self) -> None:
         """Copy this rank's share out of the buffer, which is about to be freed."""
-        self._kept = self._own.clone()
+        self._kept = self._rows[self._comm.rank].clone()
 
     def write(self) -> RowGather:
         """Write the share into the buffer, which has memory again; returns how to gather the others'."""
         assert self._kept is not None
-        self._own.copy_(self._kept)
-        return self._gather
+        self._rows[self._comm.rank].copy_(self._kept)
+        return RowGather(self._comm, self._rows)
 
     def forget(self) -> None:
         """Drop the share: the weights may change."""

@@ -1,0 +1,176 @@
+"""Shards in one group of ranks, replicas of them in another: the mean is over both."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fairshard.errors import MixedGroupsError
+from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd
+
+HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def pairs(num_shards):
+    """This rank's groups: of ``num_shards`` consecutive ranks, and of the ranks at its place in the others."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found = []
+    starts = range(0, world_size, num_shards)
+    for ranks in [list(range(start, start + num_shards)) for start in starts]:
+        group = dist.new_group(ranks)
+        found += [group] if rank in ranks else []
+    for ranks in [list(range(first, world_size, num_shards)) for first in range(num_shards)]:
+        group = dist.new_group(ranks)
+        found += [group] if rank in ranks else []
+    return tuple(found)
+
+
+def nested_mean(grad, num_shards):
+    """The sum over shards, in rank order, of each replica; then over replicas; divided by all."""
+    parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, grad)
+    total = None
+    for start in range(0, len(parts), num_shards):
+        own = parts[start]
+        for part in parts[start + 1 : start + num_shards]:
+            own = own + part
+        total = own if total is None else total + own
+    return total / len(parts)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", [HYBRID, ZERO2], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0])
+def test_hybrid_takes_the_mean_over_shards_and_replicas(strategy, num_shards, bucket_cap_mb):
+    """Weights equal those of a replica with the same sums, in the same order, to the bit."""
+    plain = tiny()
+    wrapped = wrap_tiny(
+        copy.deepcopy(plain), process_group=pairs(num_shards), sharding_strategy=strategy, bucket_cap_mb=bucket_cap_mb
+    )
+    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
+    for step in range(3):
+        for micro in range(2):
+            *inputs, targets = tiny_batch(dist.get_rank(), step, micro)
+            tiny_loss(plain(*inputs), targets).backward()
+            if micro:
+                tiny_loss(wrapped(*inputs), targets).backward()
+            else:
+                with wrapped.no_sync():
+                    tiny_loss(wrapped(*inputs), targets).backward()
+        for param in plain.parameters():
+            param.grad = nested_mean(param.grad, num_shards)
+        for optimizer in (of_plain, of_wrapped):
+            optimizer.step()
+            optimizer.zero_grad()
+    rtol = 0.0 if rank_device().type == "cpu" else 1e-6
+    assert_same_state(wrapped.state_dict(), plain.state_dict(), rtol, rtol)
+
+
+@on_ranks(4)
+def test_hybrid_clips_by_the_norm_of_the_whole_gradient():
+    """Each shard counts once, not once per replica."""
+    wrapped = wrap_each(mlp(4, 9, 5), process_group=pairs(2), sharding_strategy=HYBRID)
+    wrapped(randn(3, 4)).square().sum().backward()
+    with FSDP.summon_full_params(wrapped, with_grads=True):
+        expected = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in wrapped.parameters()]))
+    torch.testing.assert_close(wrapped.clip_grad_norm_(1e9), expected, rtol=1e-6, atol=0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mixed", [MixedPrecision(torch.bfloat16), MixedPrecision(torch.float16)], ids=["bf16", "fp16"])
+def test_low_precision_sums_are_wide(mixed):
+    """Shards of bf16 and fp16 gradients are summed over replicas in fp32: equal to FULL_SHARD within fp32's error."""
+    states = []
+    for kwargs in ({"process_group": pairs(2), "sharding_strategy": HYBRID}, {}):
+        wrapped = wrap_tiny(tiny(), mixed_precision=mixed, **kwargs)
+        optimizer = sgd(wrapped)
+        *inputs, targets = tiny_batch(dist.get_rank())
+        tiny_loss(wrapped(*inputs), targets).backward()
+        optimizer.step()
+        states.append(wrapped.state_dict())
+    assert_same_state(states[0], states[1], 1e-6, 1e-6)
+
+
+@on_ranks(4)
+def test_a_mesh_and_nodes_give_the_same_groups():
+    """A 2-D mesh (replicas, shards), and node boundaries, cut as a pair of groups does."""
+    mesh = init_device_mesh(rank_device().type, (2, 2))
+    by_mesh = FSDP(mlp(4, 9), device_mesh=mesh, sharding_strategy=HYBRID)
+    assert by_mesh.world_size == 2
+    assert dist.get_process_group_ranks(by_mesh.process_group) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        by_node = [FSDP(mlp(4, 9), sharding_strategy=HYBRID) for _ in range(2)]
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+    assert by_node[0].process_group is by_node[1].process_group
+    assert dist.get_process_group_ranks(by_node[0].process_group) == dist.get_process_group_ranks(by_mesh.process_group)
+    for wrapped in (by_mesh, *by_node):
+        assert wrapped.params[0].numel() == (4 * 9 + 9 + 1) // 2
+
+
+@on_ranks(4)
+def test_replicas_share_the_buckets():
+    """One reduce-scatter and one all-reduce of its shard, for all units together."""
+    wrapped = wrap_each(mlp(4, 9, 5), process_group=pairs(2), sharding_strategy=HYBRID)
+    for _ in range(2):
+        reset_counters()
+        wrapped(randn(3, 4)).sum().backward()
+    nbytes = sum(param.nbytes for param in wrapped.parameters())
+    assert counters()["reduce_scatter"] == (1, nbytes)
+    assert counters()["all_reduce"] == (1, nbytes)
+
+
+@on_ranks(4)
+def test_state_dicts_of_hybrid_models_are_whole():
+    """Every rank sees the plain model's state, and loads it."""
+    plain = tiny()
+    wrapped = wrap_tiny(copy.deepcopy(plain), process_group=pairs(2), sharding_strategy=HYBRID)
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    other = tiny(seed=5)
+    wrapped.load_state_dict(other.state_dict())
+    assert_same_state(wrapped.state_dict(), other.state_dict())
+
+
+@on_ranks(4)
+def test_wrong_groups_are_named():
+    """What does not fit hybrid sharding raises before anything is sent."""
+    with pytest.raises(ValueError, match="must be a pair for HYBRID_SHARD"):
+        FSDP(mlp(4, 9), dist.group.WORLD, sharding_strategy=HYBRID)
+    with pytest.raises(ValueError, match="`device_mesh` must have 2 dimensions"):
+        FSDP(mlp(4, 9), device_mesh=init_device_mesh(rank_device().type, (4,)), sharding_strategy=HYBRID)
+    with pytest.raises(ValueError, match="must not both be given"):
+        mesh = init_device_mesh(rank_device().type, (4,))
+        FSDP(mlp(4, 9), dist.group.WORLD, device_mesh=mesh)
+    with pytest.raises(ValueError, match="spread evenly over the nodes"):
+        os.environ["LOCAL_WORLD_SIZE"] = "3"
+        try:
+            FSDP(mlp(4, 9), sharding_strategy=HYBRID)
+        finally:
+            del os.environ["LOCAL_WORLD_SIZE"]
+    first, second = pairs(2), pairs(2)
+    model = mlp(4, 9, 5)
+    model[0] = FSDP(model[0], first, sharding_strategy=HYBRID)
+    with pytest.raises(ValueError, match="must share the pair of groups"):
+        FSDP(model, second, sharding_strategy=HYBRID)(randn(3, 4))
+
+
+@on_ranks(4)
+def test_clipping_over_a_part_of_the_ranks_is_refused():
+    """A unit that is averaged over fewer ranks has another norm."""
+    group = pairs(2)[0]
+    model = mlp(4, 9, 5)
+    model[0] = FSDP(model[0], group)
+    wrapped = FSDP(model)
+    wrapped(randn(3, 4)).sum().backward()
+    with pytest.raises(MixedGroupsError, match="uses another one than the root"):
+        wrapped.clip_grad_norm_(1.0)
