@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.entries import Training
@@ -17,7 +18,7 @@ from fairshard.optim import CPUOptimizer
 from tests.checkpoint.compared import assert_same, whole
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import on_ranks
-from tests.trained import OPTIMIZERS, trained
+from tests.trained import OPTIMIZERS, train, trained
 
 
 @on_ranks(1, 2)
@@ -125,3 +126,27 @@ def test_masters_in_host_memory_are_not_copied(shared_folder):
         nbytes = sum(param.nbytes for param in model.parameters())
         assert draft.snapshot.nbytes_copied == (0 if offload else 3 * nbytes)
         draft.snapshot.close()
+
+
+@on_ranks(2)
+def test_ranks_exchange_once_while_training_waits():
+    """Whether all can save, the step, diverging buffers and optimizer state go in one message."""
+    model, optimizer = trained(wrap_tiny(tiny()), OPTIMIZERS["adamw"])
+    take(Training(model, optimizer), 1, {}).snapshot.close()  # makes the group
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        take(Training(model, optimizer), 2, {}).snapshot.close()
+    assert exchange.call_count == 1
+
+
+@on_ranks(2)
+def test_a_refused_save_watches_nothing(shared_folder):
+    """What another rank made fail, and is still being handled, forbids no edit: the next step does not mind."""
+    model, optimizer = trained(wrap_tiny(tiny(), cpu_offload=True), OPTIMIZERS["adamw"])
+    extra = {"fn": print} if dist.get_rank() == 1 else {}
+    with pytest.raises(TypeError, match="rank 1 of 2") as caught:
+        Checkpointer(f"{shared_folder}/refused").save(1, model, optimizer, extra=extra)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    train(model, optimizer, [2])
+    del caught  # its frames hold what was to be saved

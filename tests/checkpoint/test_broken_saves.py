@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -12,11 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fairshard.checkpoint import Checkpointer, load, save
 from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
-from fairshard.utils.testing import delayed, run_ranks
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.testing import delayed, rank_device, run_ranks
 from tests.checkpoint.saved_steps import (
     assert_agreed,
     assert_resumes_from,
@@ -157,6 +160,33 @@ def test_a_rank_that_differs_is_named_on_all(root, case, kind, words):
         assert all(word in text for word in words), text
     assert sorted(os.listdir(root)) == ["latest", "step-00000003", "step-00000006", "step-00000012"]
     assert_resumes_from(root, 12)
+
+
+def save_without_state(root, num_groups):
+    """On rank 1 the optimizer has no state of the inner unit: what a save raises. Then the save of all the same."""
+    group = dist.new_group([0, 1]) if num_groups == 2 else None
+    model = FSDP(nn.Sequential(mlp(3, 4), FSDP(mlp(4, 2), process_group=group)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3, device=rank_device())).sum().backward()
+    optimizer.step()
+    state = optimizer.state.pop(model[1].params[0]) if dist.get_rank() == 1 else None
+    kept = Checkpointer(root)
+    raised = attempt(lambda: kept.save(9, model, optimizer))
+    if state is not None:
+        optimizer.state[model[1].params[0]] = state
+    kept.save(12, model, optimizer)
+    kept.wait()
+    return raised
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_optimizer_state_that_one_rank_lacks_is_named_on_all(root, num_groups):
+    """Half of a tensor would be missing; nothing is left behind, whatever groups the units are sharded over."""
+    words = r"of `1.0.weight`, `1.0.bias` is .* on rank 0 and absent on rank 1"
+    for kind, text in run_ranks(2, save_without_state, str(root), num_groups):
+        assert kind == "ValueError"
+        assert re.search(words, text), text
+    assert sorted(os.listdir(root)) == ["latest", "step-00000003", "step-00000006", "step-00000012"]
 
 
 def save_to_own_disk(root):

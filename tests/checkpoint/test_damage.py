@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fairshard.checkpoint import Checkpointer
+from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.manifest import read_manifest
 from fairshard.checkpoint.storage import LocalStorage
 from fairshard.errors import CheckpointError
@@ -83,6 +83,25 @@ def test_metadata_that_lost_a_piece(root, key):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     raised, same = fail_to_load(folder, "load")
     assert_agreed(raised, str(folder / ".metadata"), key, "pieces of it are missing")
+    assert all(same)
+
+
+def fail_to_load_plain(folder):
+    """What loading into a plain model raises, and whether its memory is as it was."""
+    model = tiny(seed=7)
+    before = [value.clone() for value in model.state_dict().values()]
+    raised = attempt(lambda: load(folder, model))
+    return raised, all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+def test_what_was_read_before_a_file_ends_is_not_kept(root, name):
+    """Without checksums a cut file is noticed while it is read: a plain model too stays as it was."""
+    folder = root / "step-00000006"
+    (folder / "fairshard.json").unlink()
+    os.truncate(folder / name, 4096)  # a few of its tensors are left
+    raised, same = zip(*run_ranks(2, fail_to_load_plain, str(folder)), strict=True)
+    assert_agreed(raised, name)
     assert all(same)
 
 
@@ -160,6 +179,10 @@ def fail_to_load_other(root, case):
         model = tiny(seed=7)
         model.head = nn.Linear(6, 14)
         model = wrap_tiny(model)
+    elif case == "less":
+        model = tiny(seed=7)
+        model.first.norm = nn.Identity()
+        model = wrap_tiny(model)
     else:
         model = wrap_tiny(tiny(seed=7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -185,6 +208,7 @@ def save_two_groups(root):
     [
         ("model", "CheckpointError", ["step-00000006", "`0.weight` is missing", "this model"]),
         ("sizes", "CheckpointError", ["step-00000006", "`head.weight` has shape (13, 6) instead of (14, 6)"]),
+        ("less", "CheckpointError", ["step-00000006", "in it `first.norm.weight` is not in the model"]),
         ("groups", "ValueError", ["hyperparameters", "group 0", "differ"]),
     ],
 )

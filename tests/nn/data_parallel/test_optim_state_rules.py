@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType
+from fairshard.nn.data_parallel.optim_params import OptimParams
+from fairshard.nn.data_parallel.optim_state_loading import ShardedOptimState
 from fairshard.utils.span_tensor import SpanTensor
-from tests.models import mlp, tiny, wrap_tiny
+from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
 from tests.trained import full_of, shard, stepped
@@ -277,3 +279,25 @@ def test_experts_on_groups_of_their_own():
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(rank0_only=True)):
         with pytest.raises(NotImplementedError, match="several"):
             FSDP.optim_state_dict_to_load(model, optimizer, full)
+
+
+def momentum_in(base, weight_at, bias_at):
+    """Momentum of a 4 by 5 layer in ``base`` ``[25]``."""
+    weight = SpanTensor(base[weight_at : weight_at + 20], 0, (5, 4))
+    bias = SpanTensor(base[bias_at : bias_at + 5], 0, (5,))
+    return {"state": {"0.weight": {"momentum_buffer": weight}, "0.bias": {"momentum_buffer": bias}}}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("weight_at", [0, 5])
+def test_memory_is_adopted_only_if_it_lies_as_the_shard_does(weight_at):
+    """A shard of state is taken as it is; one in which the bias comes first is copied into its order."""
+    model = wrap_each(mlp(4, 5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    base = torch.arange(25.0)
+    saved = momentum_in(base, weight_at, bias_at=0 if weight_at else 20)
+    params = OptimParams(model)
+    (state,) = ShardedOptimState(model, adopts=True).make(saved, params.groups_of(optimizer))["state"].values()
+    made = state["momentum_buffer"]
+    assert torch.equal(made, torch.cat([base[weight_at : weight_at + 20], base[:5] if weight_at else base[20:]]))
+    assert (made.data_ptr() == base.data_ptr()) == (weight_at == 0)

@@ -50,6 +50,20 @@ def test_rank0_only_shows_them_there():
     assert_same_state(model.state_dict(), tiny().state_dict())
 
 
+@on_ranks(3)
+def test_rank0_only_is_the_first_rank_of_the_models_own_group():
+    """A model on some ranks is whole on their first, whatever its number among all."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    model = wrap_each(mlp(4, 5, 3), process_group=group)
+    with model.summon_full_params(writeback=False, rank0_only=True):
+        if dist.get_rank() == 1:
+            assert_same_state(dict(model.named_parameters()), dict(mlp(4, 5, 3).named_parameters()))
+        else:
+            assert all(param.dim() == 1 for param in model.parameters())
+
+
 @on_ranks(2)
 def test_rank0_only_with_writeback_is_refused():
     """ValueError on every rank, before anything is gathered."""
