@@ -46,11 +46,12 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
 
     Args:
         module: what to shard; its parameters are replaced in place.
-        process_group: the ranks to shard over; the default group if None.
-        reshard_after_forward: free the whole parameters between forward and backward, and gather them again. The
-            outermost wrapper keeps its own either way.
+        process_group: the ranks to shard over; the default group if None. For hybrid strategies a pair: the ranks to
+            shard over, and those that hold the same shard.
+        reshard_after_forward: free the whole parameters between forward and backward, and gather them again; a number
+            keeps them cut over so many ranks. The outermost wrapper keeps its own in any case.
         mixed_precision: gather and compute in ``compute_dtype``, fp16 by default, and cast floating inputs to it;
-            shards, gradients of shards and optimizer state stay fp32.
+            shards, gradients of shards and optimizer state stay fp32. Or a `MixedPrecision`.
         fp32_reduce_scatter: send gradients in fp32 under ``mixed_precision``.
         flatten_parameters: one flat parameter for all of a unit's; False: a 1-D shard for each.
         cpu_offload: keep shards and what the optimizer makes of them in host memory; gather from there.
@@ -60,6 +61,15 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
             device for `fairshard.optim.CPUOptimizer` to fetch.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are sent; 0 or less
             sends each unit's on its own. The outermost wrapper's value counts.
+        device_mesh: instead of ``process_group``; 2-D (replicas, shards) for hybrid strategies.
+        process_group_reduce_scatter: a second group of the same ranks, for gradients.
+        sharding_strategy: what is cut, and for how long; FULL_SHARD unless ``reshard_after_forward`` is False.
+        buffer_dtype: what floating buffers are cast to while the module computes.
+        force_input_to_fp32: without mixed precision, cast floating inputs to fp32.
+        backward_prefetch: when the backward starts to gather the next unit; None for not ahead.
+        forward_prefetch: False for not gathering the next unit ahead in forward; None and True do.
+        limit_all_gathers: accepted; memory is bounded in any case.
+        gradient_predivide_factor: divide gradients by it before they are summed, and by the rest after.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
