@@ -48,7 +48,7 @@ class GradMethods(StateMethods):
             for flat_param in unit.flat_params:
                 if getattr(hook, "__name__", "") in _LOW_PRECISION:
                     flat_param.reduce_dtype = flat_param.compute_dtype  # the hook casts
-                flat_param.hook = _in_place(state, hook) if in_place else _into_shard(state, hook)
+                flat_param.hook = _in_place(hook, state) if in_place else _into_shard(hook, state)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by ``factor``, here and below, instead of by their number.
@@ -78,11 +78,11 @@ class GradMethods(StateMethods):
 _LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's have the same names
 
 
-def _into_shard(state: Any, hook: Callable[..., Any]) -> Callable[[Tensor, Tensor], object]:
+def _into_shard(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:
     return lambda flat, shard: hook(state, flat, shard)
 
 
-def _in_place(state: Any, hook: Callable[..., Any]) -> Callable[[Tensor, Tensor], object]:
+def _in_place(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:
     def reduce(flat: Tensor, shard: Tensor) -> None:
         hook(state, flat)
         shard.copy_(flat)

@@ -182,7 +182,7 @@ _parts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = weakr
 
 
 def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
-    """This rank's part of ``size`` consecutive ranks of ``comm``; None for a flag or all ranks. **Collective** at first.
+    """This rank's part of ``size`` consecutive ranks of ``comm``; None for a flag, or all. **Collective** at first.
 
     Raises:
         ValueError: ``size`` does not divide the number of ranks.

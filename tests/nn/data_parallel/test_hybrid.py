@@ -2,6 +2,7 @@
 
 import copy
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -106,12 +107,10 @@ def test_a_mesh_and_nodes_give_the_same_groups():
     mesh = init_device_mesh(rank_device().type, (2, 2))
     by_mesh = FSDP(mlp(4, 9), device_mesh=mesh, sharding_strategy=HYBRID)
     assert by_mesh.world_size == 2
-    assert dist.get_process_group_ranks(by_mesh.process_group) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
+    first = dist.get_rank() // 2 * 2
+    assert dist.get_process_group_ranks(by_mesh.process_group) == [first, first + 1]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         by_node = [FSDP(mlp(4, 9), sharding_strategy=HYBRID) for _ in range(2)]
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
     assert by_node[0].process_group is by_node[1].process_group
     assert dist.get_process_group_ranks(by_node[0].process_group) == dist.get_process_group_ranks(by_mesh.process_group)
     for wrapped in (by_mesh, *by_node):
@@ -148,15 +147,11 @@ def test_wrong_groups_are_named():
         FSDP(mlp(4, 9), dist.group.WORLD, sharding_strategy=HYBRID)
     with pytest.raises(ValueError, match="`device_mesh` must have 2 dimensions"):
         FSDP(mlp(4, 9), device_mesh=init_device_mesh(rank_device().type, (4,)), sharding_strategy=HYBRID)
+    mesh = init_device_mesh(rank_device().type, (4,))
     with pytest.raises(ValueError, match="must not both be given"):
-        mesh = init_device_mesh(rank_device().type, (4,))
         FSDP(mlp(4, 9), dist.group.WORLD, device_mesh=mesh)
-    with pytest.raises(ValueError, match="spread evenly over the nodes"):
-        os.environ["LOCAL_WORLD_SIZE"] = "3"
-        try:
-            FSDP(mlp(4, 9), sharding_strategy=HYBRID)
-        finally:
-            del os.environ["LOCAL_WORLD_SIZE"]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"), pytest.raises(ValueError, match="spread evenly"):
+        FSDP(mlp(4, 9), sharding_strategy=HYBRID)
     first, second = pairs(2), pairs(2)
     model = mlp(4, 9, 5)
     model[0] = FSDP(model[0], first, sharding_strategy=HYBRID)

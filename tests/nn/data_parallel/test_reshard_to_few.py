@@ -31,7 +31,9 @@ def trained(**kwargs):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": True, "compute_dtype": torch.bfloat16}, {"cpu_offload": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mixed_precision": True, "compute_dtype": torch.bfloat16}, {"cpu_offload": True}]
+)
 def test_the_same_bits_wherever_parameters_are_kept(options):
     """Two ranks, or all, or none: losses and weights are equal."""
     expected, state = trained(**options)

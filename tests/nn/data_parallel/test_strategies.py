@@ -199,7 +199,7 @@ def test_contradictions_are_named():
         FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.FULL_SHARD)
     with pytest.raises(ValueError, match="keeps parameters after the forward"):
         FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(TypeError, match="sharding_strategy=...,"):
+    with pytest.raises(TypeError, match="pass those of PyTorch's FSDP by keyword"):
         FSDP(mlp(4, 9), None, ShardingStrategy.FULL_SHARD)
     with pytest.raises(TypeError, match="`mixed_precision` must be True, False or a MixedPrecision"):
         FSDP(mlp(4, 9), None, True, CPUOffload(True))
