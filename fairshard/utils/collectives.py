@@ -21,6 +21,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -270,7 +271,7 @@ class Communicators:
     reduce: Communicator
     replicas: Communicator | None = None
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Over how many ranks a gradient is averaged."""
         return self.shard.world_size * (1 if self.replicas is None else self.replicas.world_size)

@@ -9,7 +9,10 @@ Ranks ``k * part .. k * part + k - 1`` keep the line together, each ``W * S / k`
 Source: ZeRO++ (Wang et al. 2023), secondary partition.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -44,11 +47,15 @@ class KeptPart:
         self._kept = None
 
 
-class KeptParts:
-    """The parts of a unit's flat params, each beside the buffer that it is cut from; none without ``comm``."""
+class _Gathered(Protocol):
+    def unshard(self, part: KeptPart | None) -> None: ...
 
-    def __init__(self, buffers: Sequence[Tensor], comm: Communicator | None) -> None:
-        self._parts = [KeptPart(buffer, comm) if comm and buffer.numel() else None for buffer in buffers]
+
+class KeptParts:
+    """The parts of a unit's flat params, each beside the buffer that it is cut from."""
+
+    def __init__(self, buffers: Sequence[Tensor], comm: Communicator) -> None:
+        self._parts = [KeptPart(buffer, comm) if buffer.numel() else None for buffer in buffers]
 
     def keep(self) -> None:
         """Copy this rank's shares out of the buffers."""
@@ -56,9 +63,14 @@ class KeptParts:
             if part is not None:
                 part.keep()
 
-    def kept(self) -> list[KeptPart | None]:
-        """By flat param, what there is to gather from."""
-        return [part if part is not None and part.is_kept else None for part in self._parts]
+    def kept(self) -> list[KeptPart]:
+        """What there is to gather from."""
+        return [part for part in self._parts if part is not None and part.is_kept]
+
+    def unshard(self, flat_params: Sequence[_Gathered]) -> None:
+        """Start gathering, each from its part if that was kept. **Collective** over the ranks of the parts."""
+        for flat_param, part in zip(flat_params, self._parts, strict=True):
+            flat_param.unshard(part if part is not None and part.is_kept else None)
 
     def forget(self) -> None:
         """Drop the shares."""

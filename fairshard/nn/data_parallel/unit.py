@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +53,7 @@ class Unit:
         self.root: Root | None = None
         self.comm: Communicator | None = None
         self._kept_at: tuple[int, list[int]] | None = None  # steps of optimizers and versions, when kept in no_sync
-        self._parts = KeptParts((), None)
+        self._parts: KeptParts | None = None
         self.buffers: ComputeBuffers | None = None
         self.is_gathered = False
         self.is_stale = False
@@ -108,7 +107,8 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, root.transfers, tell)
         part = part_of(comms.shard, self.config.reshard_after_forward, self.fqn)
-        self._parts = KeptParts([flat_param.buffer for flat_param in self.flat_params], part)
+        if part is not None:
+            self._parts = KeptParts([flat_param.buffer for flat_param in self.flat_params], part)
         self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(modules, self.config.precision.buffer_dtype)
@@ -182,7 +182,7 @@ class Unit:
         if self.buffers is not None and not root.in_backward:
             self.buffers.detach()
         if not keep:
-            if torch.is_grad_enabled():
+            if self._parts is not None and torch.is_grad_enabled():
                 self._parts.keep()
             self.reshard()
         self.state = TrainingState.BACKWARD_PRE if root.in_backward else TrainingState.IDLE
@@ -304,14 +304,11 @@ class Unit:
         self._open_calls.clear()
         self.is_reached = self._owes = self._is_partial = False
         self._num_arrived = self.num_calls = 0
-        self._parts.forget()
+        if self._parts is not None:
+            self._parts.forget()
         if self.is_gathered and not self.is_pinned and self._kept_at is None:
             self.reshard()
         self.state = TrainingState.IDLE
-
-    @property
-    def _keeps_in_no_sync(self) -> bool:
-        return self.config.keeps_in_no_sync and not self.sync
 
     @property
     def is_kept_as_it_is(self) -> bool:
@@ -330,7 +327,7 @@ class Unit:
         if self.is_gathered and not self.is_pinned:
             if self.buffers is not None:
                 self.buffers.detach()
-            if self._keeps_in_no_sync:
+            if self.config.keeps_in_no_sync and not self.sync:
                 self._kept_at = num_steps(), self._versions
             else:
                 self.reshard()
@@ -363,9 +360,11 @@ class Unit:
         stream = root.unshard_stream
         with stream.use():
             stream.wait(root.free)
-            parts = self._parts.kept() if root.in_backward else repeat(None)
-            for flat_param, part in zip(self.flat_params, parts):  # noqa: B905
-                flat_param.unshard(part)
+            if self._parts is None or not root.in_backward:
+                for flat_param in self.flat_params:
+                    flat_param.unshard()
+            else:
+                self._parts.unshard(self.flat_params)
         self.is_gathered = True
         self.is_stale = False
 
