@@ -121,11 +121,11 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         if len(set(steps)) > 1:
             raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
         drafts[0].check_optim(group, list(described))
+        add_own_values(drafts[0].snapshot.entries, rank_in(group), list(sums))
     except BaseException:
         for own in drafts:
             own.snapshot.close()
         raise
-    add_own_values(drafts[0].snapshot.entries, rank_in(group), list(sums))
     return drafts[0]
 
 

@@ -42,6 +42,10 @@ class CheckpointWriter(FileSystemWriter):
         else:
             self.fs = _checked(FileSystem)(self.files)
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the folder, which is there, as it is: torch's would make it again after another rank has removed it."""
+        return plan
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank its file.
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -390,3 +391,30 @@ def test_a_step_that_is_no_number_of_steps(tmp_path, step):
     """It would never be found again."""
     with pytest.raises(ValueError, match="must be a number of steps"):
         Checkpointer(tmp_path).save(step, mlp(3, 2))
+
+
+def destroy_with_rank_1_late(root):
+    """As `destroy_too_early`, but rank 1 comes to write when rank 0 has given up and cleaned."""
+    model, optimizer = trained()
+    kept = Checkpointer(root)
+    rank, destroyed = dist.get_rank(), threading.Event()
+    begin = CheckpointWriter.__init__
+
+    def late(*args):
+        destroyed.wait()
+        deadline = time.monotonic() + 30
+        while rank == 1 and os.listdir(root) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        begin(*args)
+
+    with mock.patch.object(CheckpointWriter, "__init__", late):
+        kept.save(1, model, optimizer)
+        dist.destroy_process_group()
+        destroyed.set()
+        return attempt(kept.wait)
+
+
+def test_a_rank_that_is_late_to_a_destroyed_group_leaves_nothing(tmp_path):
+    """Rank 0 has removed the unfinished folder; rank 1 does not make it again."""
+    run_ranks(2, destroy_with_rank_1_late, str(tmp_path / "root"))
+    assert os.listdir(tmp_path / "root") == []
