@@ -54,6 +54,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.summary",
         f"{DATA_PARALLEL}.optimizer_check",
         f"{DATA_PARALLEL}.unit_attributes",
+        "fairshard.nn.checkpoint",
     ],
     [f"{DATA_PARALLEL}.root"],
     [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.placement"],
