@@ -55,6 +55,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.optimizer_check",
         f"{DATA_PARALLEL}.unit_attributes",
         "fairshard.nn.checkpoint",
+        "fairshard.nn.flatten_params_wrapper",
     ],
     [f"{DATA_PARALLEL}.root"],
     [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.placement"],

@@ -50,7 +50,7 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
     base: Any = type(module)
     if issubclass(base, _Checkpointed):
         base = base.__mro__[2]
-    module.__class__ = _checkpointed(base, bool(offload_to_cpu))
+    module.__class__ = _checkpointed(base, bool(offload_to_cpu))  # type: ignore[assignment]
     return module
 
 

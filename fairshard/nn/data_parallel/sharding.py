@@ -15,6 +15,7 @@ _OTHER_ENGINES = (
     "torch.distributed._composable.fsdp",
     "fairscale.nn.data_parallel",
     "deepspeed.runtime",
+    "fairshard.nn.flatten_params_wrapper",
 )
 
 
