@@ -41,6 +41,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.state_methods",
         f"{DATA_PARALLEL}.state_dict",
         f"{DATA_PARALLEL}.local_state_dict",
+        f"{DATA_PARALLEL}.fairscale_shards",
         f"{DATA_PARALLEL}.full_params",
         f"{DATA_PARALLEL}.grad_methods",
         f"{DATA_PARALLEL}.comm_hooks",

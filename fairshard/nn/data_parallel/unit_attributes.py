@@ -11,7 +11,7 @@ from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.groups import Groups
 from fairshard.nn.data_parallel.saved_group import MISSING
 from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 
 
@@ -71,6 +71,16 @@ class UnitAttributes(nn.Module):
         own = self._unit.groups.main.group
         return all(unit.groups.main.group is own for _, unit in units_below(self))
 
+    def check_is_root(self) -> bool:
+        """Whether this is an outermost wrapper: no other one is around it."""
+        return not self._unit.is_inner
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:
+        """The wrappers in ``module``, itself included, outermost first; with ``root_only`` those within no other."""
+        found = [part for _, part in walk(module) if isinstance(part, UnitAttributes)]
+        return [wrapper for wrapper in found if wrapper.check_is_root() or not root_only]
+
     @property
     def _unit(self) -> Unit:
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
@@ -83,3 +93,11 @@ def _setting(name: str) -> property:
 
 for _field in fields(UnitConfig):
     setattr(UnitAttributes, _field.name, _setting(_field.name))
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[UnitAttributes]:
+    """The wrappers in ``mod``, itself included, outermost first; ``skip_empty`` leaves out those without parameters.
+
+    Source: fairscale's function of the same name.
+    """
+    return [wrapper for wrapper in UnitAttributes.fsdp_modules(mod) if wrapper.params or not skip_empty]
