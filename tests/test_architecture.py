@@ -74,6 +74,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.config",
         f"{DATA_PARALLEL}.options",
         f"{DATA_PARALLEL}.state_dict_config",
+        f"{DATA_PARALLEL}.late_options",
         f"{DATA_PARALLEL}.training_state",
         f"{DATA_PARALLEL}.autograd_hooks",
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fairshard.nn.data_parallel.late_options import DEFAULTS, LateOptions
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from fairshard.utils.reduce_scatter_bucketer import Division
 
@@ -44,6 +45,7 @@ class UnitConfig:
     limit_all_gathers: bool
     gradient_predivide_factor: float | None
     keeps_in_no_sync: bool
+    late: LateOptions
 
     @property
     def master_on_cpu(self) -> bool:
@@ -97,6 +99,7 @@ def resolve(
     forward_prefetch: bool | None = None,
     limit_all_gathers: bool = True,
     gradient_predivide_factor: float | None = None,
+    late: LateOptions = DEFAULTS,
 ) -> UnitConfig:
     """Check the arguments of the wrapper against each other and fill in what depends on others.
 
@@ -152,6 +155,7 @@ def resolve(
         limit_all_gathers=limit_all_gathers,
         gradient_predivide_factor=gradient_predivide_factor,
         keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
+        late=late,
     )
 
 

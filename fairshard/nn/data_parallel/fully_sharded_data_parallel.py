@@ -17,6 +17,7 @@ from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.full_params import Showing, show
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
+from fairshard.nn.data_parallel.late_options import late_options, offload_of
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -70,6 +71,15 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         forward_prefetch: False for not gathering the next unit ahead in forward; None and True do.
         limit_all_gathers: accepted; memory is bounded in any case.
         gradient_predivide_factor: divide gradients by it before they are summed, and by the rest after.
+        disable_reshard_on_root: False lets the outermost wrapper, too, free its parameters after the forward.
+        state_dict_device: the CPU to have state dicts in host memory; where the model computes if None. This and the
+            next hold for all wrappers inside; `set_state_dict_type` overrides them.
+        state_dict_on_rank_0_only: state dicts are given, and taken, on rank 0 alone; the others get an empty one.
+        no_broadcast_optim_state: noted in `local_metadata_dict`; the optimizer state of a unit on a group of its own
+            stays with its ranks in any case.
+        clear_autocast_cache: drop autocast's casts after each forward of this wrapper, also where it keeps parameters.
+        verbose: show all settings in ``repr``.
+        move_params_to_cpu: the later name of ``cpu_offload``.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -100,16 +110,34 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
         gradient_predivide_factor: float | None = None,
+        disable_reshard_on_root: bool = True,
+        state_dict_device: torch.device | str | None = None,
+        state_dict_on_rank_0_only: bool = False,
+        no_broadcast_optim_state: bool = False,
+        clear_autocast_cache: bool = False,
+        verbose: bool = False,
+        move_params_to_cpu: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
+        first = next(module.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        late = late_options(
+            disable_reshard_on_root=disable_reshard_on_root,
+            state_dict_device=state_dict_device,
+            compute_device=device,
+            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+            no_broadcast_optim_state=no_broadcast_optim_state,
+            clear_autocast_cache=clear_autocast_cache,
+            verbose=verbose,
+        )
         self.config = resolve(
             reshard_after_forward=reshard_after_forward,
             mixed_precision=mixed_precision,
             fp32_reduce_scatter=fp32_reduce_scatter,
             flatten_parameters=flatten_parameters,
-            cpu_offload=cpu_offload,
+            cpu_offload=offload_of(cpu_offload, move_params_to_cpu),
             compute_dtype=compute_dtype,
             move_grads_to_cpu=move_grads_to_cpu,
             bucket_cap_mb=bucket_cap_mb,
@@ -120,12 +148,12 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             gradient_predivide_factor=gradient_predivide_factor,
+            late=late,
         )
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
         )
-        first = next(module.parameters(), None)
-        validate_process_group(torch.device("cpu") if first is None else first.device, groups.main.resolve())
+        validate_process_group(device, groups.main.resolve())
         flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size)
         unit = Unit(groups, flat_params, self.config)
         setattr(self, UNIT_ATTRIBUTE, unit)
@@ -138,6 +166,7 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         for fqn, inner in units_below(self):
             inner.place(fqn)
             inner.is_inner = inner is not unit
+            inner.state_dict_settings = late.settings() or inner.state_dict_settings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
@@ -152,7 +181,10 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         except BaseException:
             unit.abort_forward()
             raise
-        return unit.post_forward(outputs, call)
+        outputs = unit.post_forward(outputs, call)
+        if self.config.late.clear_autocast_cache:
+            torch.clear_autocast_cache()
+        return outputs
 
     # ---- gradients
 

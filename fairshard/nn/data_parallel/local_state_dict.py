@@ -161,7 +161,12 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
             names = [join(path, name) for part, name in slot.owners for path in paths.get(id(part), [])]
             cleaned = dict.fromkeys(clean_tensor_name(name) for name in names)
             shared += [_swapped(own(slot.fqn), name) for name in cleaned if name != own(slot.fqn)]
-    return {"fsdp_path": path, "params": params, "no_broadcast_optim_state": False, "shared_param_info": shared}
+    return {
+        "fsdp_path": path,
+        "params": params,
+        "no_broadcast_optim_state": unit.config.late.no_broadcast_optim_state,
+        "shared_param_info": shared,
+    }
 
 
 def _swapped(first: str, other: str) -> tuple[str, str]:

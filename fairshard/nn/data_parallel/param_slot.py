@@ -1,12 +1,14 @@
 """Where a parameter hangs in the module tree, under all its names, and what hangs there while it is sharded."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import FairshardError, ParameterShardedError
 
@@ -67,6 +69,15 @@ def _refuse_operators() -> None:
 _refuse_operators()
 
 
+_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
+
+
+def slot_of(param: nn.Parameter) -> "ParamSlot | None":
+    """The slot that has taken ``param``, if a unit has: what modules still refer to is then an empty leaf."""
+    slot: ParamSlot | None = _slots.get(param, lambda: None)()
+    return slot
+
+
 class ParamSlot:
     """One parameter, the modules that refer to it, and the leaf that stands there while it is gathered.
 
@@ -102,6 +113,7 @@ class ParamSlot:
     def register(self, shard: nn.Parameter | None) -> None:
         """Take the parameter out of its modules; put ``shard`` in its place, or a placeholder that raises."""
         self._registered = shard
+        _slots[self.leaf] = weakref.ref(self)
         if shard is not None:
             self._placeholder = None
         self.leaf.grad = None

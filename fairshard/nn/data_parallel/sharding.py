@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.flat_param import FlatParam
-from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
 from fairshard.nn.data_parallel.tree import join, units_below, walk
 
 _OTHER_ENGINES = (
@@ -63,9 +63,10 @@ def _take_slots(module: nn.Module) -> list[ParamSlot]:
             if param is None or id(param) in shards:
                 continue
             full_name = join(fqn, name)
-            if id(param) in leaves:
+            other = leaves.get(id(param)) or slot_of(param)
+            if other is not None:
                 raise ValueError(
-                    f"A parameter must belong to one unit, but `{full_name}` is shared with `{leaves[id(param)].fqn}` "
+                    f"A parameter must belong to one unit, but `{full_name}` is shared with `{other.fqn}` "
                     "of a unit that is wrapped already. Wrap the two modules together in one unit, or wrap neither "
                     "on its own."
                 )
