@@ -251,7 +251,10 @@ def test_around_and_inside_of_units(where, offload_to_cpu):
         return FSDP(model)
 
     with copying_inputs():
-        train_alike(model, wrap, lambda model, key: model(randn(5, 6, key=key)).square().mean())
+        wrapped = train_alike(model, wrap, lambda model, key: model(randn(5, 6, key=key)).square().mean())
+    copied = copy.deepcopy(wrapped)
+    assert_same_state(copied.state_dict(), wrapped.state_dict())
+    assert [type(part) for part in copied.modules()] == [type(part) for part in wrapped.modules()]
 
 
 def losses_of(wrapped):

@@ -124,8 +124,8 @@ def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any],
         found = [_parse_param(prefix, name, param) for name, param in unit["params"].items()]
         found = [param for param in found if strict or param.key in tensors]
         names = {name for param in found for name in param.names}
-        for first, other in unit.get("shared_param_info", ()) if names or strict else ():
-            aliases.update(_parse_alias(_below(prefix, first), _below(prefix, other), names))
+        for first, other in unit.get("shared_param_info", ()):
+            aliases.update(_parse_alias(_below(prefix, first), _below(prefix, other), names, strict))
         params += found
     for param in params:
         if param.key not in tensors:
@@ -149,7 +149,7 @@ def _parse_param(prefix: str, name: str, param: Mapping[str, Any]) -> BackingPar
     return found
 
 
-def _parse_alias(first: str, other: str, names: set[str]) -> dict[str, str]:
+def _parse_alias(first: str, other: str, names: set[str], strict: bool) -> dict[str, str]:
     """{other name of a tied weight: first name}.
 
     fairscale writes the two modules in this order, but each with the *other's* last word: ``emb.kernel`` and
@@ -160,6 +160,8 @@ def _parse_alias(first: str, other: str, names: set[str]) -> dict[str, str]:
     right = _below(first_owner, first_word)
     if right in names:
         return {_below(other_owner, other_word): right}
+    if first not in names and not strict:
+        return {}
     if first not in names:
         raise ValueError(f"`{other}` is tied to `{first}`, which is none of its parameters")
     return {other: first}

@@ -158,9 +158,9 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
             "padding": flat_param.shard_numel - flat_param.layout.filled(flat_param.rank),
         }
         for slot in flat_param.slots:
-            names = [join(path, name) for part, name in slot.owners for path in paths.get(id(part), [])]
-            cleaned = dict.fromkeys(clean_tensor_name(name) for name in names)
-            shared += [_swapped(own(slot.fqn), name) for name in cleaned if name != own(slot.fqn)]
+            places = [(place, name) for part, name in slot.owners for place in paths.get(id(part), [])]
+            names = dict.fromkeys(clean_tensor_name(join(place, name)) for place, name in places)
+            shared += [_swapped(own(slot.fqn), name) for name in names if name != own(slot.fqn)]
     return {
         "fsdp_path": path,
         "params": params,
@@ -170,7 +170,7 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
 
 
 def _swapped(first: str, other: str) -> tuple[str, str]:
-    """Two names of a tied weight as fairscale writes them; each with the other's last word."""
+    """Two names of a tied weight as fairscale writes them: each with the other's last word."""
     first_owner, _, first_word = first.rpartition(".")
     other_owner, _, other_word = other.rpartition(".")
     return join(first_owner, other_word), join(other_owner, first_word)

@@ -9,7 +9,7 @@ from fairshard.checkpoint.consolidate import consolidate_torch
 from fairshard.checkpoint.import_fairscale import import_fairscale
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import checkpoint_wrapper
+from fairshard.nn import ShardingStrategy, checkpoint_wrapper
 from tests.checkpoint.test_import_fairscale import MODELS, check_equal, write_shards
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
@@ -25,7 +25,11 @@ def of_all_ranks(wrapped):
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"flatten_parameters": False}, {"cpu_offload": True}, {"sharding_strategy": ShardingStrategy.NO_SHARD}],
+    ids=["flat", "not flat", "offload", "not cut"],
+)
 def test_the_shards_of_all_ranks_are_the_state_dict(kwargs):
     """Units in units, tied weights under both names, padding: every value as in `state_dict`."""
     wrapped = wrap_tiny(tiny(), **kwargs)
@@ -107,6 +111,11 @@ def test_shards_that_lack_parameters():
     with pytest.raises(CheckpointError, match=r"shard_weights\[0\] .* its weights lack `2\.flat_param_0`"):
         FSDP.consolidate_shard_weights(weights, metadata)
     assert list(FSDP.consolidate_shard_weights(weights, metadata, strict=False)) == ["0.weight", "0.bias"]
+    weights, metadata = of_all_ranks(FSDP(tiny(), flatten_parameters=False))
+    for one in weights:
+        del one["embed.weight"]
+    found = FSDP.consolidate_shard_weights(weights, metadata, strict=False)
+    assert tiny().state_dict().keys() - found.keys() == {"embed.weight", "head.weight"}
 
 
 @on_ranks(2)
