@@ -60,6 +60,10 @@ class UnitGroups:
             assert self.replicas is not None
             self.shard.group, self.replicas.group = group
 
+    def spanning(self) -> list[ProcessGroup]:
+        """The groups through which, one after the other, something reaches all ranks of the unit."""
+        return [group.resolve() for group in dict.fromkeys((self.main, self.replicas)) if group is not None]
+
     def communicators(self) -> Communicators:
         """What the unit talks through. **Collective** the first time for a group."""
         shard = communicator(self.shard.resolve())
