@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,20 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
+from fairshard.nn.data_parallel.agreement import warn_of_other_values
 from fairshard.nn.data_parallel.config import resolve
+from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
 from fairshard.nn.data_parallel.full_params import Showing, show
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
+from fairshard.nn.data_parallel.ignored import resolve_ignored
 from fairshard.nn.data_parallel.late_options import late_options, offload_of
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.nn.data_parallel.origin import move_inputs
 from fairshard.nn.data_parallel.root import claim
-from fairshard.nn.data_parallel.sharding import shard_parameters
+from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.parallel import validate_process_group
 
 
 class FullyShardedDataParallel(GradMethods, OptimStateMethods):
@@ -80,6 +83,16 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         clear_autocast_cache: drop autocast's casts after each forward of this wrapper, also where it keeps parameters.
         verbose: show all settings in ``repr``.
         move_params_to_cpu: the later name of ``cpu_offload``.
+        param_init_fn: gives memory and values to what a module on the meta device owns itself; if None,
+            ``to_empty`` and the module's own ``reset_parameters`` do.
+        device_id: a GPU's number or a device: compute there, and move inputs there. What is on the CPU is cut there.
+        compute_device: the same, but inputs are left where they are.
+        sync_module_states: let all ranks begin with the parameters and buffers of rank 0. **Collective** then.
+        allow_reset_parameters: ``reset_parameters()`` of the wrapper calls that of the module, with whole parameters.
+            Seed all ranks alike before. **Collective**.
+        ignored_modules: modules below ``module`` to leave whole on every rank; their gradients are not reduced.
+        ignored_states: modules and parameters to leave whole, instead of the other two arguments.
+        ignored_parameters: parameters to leave whole.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -117,6 +130,14 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         clear_autocast_cache: bool = False,
         verbose: bool = False,
         move_params_to_cpu: bool | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | torch.device | None = None,
+        compute_device: torch.device | None = None,
+        sync_module_states: bool = False,
+        allow_reset_parameters: bool = False,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
+        ignored_parameters: Iterable[nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -153,11 +174,15 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
         )
-        validate_process_group(device, groups.main.resolve())
-        flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size)
-        unit = Unit(groups, flat_params, self.config)
+        how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
+        check_not_sharded(module, ignored)
+        origin = make_ready(module, how, ignored, groups.spanning())
+        flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size, origin)
+        unit = Unit(groups, flat_params, self.config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
+        self.allow_reset_parameters = allow_reset_parameters
         self.module = module
         if flatten_parameters:
             for flat_param in flat_params:
@@ -172,7 +197,9 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         if unit.root is None:
-            claim(self)
+            warn_of_other_values(claim(self).units)
+        if unit.origin.moves_inputs and not unit.is_inner:
+            args, kwargs = move_inputs((args, kwargs), unit.device)
         args, kwargs, call = unit.pre_forward(args, kwargs)
         wrapped = self._modules["module"]
         assert wrapped is not None
@@ -237,6 +264,11 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         with show(unit, Showing(writeback=True)):
             return super().apply(fn)
 
+    def _reset_whole(self) -> None:
+        self._claimed()
+        with show(self._unit, Showing(writeback=True)):
+            self.module.reset_parameters()  # type: ignore[operator]
+
     # ---- what it looks like
 
     def named_parameters(
@@ -275,7 +307,8 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
+            return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""

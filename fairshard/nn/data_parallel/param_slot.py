@@ -121,6 +121,11 @@ class ParamSlot:
             module._parameters[name] = shard  # None keeps the name's place in the module's order
         self.detach()
 
+    def move_to(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
+        self.leaf.data = self.leaf.data.to(device)
+        self.detach()
+
     def attach(self, view: Tensor) -> None:
         """Let the leaf show ``view`` and hang it where the modules look for it."""
         leaf = self.leaf

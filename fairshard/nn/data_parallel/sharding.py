@@ -7,6 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.ignored import Ignored
+from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
 from fairshard.nn.data_parallel.tree import join, units_below, walk
 
@@ -19,8 +21,12 @@ _OTHER_ENGINES = (
 )
 
 
-def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_size: int) -> list[FlatParam]:
-    """Cut the parameters that ``module`` and its inner units have left; the originals become empty leaves.
+def shard_parameters(
+    module: nn.Module, config: UnitConfig, rank: int, world_size: int, origin: Origin
+) -> list[FlatParam]:
+    """Cut the parameters that inner units and ``origin.ignored`` have left; the originals become empty leaves.
+
+    They are cut where they are: what lies on the CPU goes to ``origin.device`` as a shard, never whole.
 
     No communication: every rank cuts its span out of the values it holds. Each parameter occurs once, however
     many names it has.
@@ -29,7 +35,7 @@ def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_siz
         TypeError: a parameter's dtype cannot be sharded.
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
-    slots = _take_slots(module)
+    slots = _take_slots(module, origin.ignored.ids)
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
     groups: list[list[ParamSlot]]
@@ -48,19 +54,22 @@ def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_siz
         flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
         for slot in group:
             slot.register(None if config.flatten_parameters else flat_param.shard)
+            slot.move_to(origin.device)
+        if not flat_param.on_cpu:
+            flat_param.shard.data = flat_param.shard.data.to(origin.device)
         flat_params.append(flat_param)
+    origin.note_cut(flat_params)
     return flat_params
 
 
-def _take_slots(module: nn.Module) -> list[ParamSlot]:
+def _take_slots(module: nn.Module, ignored: set[int]) -> list[ParamSlot]:
     inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
     shards = {id(flat_param.shard) for flat_param in inner}
     leaves = {id(slot.leaf): slot for flat_param in inner for slot in flat_param.slots}
     slots: dict[int, ParamSlot] = {}
     for fqn, part in walk(module):
-        _check_not_sharded(fqn, part)
         for name, param in part._parameters.items():
-            if param is None or id(param) in shards:
+            if param is None or id(param) in shards or id(param) in ignored:
                 continue
             full_name = join(fqn, name)
             other = leaves.get(id(param)) or slot_of(param)
@@ -70,16 +79,29 @@ def _take_slots(module: nn.Module) -> list[ParamSlot]:
                     "of a unit that is wrapped already. Wrap the two modules together in one unit, or wrap neither "
                     "on its own."
                 )
-            if isinstance(param, DTensor):
-                raise ValueError(
-                    f"Parameters must be whole to be sharded, but `{full_name}` is a DTensor. Wrap the module before "
-                    "distributing it, or leave it out of this unit."
-                )
             slots.setdefault(id(param), ParamSlot(param, full_name)).add_owner(part, name)
     return list(slots.values())
 
 
-def _check_not_sharded(fqn: str, module: nn.Module) -> None:
+def check_not_sharded(module: nn.Module, ignored: Ignored) -> None:
+    """Raise if anything of ``module`` that is not ``ignored`` is in the hands of another engine.
+
+    Raises:
+        ValueError: naming it.
+    """
+    skipped = ignored.ids
+    for fqn, part in walk(module):
+        if id(part) not in skipped:
+            _check_module(fqn, part)
+        for name, param in part._parameters.items():
+            if isinstance(param, DTensor) and id(param) not in skipped:
+                raise ValueError(
+                    f"Parameters must be whole to be sharded, but `{join(fqn, name)}` is a DTensor. Wrap the module "
+                    "before distributing it, or leave it out of this unit."
+                )
+
+
+def _check_module(fqn: str, module: nn.Module) -> None:
     for base in type(module).__mro__:
         if base.__module__.startswith(_OTHER_ENGINES):
             raise ValueError(
