@@ -35,14 +35,14 @@ from fairshard.cli.options import (
     add_train_arguments,
     check_options,
 )
-from fairshard.cli.progress import say, size_text, unit_lines
+from fairshard.cli.progress import say, size_text
 from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.resume import CHECKPOINTS, chosen_options
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
-from fairshard.nn.data_parallel.summary import UnitRow, unit_table
+from fairshard.nn.data_parallel.summary import UnitRow, unit_lines, unit_table
 from fairshard.utils.device import peak_memory, set_device, visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 
