@@ -25,6 +25,7 @@ from fairshard.nn.data_parallel.sharding import shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.unit_plan import auto_wrap_children
 from fairshard.utils.parallel import validate_process_group
 
 
@@ -70,6 +71,8 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         forward_prefetch: False for not gathering the next unit ahead in forward; None and True do.
         limit_all_gathers: accepted; memory is bounded in any case.
         gradient_predivide_factor: divide gradients by it before they are summed, and by the rest after.
+        auto_wrap_policy: which modules inside become units of their own, with the same arguments: one of
+            `fairshard.nn.wrap`, or PyTorch's.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -100,11 +103,12 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
         gradient_predivide_factor: float | None = None,
+        auto_wrap_policy: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
-        self.config = resolve(
+        arguments: dict[str, Any] = dict(
             reshard_after_forward=reshard_after_forward,
             mixed_precision=mixed_precision,
             fp32_reduce_scatter=fp32_reduce_scatter,
@@ -121,11 +125,21 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
             limit_all_gathers=limit_all_gathers,
             gradient_predivide_factor=gradient_predivide_factor,
         )
+        self.config = resolve(**arguments)
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
         )
         first = next(module.parameters(), None)
         validate_process_group(torch.device("cpu") if first is None else first.device, groups.main.resolve())
+        if auto_wrap_policy is not None:
+            arguments.update(
+                process_group=process_group,
+                device_mesh=device_mesh,
+                process_group_reduce_scatter=process_group_reduce_scatter,
+            )
+            auto_wrap_children(
+                module, auto_wrap_policy, FullyShardedDataParallel, arguments, world_size=groups.shard.world_size
+            )
         flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size)
         unit = Unit(groups, flat_params, self.config)
         setattr(self, UNIT_ATTRIBUTE, unit)

@@ -122,6 +122,6 @@ def large_unit_warning(rows: Sequence[UnitRow]) -> str | None:
     if 2 * largest.numel <= numel:
         return None
     return (
-        f"unit {largest.fqn or '(root)'} holds {largest.numel / numel:.0%} of the parameters; all of them are in memory "
-        "while it computes. Wrap parts of it."
+        f"unit {largest.fqn or '(root)'} holds {largest.numel / numel:.0%} of the parameters; all of them are in "
+        "memory while it computes. Wrap parts of it."
     )
