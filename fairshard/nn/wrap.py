@@ -20,14 +20,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from fairshard.nn.data_parallel.memory_plan import OPTIMIZERS, MemoryTerm, WrapPlan, plan_memory
+from fairshard.nn.data_parallel.memory_plan import OPTIMIZERS, BucketRow, MemoryTerm, WrapPlan, plan_memory
 from fairshard.nn.data_parallel.unit_plan import UnitPlan
 from fairshard.nn.data_parallel.wrap_choice import Chooser, ModuleTree
 from fairshard.nn.data_parallel.wrap_policies import (
@@ -42,11 +41,12 @@ from fairshard.nn.data_parallel.wrap_policies import (
     transformer_auto_wrap_policy,
     wrapper_config,
 )
-from fairshard.utils.collectives import single_rank_group
 from fairshard.utils.device import default_device_type
+from fairshard.utils.messages import group_of_one
 
 __all__ = [
     "OPTIMIZERS",
+    "BucketRow",
     "CustomPolicy",
     "MemoryTerm",
     "ModuleWrapPolicy",
@@ -168,9 +168,9 @@ def auto_wrap_bn(
         raise ValueError("`single_rank_pg=True` makes a group of its own: `process_group` must be left out.")
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     if assert_on_collision and any(wrapper_config(norm) is not None for norm in norms):
-        raise AssertionError("A BatchNorm has a `wrapper_config` already. Pass assert_on_collision=False to replace it.")
+        raise AssertionError("A BatchNorm has a `wrapper_config` already. assert_on_collision=False replaces it.")
     config = fsdp_config or {
-        "process_group": single_rank_group() if single_rank_pg else process_group,
+        "process_group": group_of_one() if single_rank_pg else process_group,
         "mixed_precision": False,
         "flatten_parameters": False,
         "reshard_after_forward": False,

@@ -10,7 +10,7 @@ _MAX_IN_FLIGHT = 2
 
 
 class PlannedSource(Protocol):
-    """One flat gradient as far as a plan needs it; ``comms.shard.world_size`` ranks get ``shard_numel`` elements each."""
+    """One flat gradient: each of ``comms.shard.world_size`` ranks gets ``shard_numel`` elements of it."""
 
     comms: Any
     reduce_dtype: torch.dtype

@@ -108,23 +108,23 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
-        arguments: dict[str, Any] = dict(
-            reshard_after_forward=reshard_after_forward,
-            mixed_precision=mixed_precision,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            flatten_parameters=flatten_parameters,
-            cpu_offload=cpu_offload,
-            compute_dtype=compute_dtype,
-            move_grads_to_cpu=move_grads_to_cpu,
-            bucket_cap_mb=bucket_cap_mb,
-            sharding_strategy=sharding_strategy,
-            buffer_dtype=buffer_dtype,
-            force_input_to_fp32=force_input_to_fp32,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            gradient_predivide_factor=gradient_predivide_factor,
-        )
+        arguments: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "mixed_precision": mixed_precision,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "flatten_parameters": flatten_parameters,
+            "cpu_offload": cpu_offload,
+            "compute_dtype": compute_dtype,
+            "move_grads_to_cpu": move_grads_to_cpu,
+            "bucket_cap_mb": bucket_cap_mb,
+            "sharding_strategy": sharding_strategy,
+            "buffer_dtype": buffer_dtype,
+            "force_input_to_fp32": force_input_to_fp32,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "gradient_predivide_factor": gradient_predivide_factor,
+        }
         self.config = resolve(**arguments)
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
