@@ -61,8 +61,8 @@ def test_fairscales_default_policy_has_its_names():
     names = list(inspect.signature(ours.default_auto_wrap_policy).parameters)
     assert names[:5] == ["module", "recurse", "unwrapped_params", "is_root", "min_num_params"]
     assert names[5:] == ["force_leaf_modules", "exclude_wrap_modules", "skip_params_check_for_root"]
-    assert ours.default_auto_wrap_policy.EXCLUDE_WRAP_MODULES == {nn.ModuleList, nn.ModuleDict}
-    assert ours.size_based_auto_wrap_policy.FORCE_LEAF_MODULES == {nn.MultiheadAttention}
+    assert {nn.ModuleList, nn.ModuleDict} == ours.default_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+    assert {nn.MultiheadAttention} == ours.size_based_auto_wrap_policy.FORCE_LEAF_MODULES
 
 
 @pytest.mark.parametrize("source", [ours, theirs])
@@ -118,7 +118,7 @@ def test_custom_policy_may_override_arguments(source):
     says = {model[0]: True, model[1]: {"mixed_precision": True}}
     policy = source.CustomPolicy(lambda module: says.get(module, False))
     assert chosen(model, policy) == {"0": {}, "1": {"mixed_precision": True}}
-    with pytest.raises(ValueError, match="must return a bool or a dict|should return"):
+    with pytest.raises(ValueError, match=r"must return a bool or a dict|should return"):
         chosen(model, source.CustomPolicy(lambda module: 1))
 
 
