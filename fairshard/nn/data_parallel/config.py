@@ -59,9 +59,9 @@ class UnitConfig:
             return GradHome.HOST
         return GradHome.HELD if self.cpu_offload else GradHome.SHARD
 
-    def compute_dtype_of(self, param_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which parameters of ``param_dtype`` are gathered and compute."""
-        return self.compute_dtype or param_dtype
+    def compute_dtype_of(self, param_dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
+        """The dtype in which parameters of ``param_dtype`` are gathered and compute; BatchNorm's keep their own."""
+        return param_dtype if keeps_dtype else self.compute_dtype or param_dtype
 
     def reduce_dtype_of(self, compute_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters that compute in ``compute_dtype`` travel."""

@@ -30,6 +30,7 @@ from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_paramet
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.unit_plan import auto_wrap_children
 
 
 class FullyShardedDataParallel(GradMethods, OptimStateMethods):
@@ -93,6 +94,8 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         ignored_modules: modules below ``module`` to leave whole on every rank; their gradients are not reduced.
         ignored_states: modules and parameters to leave whole, instead of the other two arguments.
         ignored_parameters: parameters to leave whole.
+        auto_wrap_policy: which modules inside become units of their own, with the same arguments: one of
+            `fairshard.nn.wrap`, or PyTorch's.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -138,45 +141,71 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
+        auto_wrap_policy: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
         first = next(module.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
         late = late_options(
             disable_reshard_on_root=disable_reshard_on_root,
             state_dict_device=state_dict_device,
-            compute_device=device,
+            compute_device=torch.device("cpu") if first is None else first.device,
             state_dict_on_rank_0_only=state_dict_on_rank_0_only,
             no_broadcast_optim_state=no_broadcast_optim_state,
             clear_autocast_cache=clear_autocast_cache,
             verbose=verbose,
         )
-        self.config = resolve(
-            reshard_after_forward=reshard_after_forward,
-            mixed_precision=mixed_precision,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            flatten_parameters=flatten_parameters,
-            cpu_offload=offload_of(cpu_offload, move_params_to_cpu),
-            compute_dtype=compute_dtype,
-            move_grads_to_cpu=move_grads_to_cpu,
-            bucket_cap_mb=bucket_cap_mb,
-            sharding_strategy=sharding_strategy,
-            buffer_dtype=buffer_dtype,
-            force_input_to_fp32=force_input_to_fp32,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            gradient_predivide_factor=gradient_predivide_factor,
-            late=late,
-        )
+        settings: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "mixed_precision": mixed_precision,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "flatten_parameters": flatten_parameters,
+            "cpu_offload": offload_of(cpu_offload, move_params_to_cpu),
+            "compute_dtype": compute_dtype,
+            "move_grads_to_cpu": move_grads_to_cpu,
+            "bucket_cap_mb": bucket_cap_mb,
+            "sharding_strategy": sharding_strategy,
+            "buffer_dtype": buffer_dtype,
+            "force_input_to_fp32": force_input_to_fp32,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "gradient_predivide_factor": gradient_predivide_factor,
+        }
+        self.config = resolve(**settings, late=late)
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
         )
         how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
         ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
         check_not_sharded(module, ignored)
+        if auto_wrap_policy is not None:
+            others = {
+                "process_group": process_group,
+                "device_mesh": device_mesh,
+                "process_group_reduce_scatter": process_group_reduce_scatter,
+                "disable_reshard_on_root": disable_reshard_on_root,
+                "state_dict_device": state_dict_device,
+                "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
+                "no_broadcast_optim_state": no_broadcast_optim_state,
+                "clear_autocast_cache": clear_autocast_cache,
+                "verbose": verbose,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "compute_device": compute_device,
+                "sync_module_states": sync_module_states,
+                "allow_reset_parameters": allow_reset_parameters,
+                "ignored_states": [*ignored.modules, *ignored.params],
+            }
+            auto_wrap_children(
+                module,
+                auto_wrap_policy,
+                FullyShardedDataParallel,
+                {**settings, **others},
+                world_size=groups.shard.world_size,
+                ignored_modules=ignored.modules,
+            )
         origin = make_ready(module, how, ignored, groups.spanning())
         flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size, origin)
         unit = Unit(groups, flat_params, self.config, origin)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,21 +37,12 @@ def shard_parameters(
         TypeError: a parameter's dtype cannot be sharded.
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
-    slots = _take_slots(module, origin.ignored.ids)
+    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
+    slots = collect_slots(walk(module), inner, origin.ignored.ids)
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
-    groups: list[list[ParamSlot]]
-    if config.flatten_parameters:
-        by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
-        for slot in slots:
-            leaf = slot.leaf
-            keeps_dtype = config.precision.param_dtype is not None and slot.keeps_dtype
-            by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
-        groups = list(by_kind.values())
-    else:
-        groups = [[slot] for slot in slots]
     flat_params = []
-    for index, group in enumerate(groups):
+    for index, group in enumerate(group_slots(slots, config)):
         name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
         flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
         for slot in group:
@@ -62,14 +55,34 @@ def shard_parameters(
     return flat_params
 
 
-def _take_slots(module: nn.Module, ignored: set[int]) -> list[ParamSlot]:
-    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
-    shards = {id(flat_param.shard) for flat_param in inner}
+def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSlot]]:
+    """Which parameters of a unit share a flat param, in order; none do without ``flatten_parameters``."""
+    if not config.flatten_parameters:
+        return [[slot] for slot in slots]
+    by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
+    for slot in slots:
+        leaf = slot.leaf
+        keeps_dtype = config.precision.param_dtype is not None and slot.keeps_dtype
+        by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
+    return list(by_kind.values())
+
+
+def collect_slots(
+    parts: Iterable[tuple[str, nn.Module]], inner: Sequence[FlatParam] = (), skip: Collection[int] = ()
+) -> list[ParamSlot]:
+    """The parameters of ``parts``, modules with their fqns, each once under all its names.
+
+    Those of ``inner`` units are left out, and those whose ``id`` is in ``skip``.
+
+    Raises:
+        ValueError: a parameter is sharded already, or shared with an inner unit.
+    """
+    left_out = {id(flat_param.shard) for flat_param in inner} | set(skip)
     leaves = {id(slot.leaf): slot for flat_param in inner for slot in flat_param.slots}
     slots: dict[int, ParamSlot] = {}
-    for fqn, part in walk(module):
+    for fqn, part in parts:
         for name, param in part._parameters.items():
-            if param is None or id(param) in shards or id(param) in ignored:
+            if param is None or id(param) in left_out:
                 continue
             full_name = join(fqn, name)
             other = leaves.get(id(param)) or slot_of(param)
