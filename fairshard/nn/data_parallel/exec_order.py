@@ -19,6 +19,7 @@ class ExecOrder(Generic[UnitT]):
         self._waiting: list[UnitT] = []  # for a backward, in the order of the forward ...
         self._is_left: list[bool] = []  # ... whether that has still to come to them ...
         self._places: dict[UnitT, list[int]] = {}  # ... and where each unit stands
+        self._foreseen: dict[UnitT, int] = {}  # what should come after each that it has come to
 
     def begin_forward(self) -> None:
         """A pass through the model starts."""
@@ -43,6 +44,7 @@ class ExecOrder(Generic[UnitT]):
         """A backward starts; returns the units that it should reach, in that order, with their number of calls."""
         self._is_left = [True] * len(self._waiting)
         self._places = {}
+        self._foreseen = {}
         for position, unit in enumerate(self._waiting):
             self._places.setdefault(unit, []).append(position)
         return Counter(reversed(self._waiting))
@@ -57,17 +59,25 @@ class ExecOrder(Generic[UnitT]):
             return None
         position = places.pop()
         self._is_left[position] = False
+        self._foreseen.pop(unit, None)
         for start in (position, len(self._is_left)):
             for before in range(start - 1, -1, -1):
                 if self._is_left[before]:
+                    self._foreseen[unit] = before
                     return self._waiting[before]
         return None
+
+    def still_ahead(self, unit: UnitT) -> UnitT | None:
+        """What `reenter` returned for ``unit``, unless the backward has come to that by now."""
+        position = self._foreseen.get(unit)
+        return self._waiting[position] if position is not None and self._is_left[position] else None
 
     def end_backward(self) -> None:
         """The backward is over."""
         self._waiting = []
         self._is_left = []
         self._places = {}
+        self._foreseen = {}
 
     @property
     def recorded(self) -> Sequence[UnitT]:

@@ -20,6 +20,7 @@ from fairshard.nn.data_parallel.groups import Groups, find_groups
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
 from fairshard.nn.data_parallel.root import claim
 from fairshard.nn.data_parallel.sharding import shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -28,7 +29,7 @@ from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.parallel import validate_process_group
 
 
-class FullyShardedDataParallel(GradMethods, OptimStateMethods):
+class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,6 +48,7 @@ def claim(module: nn.Module) -> Root:
         wrapped = unit_of(part)
         if wrapped is not None:
             wrapped.materialize(root, comms[wrapped], modules_of(part))
+            wrapped.prefetch.settle(units)
     return root
 
 
@@ -89,17 +90,16 @@ class Root:
 
     # ---- forward
 
-    def enter_forward(self, unit: Unit) -> Unit | None:
-        """``unit`` is called; returns the one to gather ahead, if the order is known."""
+    def enter_forward(self, unit: Unit) -> Sequence[Unit]:
+        """``unit`` is called; returns what to gather ahead."""
         if self._depth == 0 and not (self.in_backward and current_task() != NO_BACKWARD):
             self._begin_pass(unit)
         self._depth += 1
         if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
-            return None
+            return ()
         self._ahead.discard(unit)
-        ahead = self.order.enter(unit)
-        if ahead is not None and not ahead.is_gathered:
-            self._ahead.add(ahead)
+        ahead = unit.prefetch.in_forward(self.order.enter(unit))
+        self._ahead.update(other for other in ahead if not other.is_gathered)
         return ahead
 
     def exit_forward(self, completed: bool) -> None:
@@ -134,8 +134,8 @@ class Root:
 
     # ---- backward
 
-    def enter_backward(self, unit: Unit) -> Unit | None:
-        """The backward has come to ``unit``; returns the one to gather ahead."""
+    def enter_backward(self, unit: Unit) -> Sequence[Unit]:
+        """The backward has come to ``unit``; returns what to gather ahead, before its gradients are computed."""
         if not self.in_backward:
             self._assert_none_summoned("backward")
             self.in_backward = True
@@ -156,7 +156,7 @@ class Root:
                     and flat_param.hook is None
                 ]
             )
-        return self.order.reenter(unit)
+        return unit.prefetch.before_grads(self.order.reenter(unit))
 
     def check_live(self, unit: Unit, task: int) -> None:
         """Drop a backward that raised, now that ``task`` comes to the outputs of ``unit``."""

@@ -22,6 +22,7 @@ from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.groups import UnitGroups, part_of
 from fairshard.nn.data_parallel.kept_part import KeptParts
+from fairshard.nn.data_parallel.prefetch import Prefetch
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.state_dict_config import default_settings
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -46,6 +47,7 @@ class Unit:
         self.sync = True
         self.reshard_after_forward = config.reshard_after_forward
         self.state_dict_settings = default_settings()
+        self.prefetch: Prefetch[Unit] = Prefetch(config)
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -70,7 +72,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in (*kept, "prefetch")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -123,8 +125,8 @@ class Unit:
         try:
             self.state = TrainingState.FORWARD
             self.unshard()
-            if ahead is not None:
-                ahead.unshard()
+            for other in ahead:
+                other.unshard()
             self.wait_unshard()
             if self.buffers is not None:
                 self.buffers.attach()
@@ -205,8 +207,8 @@ class Unit:
         self._reach()
         self._num_arrived += 1
         self.unshard()
-        if ahead is not None:
-            ahead.unshard()
+        for other in ahead:
+            other.unshard()
         self.wait_unshard()
         if self.buffers is not None:
             self.buffers.attach()
@@ -331,6 +333,8 @@ class Unit:
                 self._kept_at = num_steps(), self._versions
             else:
                 self.reshard()
+            for other in self.prefetch.after_grads(root.order.still_ahead(self)):
+                other.unshard()
 
     @property
     def _has_arrived(self) -> bool:

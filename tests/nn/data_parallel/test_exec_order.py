@@ -71,3 +71,18 @@ def test_an_enclosing_unit_does_not_end_the_look_ahead():
     hints = {unit: order.reenter(unit) for unit in ["c", "root", "b", "a"]}
     assert hints["c"] == "b"
     assert hints["b"] == "a"
+
+
+def test_what_is_ahead_is_so_until_the_backward_comes_to_it():
+    """A hint is asked for again after a unit's gradients; by then the backward may have come further."""
+    order = ExecOrder()
+    forward(order, ["a", "b", "c"])
+    order.begin_backward()
+    order.reenter("c")
+    assert order.still_ahead("c") == "b"
+    assert order.still_ahead("b") is None
+    order.reenter("b")
+    assert order.still_ahead("c") is None
+    assert order.still_ahead("b") == "a"
+    order.end_backward()
+    assert order.still_ahead("b") is None
