@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -131,6 +132,7 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         unit = Unit(groups, flat_params, self.config)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
+        self._forward_methods: set[str] = set()
         self.module = module
         if flatten_parameters:
             for flat_param in flat_params:
@@ -142,14 +144,15 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
+        return self._run(self._modules["module"], args, kwargs)
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         if unit.root is None:
             claim(self)
         args, kwargs, call = unit.pre_forward(args, kwargs)
-        wrapped = self._modules["module"]
-        assert wrapped is not None
         try:
-            outputs = wrapped(*args, **kwargs)
+            outputs = function(*args, **kwargs)
         except BaseException:
             unit.abort_forward()
             raise
@@ -244,7 +247,17 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            value = getattr(self.module, name)
+            return self._gathering(value) if name in self._forward_methods else value
+
+    def _gathering(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
+                return method(*args, **kwargs)
+            return self._run(method, args, kwargs)
+
+        return run
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
@@ -283,3 +296,46 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
                 if value is not None and not (remove_duplicate and id(value) in seen):
                     seen.add(id(value))
                     yield join(prefix, join(fqn, name)), value
+
+
+def register_forward_method(module: FullyShardedDataParallel, method_name: str) -> None:
+    """Let ``module.<method_name>(...)``, of the wrapped module, run with the unit gathered, as a forward does.
+
+    For methods that read parameters without going through ``module(...)``: ``generate`` of Hugging Face's models,
+    ``encode``. Inputs are cast and outputs hooked for the backward as those of a forward; hooks of ``nn.Module`` do
+    not run. The call is **collective**. Parameters of units inside are gathered when those are called.
+
+    >>> import torch
+    >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method
+    >>> class Encoder(torch.nn.Linear):
+    ...     def encode(self, x):
+    ...         return torch.tanh(self(x))
+    >>> model = FSDP(Encoder(4, 4))
+    >>> register_forward_method(model, "encode")
+    >>> model.encode(torch.ones(2, 4)).sum().backward()
+
+    Raises:
+        TypeError: ``module`` is not a FullyShardedDataParallel.
+        AttributeError: the wrapped module has no such method.
+        ValueError: the wrapper has a method of that name itself.
+
+    Source: ``register_fsdp_forward_method`` of PyTorch's FSDP2.
+    """
+    if not isinstance(module, FullyShardedDataParallel):
+        raise TypeError(
+            f"A forward method is registered on the wrapper, but this is a {type(module).__name__}. Pass the "
+            "FullyShardedDataParallel around it; a module around wrappers needs nothing."
+        )
+    if hasattr(FullyShardedDataParallel, method_name):
+        raise ValueError(
+            f"`{method_name}` is a method of FullyShardedDataParallel itself, which calls on the wrapper reach first. "
+            "Give the method of the wrapped module another name."
+        )
+    if not callable(getattr(module, method_name, None)):
+        raise AttributeError(
+            f"The wrapped {type(module.module).__name__} must have a method `{method_name}` to register, but has none."
+        )
+    layer: nn.Module = module
+    while isinstance(layer, FullyShardedDataParallel):
+        layer._forward_methods.add(method_name)
+        layer = layer.module

@@ -98,7 +98,7 @@ class Root:
         if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
             return ()
         self._ahead.discard(unit)
-        ahead = unit.prefetch.in_forward(self.order.enter(unit))
+        ahead = unit.prefetch.in_forward(self.order.enter(unit, torch.is_grad_enabled()))
         self._ahead.update(other for other in ahead if not other.is_gathered)
         return ahead
 
