@@ -303,7 +303,11 @@ def register_forward_method(module: FullyShardedDataParallel, method_name: str) 
 
     For methods that read parameters without going through ``module(...)``: ``generate`` of Hugging Face's models,
     ``encode``. Inputs are cast and outputs hooked for the backward as those of a forward; hooks of ``nn.Module`` do
-    not run. The call is **collective**. Parameters of units inside are gathered when those are called.
+    not run. The call is **collective**. Parameters of units inside are gathered when those are called. Call it under
+    ``torch.no_grad()`` if no backward follows: else the parameters stay gathered for that until the next pass.
+
+    Some methods look for a parameter first (``generate`` asks for the device). There is one below the wrapper if
+    there are units inside, or with ``flatten_parameters=False``.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method

@@ -178,7 +178,7 @@ def test_what_cannot_be_registered():
     assert dist.get_world_size() == 1
     with pytest.raises(TypeError, match="Coder"):
         register_forward_method(wrapped.module, "encode")
-    with pytest.raises(AttributeError, match="Coder.*generate"):
+    with pytest.raises(AttributeError, match=r"Coder.*generate"):
         register_forward_method(wrapped, "generate")
     with pytest.raises(AttributeError, match="training"):
         register_forward_method(wrapped, "training")

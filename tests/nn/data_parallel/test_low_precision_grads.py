@@ -1,4 +1,4 @@
-"""With ``keep_low_precision_grads`` shards have gradients in the dtype they were reduced in, wherever those are used."""
+"""With ``keep_low_precision_grads`` gradients of shards are in the dtype they were reduced in, for all who use them."""
 
 import math
 
