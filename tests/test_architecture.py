@@ -72,6 +72,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.config",
         f"{DATA_PARALLEL}.options",
         f"{DATA_PARALLEL}.prefetch",
+        f"{DATA_PARALLEL}.refuse_tracing",
         f"{DATA_PARALLEL}.state_dict_config",
         f"{DATA_PARALLEL}.training_state",
         f"{DATA_PARALLEL}.autograd_hooks",

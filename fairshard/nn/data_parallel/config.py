@@ -234,7 +234,7 @@ def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_st
     if precision.keep_low_precision_grads and is_stepped_on_cpu:
         raise ValueError(
             "`keep_low_precision_grads=True` must not go with `cpu_offload` or `move_grads_to_cpu`: an optimizer on "
-            "the CPU steps fp32 masters with fp32 gradients. Leave it out: low-precision gradients are cast as they arrive."
+            "the CPU steps fp32 masters with fp32 gradients. Leave it out: gradients are then cast as they arrive."
         )
     idle = []
     if precision.param_dtype is not None and force_input_to_fp32:

@@ -22,6 +22,7 @@ from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
+from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
 from fairshard.nn.data_parallel.root import claim
 from fairshard.nn.data_parallel.sharding import shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -147,6 +148,8 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         return self._run(self._modules["module"], args, kwargs)
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_tracing()
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         if unit.root is None:
             claim(self)

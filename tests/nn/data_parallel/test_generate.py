@@ -29,7 +29,7 @@ def language_model(kind):
     return model.to(rank_device()).eval(), model.model.layers
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=180.0)  # the first import of transformers takes a while
 @pytest.mark.parametrize(("kind", "num_units"), [("gpt2", 0), ("gpt2", 2), ("llama", 2)])
 def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
     """Ranks generate different numbers of tokens from prompts of different lengths, then train, then again.
