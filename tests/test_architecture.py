@@ -57,7 +57,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.unit_attributes",
     ],
     [f"{DATA_PARALLEL}.root"],
-    [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.placement"],
+    [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.join", f"{DATA_PARALLEL}.placement"],
     [f"{DATA_PARALLEL}.unit"],
     [f"{DATA_PARALLEL}.tree"],
     [f"{DATA_PARALLEL}.groups"],

@@ -83,6 +83,11 @@ class ExecOrder(Generic[UnitT]):
         self._places = {}
         self._foreseen = {}
 
+    def forget(self) -> None:
+        """Foresee nothing in the next forward: ranks may have seen different passes."""
+        self._last = []
+        self._this = []
+
     @property
     def recorded(self) -> Sequence[UnitT]:
         """The units that entered in the running forward, or the last one, in order."""

@@ -18,6 +18,7 @@ from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.full_params import Showing, show
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
+from fairshard.nn.data_parallel.join import Join
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -174,6 +175,41 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         root.assert_idle("no_sync")
         with root.no_sync():
             yield
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks run out of batches at different times, for passes without a backward. **Collective.**
+
+        A rank that leaves the block keeps its part in every gather until all have left it. In the block, nothing but
+        forwards may be called that needs all ranks. Forwards for training are passed as long as every rank has
+        batches; when one has not, all ranks raise: a rank that is done would not step its shard of the parameters.
+        Therefore ``divide_by_initial_world_size`` makes no difference, and is there for scripts written for DDP.
+        With ``throw_on_early_termination`` all ranks raise at the first pass without one of them, of either kind.
+        With ``enable=False`` nothing is done. Only the outermost wrapper has it.
+
+        Raises:
+            NotRootError: this is an inner wrapper.
+            ValueError: the units use several process groups.
+            FairshardError: on all ranks, as said above, or because one raised.
+        """
+        if not enable:
+            yield
+            return
+        root = self._require_root("join")
+        join = Join(root, throw_on_early_termination)
+        root.assert_idle("join")
+        root.join = join
+        try:
+            with join.taking_part():
+                yield
+        finally:
+            root.join = None
+            root.order.forget()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.

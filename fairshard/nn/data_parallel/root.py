@@ -14,6 +14,7 @@ from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.groups import check_pairs
+from fairshard.nn.data_parallel.join import Join
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -21,6 +22,9 @@ from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, wa
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+
+
+_DONE_ALONE = ("no_sync", "pickle or deepcopy")
 
 
 def claim(module: nn.Module) -> Root:
@@ -87,6 +91,7 @@ class Root:
         self._ahead: set[Unit] = set()
         self._warned_autocast = False
         self.has_begun = False
+        self.join: Join | None = None
 
     # ---- forward
 
@@ -114,6 +119,8 @@ class Root:
             if unit.is_gathered and not unit.is_pinned:
                 unit.reshard()
         self._ahead.clear()
+        if self.join is not None:
+            self.join.end_pass()
 
     def keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after its forward: the outermost does, its backward comes first."""
@@ -123,6 +130,8 @@ class Root:
         if self.in_backward:  # its end never came: it raised
             self.reset()
         self._assert_none_summoned("forward")
+        if self.join is not None:
+            self.join.begin_pass()
         self.has_begun = True
         for other in self.units:
             other.is_stale = other.is_gathered and not other.is_kept_as_it_is
@@ -138,6 +147,8 @@ class Root:
         """The backward has come to ``unit``; returns what to gather ahead, before its gradients are computed."""
         if not self.in_backward:
             self._assert_none_summoned("backward")
+            if self.join is not None:
+                self.join.check_all_compute("backward")
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
@@ -228,6 +239,8 @@ class Root:
                     f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "
                     f"{unit.state.name}. Call it after the backward has returned."
                 )
+        if self.join is not None and what not in _DONE_ALONE:
+            self.join.check_all_compute(what)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -361,6 +361,8 @@ class Unit:
             return
         root = self.root
         assert root is not None
+        if root.join is not None:
+            root.join.announce(self)
         stream = root.unshard_stream
         with stream.use():
             stream.wait(root.free)
