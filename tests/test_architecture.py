@@ -33,6 +33,7 @@ LAYERS = [
     [
         "fairshard.nn",
         f"{DATA_PARALLEL}",
+        f"{DATA_PARALLEL}.forward_methods",
         f"{DATA_PARALLEL}.fully_sharded_data_parallel",
         f"{DATA_PARALLEL}.fully_shard",
     ],
@@ -63,6 +64,7 @@ LAYERS = [
     [f"{DATA_PARALLEL}.groups"],
     [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.saved_group"],
     [
+        f"{DATA_PARALLEL}.advice",
         f"{DATA_PARALLEL}.call",
         f"{DATA_PARALLEL}.shard_grad",
         f"{DATA_PARALLEL}.kept_part",

@@ -1,6 +1,7 @@
 """The engine, and the doors to it."""
 
-from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, register_forward_method
+from fairshard.nn.data_parallel.forward_methods import register_forward_method
+from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.nn.data_parallel.optim_state_keys import OptimStateKeyType
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.state_dict_config import (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from fairshard.errors import TrainingStateError
+from fairshard.nn.data_parallel.advice import warn_fp32_under_autocast
 from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
@@ -22,7 +21,6 @@ from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, wa
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
-
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy")
 
@@ -242,26 +240,9 @@ class Root:
         if self.join is not None and what not in _DONE_ALONE:
             self.join.check_all_compute(what)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep gradients whole on each rank instead of reducing them, for the backwards inside."""
-        before = [unit.sync for unit in self.units]
-        for unit in self.units:
-            unit.sync = False
-        try:
-            yield
-        finally:
-            for unit, sync in zip(self.units, before, strict=True):
-                unit.sync = sync
-
     def _warn_autocast(self) -> None:
         if self._warned_autocast or not torch.is_autocast_enabled(self.device.type):
             return
         if any(fp.compute_dtype == torch.float32 for unit in self.units for fp in unit.flat_params):
             self._warned_autocast = True
-            warnings.warn(
-                "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
-                "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
-                "gathers half the bytes and keeps none.",
-                stacklevel=4,
-            )
+            warn_fp32_under_autocast()

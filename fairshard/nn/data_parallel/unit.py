@@ -7,7 +7,6 @@ are sent. The parameters are given back when no task still needs them.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import GradRequiresGradError, ParameterShardedError, ShardChangedError
+from fairshard.nn.data_parallel.advice import warn_opaque_outputs
 from fairshard.nn.data_parallel.autograd_hooks import current_task, num_reached
 from fairshard.nn.data_parallel.buffers import ComputeBuffers
 from fairshard.nn.data_parallel.call import Call
@@ -171,12 +171,7 @@ class Unit:
     def _pin(self, outputs: Any) -> None:
         if not self.is_pinned:
             self.is_pinned = True
-            warnings.warn(
-                f"Unit `{self.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
-                "cannot look into. It stays gathered from now on, since a backward through them could not be seen in "
-                "time. Return tensors in tuples, lists, dicts or dataclasses.",
-                stacklevel=4,
-            )
+            warn_opaque_outputs(self.fqn, outputs)
 
     def _leave_forward(self, keep: bool) -> None:
         root = self.root

@@ -99,11 +99,16 @@ def test_training_on_is_refused_on_all_ranks():
     model = wrap_tiny(tiny())
     optimizer = sgd(model)
     num_steps = 0
-    with pytest.raises(FairshardError, match="run out of batches.*cannot step its shard"):
+
+    def train():
+        nonlocal num_steps
         with model.join():
             for step in range(3 + dist.get_rank()):
                 train_step(model, optimizer, step)
                 num_steps += 1
+
+    with pytest.raises(FairshardError, match=r"run out of batches.*cannot step its shard"):
+        train()
     assert num_steps == 3
     assert not any(unit.is_gathered for _, unit in units_below(model))
     train_step(model, optimizer, num_steps)
@@ -115,11 +120,16 @@ def test_early_termination_throws_where_asked(with_grad):
     """With ``throw_on_early_termination`` every rank raises at the first pass that lacks one."""
     model = wrap_each(mlp(4, 9, 5))
     num_passes = 0
-    with pytest.raises(FairshardError, match="throw_on_early_termination"):
+
+    def run():
+        nonlocal num_passes
         with model.join(throw_on_early_termination=True), torch.set_grad_enabled(with_grad):
             for _ in range(2 + dist.get_rank()):
                 model(randn(2, 4))
                 num_passes += 1
+
+    with pytest.raises(FairshardError, match="throw_on_early_termination"):
+        run()
     assert num_passes == 2
     assert model(randn(2, 4)).shape == (2, 5)
 
@@ -136,10 +146,9 @@ def test_what_needs_all_ranks_is_refused(what):
         "summon_full_params": lambda: model.summon_full_params().__enter__(),
         "backward": loss.backward,
     }
-    with pytest.raises(FairshardError, match="run out of batches"):
-        with model.join():
-            if dist.get_rank():
-                calls[what]()
+    call = calls[what] if dist.get_rank() else lambda: None
+    with pytest.raises(FairshardError, match="run out of batches"), model.join():
+        call()
     model(randn(2, 4)).sum().backward()
     assert len(model.state_dict()) == 4
 
@@ -150,12 +159,16 @@ def test_an_exception_reaches_all_ranks(raises_on):
     """A rank that raises in the block makes the others raise at their next pass, or where they wait."""
     model = wrap_each(mlp(4, 9, 5))
     is_bad = (dist.get_rank() == 0) == (raises_on == "one rank")
-    with pytest.raises((KeyError, FairshardError)) as raised:
+
+    def run():
         with model.join(), torch.no_grad():
             for index in range(2):
                 model(randn(2, 4))
                 if index and is_bad:
                     raise KeyError("batch")
+
+    with pytest.raises((KeyError, FairshardError)) as raised:
+        run()
     assert isinstance(raised.value, KeyError) is is_bad
     assert model(randn(2, 4)).shape == (2, 5)
 
