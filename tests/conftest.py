@@ -1,4 +1,4 @@
-"""Options and markers of the whole test run: ``--device``, ``full``; and the end of the pool of ranks."""
+"""Options and markers of the whole test run, what it skipped, and the end of the pool of ranks."""
 
 import hypothesis
 import pytest
@@ -14,6 +14,9 @@ def pytest_addoption(parser):
         default="cpu",
         help="where the ranks of tests put their models: cpu (gloo, default) or cuda (NCCL, one GPU a rank)",
     )
+    parser.addoption(
+        "--strict-features", action="store_true", help="fail while docs/features.md says of something: not yet"
+    )
 
 
 def pytest_configure(config):
@@ -23,6 +26,19 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("fairshard")
     config.option.markexpr = config.option.markexpr or "not full"
     default_pool(config.getoption("--device"))
+    config.skipped_tests = []
+    config.pluginmanager.register(Skipped(config.skipped_tests))
+
+
+class Skipped:
+    """Notes the tests that are skipped, for tests/test_features.py."""
+
+    def __init__(self, names):
+        self._names = names
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped:
+            self._names.append(report.nodeid)
 
 
 def pytest_unconfigure():
@@ -31,6 +47,7 @@ def pytest_unconfigure():
 
 def pytest_collection_modifyitems(config, items):
     """With ``--device cuda``, skip what needs more GPUs than there are or speaks of the CPU."""
+    items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: it looks back
     if config.getoption("--device") == "cpu":
         return
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fairshard.cli.options import OptionError
 from fairshard.errors import CheckpointError
+from fairshard.utils.table import table
 
 if TYPE_CHECKING:
     from fairshard.checkpoint.contents import Contents
@@ -178,7 +179,7 @@ def _lines(contents: Contents) -> list[str]:
     if contents.objects:
         rows = [(entry.key, f"{entry.nbytes:,}") for entry in contents.objects]
         total = (f"{len(rows):,} in all", f"{sum(entry.nbytes for entry in contents.objects):,}")
-        lines += ["", *_table([("object", "bytes"), *rows, total], "<>")]
+        lines += ["", *table([("object", "bytes"), *rows, total], "<>")]
     return [*lines, "", *_file_table(contents)]
 
 
@@ -201,7 +202,7 @@ def _tensor_table(contents: Contents) -> list[str]:
     pieces = sum(entry.num_pieces for entry in contents.tensors)
     nbytes = sum(entry.nbytes for entry in contents.tensors)
     total = (f"{len(rows):,} in all", "", "", f"{pieces:,}", f"{nbytes:,}", "")
-    return _table([("tensor", "shape", "dtype", "pieces", "bytes", ""), *rows, total], "<<<>><")
+    return table([("tensor", "shape", "dtype", "pieces", "bytes", ""), *rows, total], "<<<>><")
 
 
 def _file_table(contents: Contents) -> list[str]:
@@ -209,18 +210,7 @@ def _file_table(contents: Contents) -> list[str]:
     bad = len(contents.problems)
     verdict = f"{bad} bad" if bad else "all ok" if contents.manifest is not None else "unknown"
     total = (f"{len(rows):,} in all", f"{sum(file.nbytes for file in contents.files):,}", verdict)
-    return _table([("file", "bytes", "checksum"), *rows, total], "<><")
-
-
-def _table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Rows with aligned columns; rules below the first row and above the last."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    rule = "-" * max(map(len, lines))
-    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+    return table([("file", "bytes", "checksum"), *rows, total], "<><")
 
 
 def _as_json(contents: Contents) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import fairshard
 from fairshard.cli.checkpoint_commands import add_checkpoint_commands
 from fairshard.cli.options import OneLineParser, OptionError, add_train_arguments
+from fairshard.cli.plan import add_plan_command
 from fairshard.cli.resume import chosen_options
 
 
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_train_arguments(train)
     train.set_defaults(run=_train)
+    add_plan_command(commands)
     add_checkpoint_commands(commands)
     return parser
 

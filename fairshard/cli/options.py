@@ -11,10 +11,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from fairshard.cli.text import TextError, TextPlan, plan_text
 from fairshard.utils.device import default_device_type, device_count
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # under mixed precision; fp32 needs none
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("cpu-adamw", "adamw", "sgd")
 RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")

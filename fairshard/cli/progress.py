@@ -10,7 +10,6 @@ from types import TracebackType
 from tqdm import tqdm
 
 from fairshard.cli.metrics import StepMetrics, Summary
-from fairshard.nn.data_parallel.summary import UnitRow
 
 _MAX_RANKS_SHOWN = 4
 _LINES_WITHOUT_TERMINAL = 20
@@ -27,29 +26,6 @@ def size_text(nbytes: float) -> str:
         if nbytes >= 0.9995 * size:
             return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
-    """The units as a table, and a warning when one holds more than half of the model."""
-    numel = sum(row.numel for row in rows)
-    whole = UnitRow("all", numel, sum(row.shard_nbytes for row in rows), sum(row.full_nbytes for row in rows))
-    cells = [("unit", "parameters", "shard bytes", "full bytes")]
-    for row in (*rows, whole):
-        cells.append((row.fqn or "(root)", f"{row.numel:,}", f"{row.shard_nbytes:,}", f"{row.full_nbytes:,}"))
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    lines = []
-    for name, *figures in cells:
-        right = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *right]))
-    rule = "-" * len(lines[0])
-    lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
-    largest = max(rows, key=lambda row: row.numel)
-    if 2 * largest.numel > numel:
-        lines.append(
-            f"warning: unit {largest.fqn or '(root)'} holds {largest.numel / numel:.0%} of the parameters; all "
-            "of them are in memory while it computes. Wrap parts of it."
-        )
-    return lines
 
 
 def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:

@@ -29,24 +29,24 @@ from fairshard.cli.failure import describe, record_failure
 from fairshard.cli.gpt import GPT, GPTConfig, wrap_nested
 from fairshard.cli.metrics import make_run_folder
 from fairshard.cli.options import (
+    COMPUTE_DTYPES,
     OneLineParser,
     OptionError,
     TrainOptions,
     add_train_arguments,
     check_options,
 )
-from fairshard.cli.progress import say, size_text, unit_lines
+from fairshard.cli.progress import say, size_text
 from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.resume import CHECKPOINTS, chosen_options
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
-from fairshard.nn.data_parallel.summary import UnitRow, unit_table
+from fairshard.nn.data_parallel.summary import UnitRow, unit_lines, unit_table
 from fairshard.utils.device import peak_memory, set_device, visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 
-_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTICE_S = 0.5
 
 
@@ -95,7 +95,7 @@ def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool)
 
 def build_model(options: TrainOptions, device: torch.device) -> FullyShardedDataParallel:
     """The sharded GPT: one unit a block, and one for what is left. **Collective.**"""
-    dtype = _COMPUTE_DTYPES.get(options.precision)
+    dtype = COMPUTE_DTYPES.get(options.precision)
 
     def wrap(module: nn.Module) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(

@@ -1,10 +1,12 @@
 """Modules and wrappers."""
 
+from fairshard.nn.checkpoint import checkpoint_wrapper
 from fairshard.nn.data_parallel import *  # noqa: F403
 from fairshard.nn.data_parallel import FullyShardedDataParallel, comm_hooks
 from fairshard.nn.data_parallel import __all__ as _exported
 from fairshard.nn.data_parallel.buffers import cast_buffers_
+from fairshard.nn.flatten_params_wrapper import FlattenParamsWrapper
 
 FSDP = FullyShardedDataParallel
 
-__all__ = ["FSDP", "cast_buffers_", "comm_hooks", *_exported]
+__all__ = ["FSDP", "FlattenParamsWrapper", "cast_buffers_", "checkpoint_wrapper", "comm_hooks", *_exported]

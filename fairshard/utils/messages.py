@@ -59,6 +59,32 @@ class GroupMessages:
         elif row.numel():
             dist.scatter(row, None if line is None else list(line), group=self.group, group_src=0)
 
+    @torch.no_grad()
+    def broadcast_tensors(self, tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int) -> None:
+        """Let all ranks have what rank 0 has in ``tensors``, which agree in shape and dtype. **Collective.**
+
+        They may be anywhere, and travel as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
+        """
+        values = [tensor.detach() for tensor in tensors if tensor.numel()]
+        lines = [value.contiguous() for value in values]
+        nbytes = sum(line.nbytes for line in lines)
+        if self.world_size == 1 or not nbytes:
+            return
+        bucket = torch.empty(min(cap_nbytes, nbytes), dtype=torch.uint8, device=device)
+        for start in range(0, nbytes, cap_nbytes):
+            part = bucket[: nbytes - start]
+            pairs = _pairs(part, lines, start)
+            if self.rank == 0:
+                for slot, run in pairs:
+                    slot.copy_(run)
+            dist.broadcast(part, group=self.group, group_src=0)
+            if self.rank != 0:
+                for slot, run in pairs:
+                    run.copy_(slot)
+        for value, line in zip(values, lines, strict=True):
+            if line is not value and self.rank != 0:
+                value.copy_(line)
+
     def broadcast_object(self, value: Any) -> Any:
         """``value`` of rank 0, pickled. **Collective.**"""
         if self.world_size == 1:
@@ -156,3 +182,15 @@ def gather_scalars(
     every = own.new_empty(dist.get_world_size(group) * own.numel())
     dist.all_gather_into_tensor(every, own, group=group)
     return every.view(-1, max(own.numel(), 1)).tolist()
+
+
+def _pairs(bucket: Tensor, lines: list[Tensor], start: int) -> list[tuple[Tensor, Tensor]]:
+    """Runs of ``bucket``, and of ``lines`` laid end to end, of which the bucket is to hold the bytes from ``start``."""
+    pairs = []
+    offset = -start  # of a line, from the bucket's start
+    for line in lines:
+        first, last = max(offset, 0), min(offset + line.nbytes, len(bucket))
+        if first < last:
+            pairs.append((bucket[first:last], line.view(-1).view(torch.uint8)[first - offset : last - offset]))
+        offset += line.nbytes
+    return pairs

@@ -1,5 +1,7 @@
 """Checks of process groups, and cutting a tensor among ranks the way ``torch.chunk`` does."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,14 +31,23 @@ def validate_process_group(device: torch.device, process_group: ProcessGroup) ->
         TypeError: ``process_group`` is not a process group of this rank.
         ValueError: its backend cannot handle ``device``.
     """
-    if not isinstance(process_group, ProcessGroup):
-        raise TypeError(
-            "`process_group` must be a torch.distributed.ProcessGroup that this rank belongs to, but is "
-            f"{process_group!r}. Create it with torch.distributed.new_group() on all ranks."
-        )
+    check_is_group(process_group)
     name = backend_name(process_group, device)
     if name is None or (device.type != "cpu" and name == "mpi"):
         raise ValueError(
             f"`process_group` must have a backend for {device.type} tensors, but none is set up for it. "
             'Pass a group made with backend="gloo" (CPU) or backend="nccl" (CUDA).'
+        )
+
+
+def check_is_group(process_group: Any) -> None:
+    """Raise unless ``process_group`` is a process group of this rank.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            "`process_group` must be a torch.distributed.ProcessGroup that this rank belongs to, but is "
+            f"{process_group!r}. Create it with torch.distributed.new_group() on all ranks."
         )

@@ -21,14 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fairshard.utils.bucket_plan import MB, PlannedSource, is_crowded, pack
 from fairshard.utils.chunk_bucket import ChunkBucket
 from fairshard.utils.collectives import Chain, Communicators, Transfer, communicator, exchange_tag
 from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.storage import alloc_storage_, free_storage_
-
-_MAX_IN_FLIGHT = 2
-_MB = 1024 * 1024
-
 
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``, whole."""
@@ -42,13 +39,10 @@ class Division:
     after: float
 
 
-class GradSource(Protocol):
+class GradSource(PlannedSource, Protocol):
     """One flat gradient as the bucketer sees it; the engine's flat params are such."""
 
     comms: Communicators
-    reduce_dtype: torch.dtype
-    compute_device: torch.device
-    shard_numel: int
     reduce_id: int
     """Names the source in the group that reduces; ``replica_id`` in that of the replicas."""
     replica_id: int
@@ -183,7 +177,7 @@ class ReduceScatterBucketer:
                 "The tensors of `input_list` must all have the same number of elements, but have "
                 f"{[chunk.numel() for chunk in input_list]}. Pad them (chunk_and_pad does)."
             )
-        cap = self.bucket_cap_mb * _MB
+        cap = self.bucket_cap_mb * MB
         if cap <= 0 or first.nbytes * world_size >= cap:
             bucket = ChunkBucket(group, first, first.numel())
             bucket.add(input_list, callback_fn)
@@ -205,16 +199,10 @@ class ReduceScatterBucketer:
             return
         self._order = list(order)
         self._place = {}
-        packed: dict[tuple[Communicators, torch.dtype, torch.device], list[GradSource]] = {}
-        for source in self._order:
-            key = (source.comms, source.reduce_dtype, source.compute_device)
-            waiting = packed.setdefault(key, [])
-            if waiting and self._nbytes([*waiting, source]) > self.bucket_cap_mb * _MB:
-                self._settle(waiting)
-                waiting = packed[key] = []
-            waiting.append(source)
-        for waiting in packed.values():
-            self._settle(waiting)
+        for sources in pack(self._order, self.bucket_cap_mb):
+            bucket = Bucket(sources)
+            for index, source in enumerate(sources):
+                self._place[source] = bucket, index
 
     def reduce(self, source: GradSource) -> None:
         """Take the gradients of ``source`` now; send its bucket when that completes it.
@@ -260,11 +248,6 @@ class ReduceScatterBucketer:
         for bucket, _ in self._place.values():
             bucket.close()
 
-    def _nbytes(self, sources: Sequence[GradSource]) -> int:
-        return sum(
-            source.shard_numel * source.comms.shard.world_size * source.reduce_dtype.itemsize for source in sources
-        )
-
     def _reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
         """Let ``hook`` reduce, on the reduce stream; it does all averaging."""
         bucket = Bucket([source])
@@ -278,16 +261,8 @@ class ReduceScatterBucketer:
         self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def _is_crowded(self, bucket: Bucket) -> bool:
-        """Whether memory for ``bucket`` must wait for that of one under way: two are, or more than two caps' worth."""
-        if bucket.is_open:
-            return False
-        nbytes = bucket.nbytes + sum(flying.nbytes for flying, _, _ in self._flying)
-        return len(self._flying) >= _MAX_IN_FLIGHT or nbytes > 2 * self.bucket_cap_mb * _MB
-
-    def _settle(self, sources: Sequence[GradSource]) -> None:
-        bucket = Bucket(sources)
-        for index, source in enumerate(sources):
-            self._place[source] = bucket, index
+        flying = [flying.nbytes for flying, _, _ in self._flying]
+        return not bucket.is_open and is_crowded(bucket.nbytes, flying, self.bucket_cap_mb)
 
     def _launch(self, bucket: Bucket) -> None:
         written = now(bucket.data.device)

@@ -11,8 +11,8 @@ from fairshard.cli import launch
 from fairshard.cli.curve import draw_loss, smoothed
 from fairshard.cli.failure import Failure, first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, make_run_folder, summarize
-from fairshard.cli.progress import Progress, size_text, unit_lines
-from fairshard.nn.data_parallel.summary import StateBytes, UnitRow
+from fairshard.cli.progress import Progress, size_text
+from fairshard.nn.data_parallel.summary import StateBytes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -64,18 +64,6 @@ def test_every_line_of_metrics_is_json_on_disk_at_once(tmp_path):
     assert [entry["grad_norm"] for entry in entries] == [1.0, None]
     with pytest.raises(FileExistsError):
         MetricsFile(path)
-
-
-@pytest.mark.parametrize(("numel", "warned"), [(50, False), (51, True)])
-def test_a_unit_with_more_than_half_of_the_model_is_warned_of(numel, warned):
-    """The warning names the unit, and half of the parameters exactly is no reason for one."""
-    rows = [UnitRow("", 100 - numel, 1, 2), UnitRow("blocks.0", numel, 30, 40)]
-    lines = unit_lines(rows)
-    assert ("warning: unit blocks.0 holds 51%" in lines[-1]) == warned
-    table = lines[:-1] if warned else lines
-    assert len({len(line) for line in table}) == 1
-    assert table[-1].split() == ["all", "100", "31", "42"]
-    assert [line.split()[0] for line in table if line[0] != "-"] == ["unit", "(root)", "blocks.0", "all"]
 
 
 def test_sizes_are_read_in_powers_of_a_thousand():

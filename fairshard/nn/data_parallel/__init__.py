@@ -17,6 +17,8 @@ from fairshard.nn.data_parallel.state_dict_config import (
     StateDictType,
 )
 from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.tree import clean_tensor_name
+from fairshard.nn.data_parallel.unit_attributes import get_fsdp_instances
 
 __all__ = [
     "BackwardPrefetch",
@@ -36,5 +38,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "clean_tensor_name",
+    "get_fsdp_instances",
     "register_forward_method",
 ]

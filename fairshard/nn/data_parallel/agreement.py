@@ -1,8 +1,9 @@
-"""Whether all ranks of a group have built the same units; compared once, before the first gather."""
+"""Whether all ranks of a group have built the same units of the same values; compared once, before the first gather."""
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import fields
 from itertools import zip_longest
@@ -10,8 +11,9 @@ from itertools import zip_longest
 import torch
 
 from fairshard.errors import RanksDisagreeError
+from fairshard.nn.data_parallel.tree import join
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.collectives import Communicator
+from fairshard.utils.collectives import Communicator, communicator
 
 
 def check_agreement(comm: Communicator, units: list[Unit], device: torch.device) -> None:
@@ -20,9 +22,16 @@ def check_agreement(comm: Communicator, units: list[Unit], device: torch.device)
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
     """
-    own = [line for unit in units for line in _describe(unit)]
-    number = int.from_bytes(hashlib.sha256("\n".join(own).encode()).digest()[:7], "big")
-    if comm.agree(number, device):
+    check_same(comm, [line for unit in units for line in _describe(unit)], device)
+
+
+def check_same(comm: Communicator, own: list[str], device: torch.device) -> None:
+    """Compare what each rank of ``comm`` says of its model, line by line. **Collective.**
+
+    Raises:
+        RanksDisagreeError: on every rank, naming the first difference.
+    """
+    if comm.agree(_digest(own), device):
         return
     every = comm.gather_objects(own)
     for rank, lines in enumerate(every):
@@ -34,6 +43,34 @@ def check_agreement(comm: Communicator, units: list[Unit], device: torch.device)
                     "every rank."
                 )
     raise RanksDisagreeError("Ranks disagree on the model, yet describe it alike; please report this.")
+
+
+def warn_of_other_values(units: list[Unit]) -> None:
+    """Warn if ``units``, still as they were cut, were cut from other values on other ranks. **Collective.**"""
+    groups = {unit: [communicator(group) for group in unit.groups.spanning()] for unit in units}
+    for comm in dict.fromkeys(comm for comms in groups.values() for comm in comms):
+        own: dict[str, int | None] = {}
+        for unit in units:
+            if comm in groups[unit]:
+                sums, is_cut = unit.origin.sums, not unit.origin.has_changed(unit.flat_params)
+                own.update({join(unit.fqn, fqn): int(value) if is_cut else None for fqn, value in sums.items()})
+        if not comm.agree(_digest([f"{fqn} {value}" for fqn, value in own.items()]), units[0].device):
+            _warn_of_difference(comm.gather_objects(own))
+    for unit in units:
+        unit.origin.sums = {}
+
+
+def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
+    for rank, theirs in enumerate(every):
+        for fqn, value in every[0].items():
+            if None not in (value, theirs.get(fqn)) and value != theirs[fqn]:
+                warnings.warn(
+                    f"All ranks should begin with the same weights, but `{fqn}` was not the same on ranks 0 and {rank} "
+                    "when it was wrapped: the model is now made of parts of both. Seed all ranks alike, load a state "
+                    "dict, or pass `sync_module_states=True` to every wrapper.",
+                    stacklevel=5,
+                )
+                return
 
 
 def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:
@@ -51,6 +88,10 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
                     error = found[0](f"Rank {rank} failed, and so do all: {found[1]}")
     if error is not None:
         raise error
+
+
+def _digest(lines: list[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
 def _describe(unit: Unit) -> list[str]:

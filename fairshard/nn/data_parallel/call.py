@@ -15,8 +15,17 @@ class _FlatParam(Protocol):
     requires_grad: bool
 
 
+class _Origin(Protocol):
+    @property
+    def trains_ignored(self) -> bool: ...
+
+
 class CalledUnit(Protocol):
     """The unit, as its calls see it."""
+
+    @property
+    def origin(self) -> _Origin:
+        """Whether it ignores something that is trained."""
 
     @property
     def flat_params(self) -> Sequence[_FlatParam]:
@@ -70,8 +79,11 @@ class Call:
         return not self.num_outputs and (trainable or bool(self._input_nodes))
 
     def await_inputs(self) -> None:
-        """Count the inputs that the running backward computes gradients of; without any, its end closes the call."""
-        self._awaited = num_reached(self._input_nodes)
+        """Count the inputs that the running backward computes gradients of; without any, its end closes the call.
+
+        Gradients of what the unit ignores, which it does not see, may come after those: its end does, too.
+        """
+        self._awaited = 0 if self.unit.origin.trains_ignored else num_reached(self._input_nodes)
 
     def _on_output(self, grad: Tensor) -> None:
         task = current_task()

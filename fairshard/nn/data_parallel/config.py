@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fairshard.nn.data_parallel.late_options import DEFAULTS, LateOptions
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from fairshard.utils.reduce_scatter_bucketer import Division
 
@@ -44,6 +45,7 @@ class UnitConfig:
     limit_all_gathers: bool
     gradient_predivide_factor: float | None
     keeps_in_no_sync: bool
+    late: LateOptions
 
     @property
     def master_on_cpu(self) -> bool:
@@ -57,9 +59,9 @@ class UnitConfig:
             return GradHome.HOST
         return GradHome.HELD if self.cpu_offload else GradHome.SHARD
 
-    def compute_dtype_of(self, param_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which parameters of ``param_dtype`` are gathered and compute."""
-        return self.compute_dtype or param_dtype
+    def compute_dtype_of(self, param_dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
+        """The dtype in which parameters of ``param_dtype`` are gathered and compute; BatchNorm's keep their own."""
+        return param_dtype if keeps_dtype else self.compute_dtype or param_dtype
 
     def reduce_dtype_of(self, compute_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters that compute in ``compute_dtype`` travel."""
@@ -101,6 +103,7 @@ def resolve(
     forward_prefetch: bool | None = None,
     limit_all_gathers: bool = True,
     gradient_predivide_factor: float | None = None,
+    late: LateOptions = DEFAULTS,
 ) -> UnitConfig:
     """Check the arguments of the wrapper against each other and fill in what depends on others.
 
@@ -157,6 +160,7 @@ def resolve(
         limit_all_gathers=limit_all_gathers,
         gradient_predivide_factor=gradient_predivide_factor,
         keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
+        late=late,
     )
 
 

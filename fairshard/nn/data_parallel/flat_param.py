@@ -91,7 +91,7 @@ class FlatParam:
 
     def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
         """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
-        return self.shard.dtype if self.slots[0].keeps_dtype else config.compute_dtype_of(self.shard.dtype)
+        return config.compute_dtype_of(self.shard.dtype, self.slots[0].keeps_dtype)
 
     def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
         """Make the buffer and the leaves, with the dtype and device that the shard has by now.

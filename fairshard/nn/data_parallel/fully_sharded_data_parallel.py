@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,25 +14,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel import grad_norm
+from fairshard.nn.data_parallel.agreement import warn_of_other_values
 from fairshard.nn.data_parallel.config import resolve
+from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
 from fairshard.nn.data_parallel.full_params import Showing, show
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
-from fairshard.nn.data_parallel.join import Join
+from fairshard.nn.data_parallel.ignored import resolve_ignored
+from fairshard.nn.data_parallel.join_methods import JoinMethods
+from fairshard.nn.data_parallel.late_options import late_options, offload_of
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.nn.data_parallel.origin import move_inputs
 from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
 from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
 from fairshard.nn.data_parallel.root import claim
-from fairshard.nn.data_parallel.sharding import shard_parameters
+from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.parallel import validate_process_group
+from fairshard.nn.data_parallel.unit_plan import auto_wrap_children
 
 
-class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
+class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, PrefetchMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
@@ -74,6 +79,27 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         forward_prefetch: False for not gathering the next unit ahead in forward; None and True do.
         limit_all_gathers: accepted; memory is bounded in any case.
         gradient_predivide_factor: divide gradients by it before they are summed, and by the rest after.
+        disable_reshard_on_root: False lets the outermost wrapper, too, free its parameters after the forward.
+        state_dict_device: the CPU to have state dicts in host memory; where the model computes if None. This and the
+            next hold for all wrappers inside; `set_state_dict_type` overrides them.
+        state_dict_on_rank_0_only: state dicts are given, and taken, on rank 0 alone; the others get an empty one.
+        no_broadcast_optim_state: noted in `local_metadata_dict`; the optimizer state of a unit on a group of its own
+            stays with its ranks in any case.
+        clear_autocast_cache: drop autocast's casts after each forward of this wrapper, also where it keeps parameters.
+        verbose: show all settings in ``repr``.
+        move_params_to_cpu: the later name of ``cpu_offload``.
+        param_init_fn: gives memory and values to what a module on the meta device owns itself; if None,
+            ``to_empty`` and the module's own ``reset_parameters`` do.
+        device_id: a GPU's number or a device: compute there, and move inputs there. What is on the CPU is cut there.
+        compute_device: the same, but inputs are left where they are.
+        sync_module_states: let all ranks begin with the parameters and buffers of rank 0. **Collective** then.
+        allow_reset_parameters: ``reset_parameters()`` of the wrapper calls that of the module, with whole parameters.
+            Seed all ranks alike before. **Collective**.
+        ignored_modules: modules below ``module`` to leave whole on every rank; their gradients are not reduced.
+        ignored_states: modules and parameters to leave whole, instead of the other two arguments.
+        ignored_parameters: parameters to leave whole.
+        auto_wrap_policy: which modules inside become units of their own, with the same arguments: one of
+            `fairshard.nn.wrap`, or PyTorch's.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -104,37 +130,93 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
         gradient_predivide_factor: float | None = None,
+        disable_reshard_on_root: bool = True,
+        state_dict_device: torch.device | str | None = None,
+        state_dict_on_rank_0_only: bool = False,
+        no_broadcast_optim_state: bool = False,
+        clear_autocast_cache: bool = False,
+        verbose: bool = False,
+        move_params_to_cpu: bool | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | torch.device | None = None,
+        compute_device: torch.device | None = None,
+        sync_module_states: bool = False,
+        allow_reset_parameters: bool = False,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
+        ignored_parameters: Iterable[nn.Parameter] | None = None,
+        auto_wrap_policy: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
-        self.config = resolve(
-            reshard_after_forward=reshard_after_forward,
-            mixed_precision=mixed_precision,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            flatten_parameters=flatten_parameters,
-            cpu_offload=cpu_offload,
-            compute_dtype=compute_dtype,
-            move_grads_to_cpu=move_grads_to_cpu,
-            bucket_cap_mb=bucket_cap_mb,
-            sharding_strategy=sharding_strategy,
-            buffer_dtype=buffer_dtype,
-            force_input_to_fp32=force_input_to_fp32,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            gradient_predivide_factor=gradient_predivide_factor,
+        first = next(module.parameters(), None)
+        late = late_options(
+            disable_reshard_on_root=disable_reshard_on_root,
+            state_dict_device=state_dict_device,
+            compute_device=torch.device("cpu") if first is None else first.device,
+            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+            no_broadcast_optim_state=no_broadcast_optim_state,
+            clear_autocast_cache=clear_autocast_cache,
+            verbose=verbose,
         )
+        settings: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "mixed_precision": mixed_precision,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "flatten_parameters": flatten_parameters,
+            "cpu_offload": offload_of(cpu_offload, move_params_to_cpu),
+            "compute_dtype": compute_dtype,
+            "move_grads_to_cpu": move_grads_to_cpu,
+            "bucket_cap_mb": bucket_cap_mb,
+            "sharding_strategy": sharding_strategy,
+            "buffer_dtype": buffer_dtype,
+            "force_input_to_fp32": force_input_to_fp32,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "gradient_predivide_factor": gradient_predivide_factor,
+        }
+        self.config = resolve(**settings, late=late)
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
         )
-        first = next(module.parameters(), None)
-        validate_process_group(torch.device("cpu") if first is None else first.device, groups.main.resolve())
-        flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size)
-        unit = Unit(groups, flat_params, self.config)
+        how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
+        check_not_sharded(module, ignored)
+        if auto_wrap_policy is not None:
+            others = {
+                "process_group": process_group,
+                "device_mesh": device_mesh,
+                "process_group_reduce_scatter": process_group_reduce_scatter,
+                "disable_reshard_on_root": disable_reshard_on_root,
+                "state_dict_device": state_dict_device,
+                "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
+                "no_broadcast_optim_state": no_broadcast_optim_state,
+                "clear_autocast_cache": clear_autocast_cache,
+                "verbose": verbose,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "compute_device": compute_device,
+                "sync_module_states": sync_module_states,
+                "allow_reset_parameters": allow_reset_parameters,
+                "ignored_states": [*ignored.modules, *ignored.params],
+            }
+            auto_wrap_children(
+                module,
+                auto_wrap_policy,
+                FullyShardedDataParallel,
+                {**settings, **others},
+                world_size=groups.shard.world_size,
+                ignored_modules=ignored.modules,
+            )
+        origin = make_ready(module, how, ignored, groups.spanning())
+        flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size, origin)
+        unit = Unit(groups, flat_params, self.config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
         self.forward_methods: set[str] = set()
+        self.allow_reset_parameters = allow_reset_parameters
         self.module = module
         if flatten_parameters:
             for flat_param in flat_params:
@@ -143,6 +225,7 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         for fqn, inner in units_below(self):
             inner.place(fqn)
             inner.is_inner = inner is not unit
+            inner.state_dict_settings = late.settings() or inner.state_dict_settings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
@@ -153,14 +236,19 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
             refuse_tracing()
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         if unit.root is None:
-            claim(self)
+            warn_of_other_values(claim(self).units)
+        if unit.origin.moves_inputs and not unit.is_inner:
+            args, kwargs = move_inputs((args, kwargs), unit.device)
         args, kwargs, call = unit.pre_forward(args, kwargs)
         try:
             outputs = function(*args, **kwargs)
         except BaseException:
             unit.abort_forward()
             raise
-        return unit.post_forward(outputs, call)
+        outputs = unit.post_forward(outputs, call)
+        if self.config.late.clear_autocast_cache:
+            torch.clear_autocast_cache()
+        return outputs
 
     # ---- gradients
 
@@ -181,41 +269,6 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         finally:
             for unit, sync in zip(root.units, before, strict=True):
                 unit.sync = sync
-
-    @contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Let ranks run out of batches at different times, for passes without a backward. **Collective.**
-
-        A rank that leaves the block keeps its part in every gather until all have left it. In the block, nothing but
-        forwards may be called that needs all ranks. Forwards for training are passed as long as every rank has
-        batches; when one has not, all ranks raise: a rank that is done would not step its shard of the parameters.
-        Therefore ``divide_by_initial_world_size`` makes no difference, and is there for scripts written for DDP.
-        With ``throw_on_early_termination`` all ranks raise at the first pass without one of them, of either kind.
-        With ``enable=False`` nothing is done. Only the outermost wrapper has it.
-
-        Raises:
-            NotRootError: this is an inner wrapper.
-            ValueError: the units use several process groups.
-            FairshardError: on all ranks, as said above, or because one raised.
-        """
-        if not enable:
-            yield
-            return
-        root = self._require_root("join")
-        join = Join(root, throw_on_early_termination)
-        root.assert_idle("join")
-        root.join = join
-        try:
-            with join.taking_part():
-                yield
-        finally:
-            root.join = None
-            root.order.forget()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
@@ -253,6 +306,11 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         self._claimed()
         with show(unit, Showing(writeback=True)):
             return super().apply(fn)
+
+    def _reset_whole(self) -> None:
+        self._claimed()
+        with show(self._unit, Showing(writeback=True)):
+            self.module.reset_parameters()  # type: ignore[operator]
 
     # ---- what it looks like
 
@@ -292,8 +350,10 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods, PrefetchMethods):
         except AttributeError:
             if name == "module":
                 raise
-            value = getattr(self.module, name)
-            return self._gathering(value) if name in self.forward_methods else value
+            found = getattr(self.module, name)
+            if name in self.forward_methods:
+                return self._gathering(found)
+            return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
 
     def _gathering(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

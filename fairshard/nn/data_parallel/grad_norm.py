@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairshard.errors import MixedGroupsError
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.collectives import Communicator
+from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.tensors import norm_of
 
 
@@ -19,6 +19,8 @@ def exceeds(norm: Tensor, max_norm: float) -> bool:
 @torch.no_grad()
 def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
     """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return that norm.
+
+    What units ignore has whole gradients, on each rank its own: the mean over ranks of what they contribute counts.
 
     **Collective.** The norm is fp32 (fp64 for fp64 gradients), 0-d, on the compute device, equal on all ranks.
     Nothing is changed when it is below ``max_norm``.
@@ -53,6 +55,11 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
             power = norm**norm_type
             comm.all_reduce(power, "sum").wait()
             total = total + power
+    if ignored := {id(param): param for unit in units for param in unit.origin.ignored.params}:
+        whole = [param.grad for param in ignored.values() if param.grad is not None]
+        grads += whole
+        norm = _mean_norm(units[0], norm_of(whole, norm_type).to(total), norm_type)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
     if grads and exceeds(total, max_norm):
@@ -60,6 +67,18 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
         for device in dict.fromkeys(grad.device for grad in grads):
             torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return total
+
+
+def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
+    """The norm of gradients of which each rank has its own: the mean of powers, or the largest. **Collective.**"""
+    for comm in map(communicator, unit.groups.spanning()):
+        if math.isinf(norm_type):
+            comm.all_reduce(own, "max").wait()
+        else:
+            power = own**norm_type
+            comm.all_reduce(power, "sum").wait()
+            own = (power / comm.world_size) ** (1.0 / norm_type)
+    return own
 
 
 def _check_groups(units: list[Unit]) -> None:

@@ -17,6 +17,7 @@ from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.utils.collectives import Communicator, Communicators, communicator
 from fairshard.utils.device import device_count
 from fairshard.utils.messages import default_group, group_of_one, subgroup
+from fairshard.utils.parallel import check_is_group
 
 Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 
@@ -59,6 +60,10 @@ class UnitGroups:
         else:
             assert self.replicas is not None
             self.shard.group, self.replicas.group = group
+
+    def spanning(self) -> list[ProcessGroup]:
+        """The groups through which, one after the other, something reaches all ranks of the unit."""
+        return [group.resolve() for group in dict.fromkeys((self.main, self.replicas)) if group is not None]
 
     def communicators(self) -> Communicators:
         """What the unit talks through. **Collective** the first time for a group."""
@@ -130,6 +135,7 @@ def _is_pair(groups: UnitGroups) -> bool:
 
 
 def _saved(group: ProcessGroup) -> SavedGroup:
+    check_is_group(group)
     return SavedGroup(group, dist.get_rank(group), dist.get_world_size(group))
 
 

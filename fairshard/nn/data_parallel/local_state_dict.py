@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fairshard.nn.data_parallel.tree import clean_tensor_name, join, units_below, walk
+from fairshard.nn.data_parallel.tree import clean_tensor_name, join, unit_of, units_below, walk
+from fairshard.nn.data_parallel.unit import Unit
 
 LAYOUT_KEY = "_fairshard_layout"
 
@@ -68,6 +69,15 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict
         if name in state:
             entry.copy_(state[name])
     return _IncompatibleKeys(missing, unexpected)
+
+
+def local_metadata(module: nn.Module) -> dict[str, Any]:
+    """What this rank's shards below ``module`` are shards of, as fairscale describes it. No communication."""
+    units = [(fqn, unit, part) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
+    return {
+        "param_metadata": [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units],
+        "buffer_names": [clean_tensor_name(name) for name, _ in module.named_buffers()],
+    }
 
 
 def _mismatch(problems: list[str]) -> RuntimeError:
@@ -127,3 +137,40 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
             if param is not None and not any(param is shard for shard in entries.values()):
                 entries[join(fqn, name)] = param
     return {clean_tensor_name(name): value for name, value in entries.items()}
+
+
+def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[str, Any]:
+    def own(name: str) -> str:
+        return clean_tensor_name(name.removeprefix(f"{unit.fqn}.") if unit.fqn else name)
+
+    params: dict[str, Any] = {}
+    shared: list[tuple[str, str]] = []
+    wrapped = wrapper._modules["module"]
+    assert wrapped is not None
+    paths: dict[int, list[str]] = {}
+    for name, part in wrapped.named_modules(remove_duplicate=False):
+        paths.setdefault(id(part), []).append(name)
+    for flat_param in unit.flat_params:
+        params[own(flat_param.name)] = {
+            "names": [own(slot.fqn) for slot in flat_param.slots],
+            "shapes": [slot.shape for slot in flat_param.slots],
+            "numels": [slot.numel for slot in flat_param.slots],
+            "padding": flat_param.shard_numel - flat_param.layout.filled(flat_param.rank),
+        }
+        for slot in flat_param.slots:
+            places = [(place, name) for part, name in slot.owners for place in paths.get(id(part), [])]
+            names = dict.fromkeys(clean_tensor_name(join(place, name)) for place, name in places)
+            shared += [_swapped(own(slot.fqn), name) for name in names if name != own(slot.fqn)]
+    return {
+        "fsdp_path": path,
+        "params": params,
+        "no_broadcast_optim_state": unit.config.late.no_broadcast_optim_state,
+        "shared_param_info": shared,
+    }
+
+
+def _swapped(first: str, other: str) -> tuple[str, str]:
+    """Two names of a tied weight as fairscale writes them: each with the other's last word."""
+    first_owner, _, first_word = first.rpartition(".")
+    other_owner, _, other_word = other.rpartition(".")
+    return join(first_owner, other_word), join(other_owner, first_word)

@@ -1,12 +1,14 @@
 """Where a parameter hangs in the module tree, under all its names, and what hangs there while it is sharded."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import FairshardError, ParameterShardedError
 
@@ -69,6 +71,15 @@ def _refuse_operators() -> None:
 _refuse_operators()
 
 
+_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
+
+
+def slot_of(param: nn.Parameter) -> "ParamSlot | None":
+    """The slot that has taken ``param``, if a unit has: what modules still refer to is then an empty leaf."""
+    slot: ParamSlot | None = _slots.get(param, lambda: None)()
+    return slot
+
+
 class ParamSlot:
     """One parameter, the modules that refer to it, and the leaf that stands there while it is gathered.
 
@@ -104,11 +115,17 @@ class ParamSlot:
     def register(self, shard: nn.Parameter | None) -> None:
         """Take the parameter out of its modules; put ``shard`` in its place, or a placeholder that raises."""
         self._registered = shard
+        _slots[self.leaf] = weakref.ref(self)
         if shard is not None:
             self._placeholder = None
         self.leaf.grad = None
         for module, name in self.owners:
             module._parameters[name] = shard  # None keeps the name's place in the module's order
+        self.detach()
+
+    def move_to(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
+        self.leaf.data = self.leaf.data.to(device)
         self.detach()
 
     def attach(self, view: Tensor) -> None:

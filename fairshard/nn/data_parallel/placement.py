@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import warnings
 
 import torch
 
@@ -29,12 +30,22 @@ def compute_device(units: list[Unit]) -> torch.device:
             for device in (flat_param.shard.device, wrapped.device):
                 if device.type != "cpu":
                     return device
-    for unit in units:
-        if unit.config.master_on_cpu and unit.flat_params and default_device_type() == "cuda":
-            device = current_device()
-            if backend_name(unit.group.resolve(), device) == "nccl":
-                return device
-    return torch.device("cpu")
+    if not any(unit.flat_params for unit in units):
+        return units[0].origin.device
+    device = torch.device("cpu")
+    if default_device_type() == "cuda" and not any(unit.origin.is_placed for unit in units):
+        gpu = current_device()
+        idle = [unit for unit in units if unit.flat_params and backend_name(unit.group.resolve(), gpu) == "nccl"]
+        if any(unit.config.master_on_cpu for unit in idle):
+            return gpu
+        if idle:
+            warnings.warn(
+                f"The parameters of unit `{idle[0].fqn or 'root'}` are on the CPU, where the model will compute, but "
+                f"{gpu} is there. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` if this is "
+                "meant.",
+                stacklevel=5,
+            )
+    return device
 
 
 def check_host_memory(comm: Communicator, units: list[Unit], device: torch.device) -> None:

@@ -121,8 +121,9 @@ class Root:
             self.join.end_pass()
 
     def keeps_gathered(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays gathered after its forward: the outermost does, its backward comes first."""
-        return self.in_backward or unit is self.units[0] or not unit.reshard_after_forward
+        """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
+        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
+        return self.in_backward or first or not unit.reshard_after_forward
 
     def _begin_pass(self, unit: Unit) -> None:
         if self.in_backward:  # its end never came: it raised

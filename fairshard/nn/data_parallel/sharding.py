@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.flat_param import FlatParam
-from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.ignored import Ignored
+from fairshard.nn.data_parallel.origin import Origin
+from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
 from fairshard.nn.data_parallel.tree import join, units_below, walk
 
 _OTHER_ENGINES = (
@@ -15,11 +19,16 @@ _OTHER_ENGINES = (
     "torch.distributed._composable.fsdp",
     "fairscale.nn.data_parallel",
     "deepspeed.runtime",
+    "fairshard.nn.flatten_params_wrapper",
 )
 
 
-def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_size: int) -> list[FlatParam]:
-    """Cut the parameters that ``module`` and its inner units have left; the originals become empty leaves.
+def shard_parameters(
+    module: nn.Module, config: UnitConfig, rank: int, world_size: int, origin: Origin
+) -> list[FlatParam]:
+    """Cut the parameters that inner units and ``origin.ignored`` have left; the originals become empty leaves.
+
+    They are cut where they are: what lies on the CPU goes to ``origin.device`` as a shard, never whole.
 
     No communication: every rank cuts its span out of the values it holds. Each parameter occurs once, however
     many names it has.
@@ -28,56 +37,84 @@ def shard_parameters(module: nn.Module, config: UnitConfig, rank: int, world_siz
         TypeError: a parameter's dtype cannot be sharded.
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
-    slots = _take_slots(module)
+    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
+    slots = collect_slots(walk(module), inner, origin.ignored.ids)
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
-    groups: list[list[ParamSlot]]
-    if config.flatten_parameters:
-        by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
-        for slot in slots:
-            leaf = slot.leaf
-            keeps_dtype = config.precision.param_dtype is not None and slot.keeps_dtype
-            by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
-        groups = list(by_kind.values())
-    else:
-        groups = [[slot] for slot in slots]
     flat_params = []
-    for index, group in enumerate(groups):
+    for index, group in enumerate(group_slots(slots, config)):
         name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
         flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
         for slot in group:
             slot.register(None if config.flatten_parameters else flat_param.shard)
+            slot.move_to(origin.device)
+        if not flat_param.on_cpu:
+            flat_param.shard.data = flat_param.shard.data.to(origin.device)
         flat_params.append(flat_param)
+    origin.note_cut(flat_params)
     return flat_params
 
 
-def _take_slots(module: nn.Module) -> list[ParamSlot]:
-    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
-    shards = {id(flat_param.shard) for flat_param in inner}
+def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSlot]]:
+    """Which parameters of a unit share a flat param, in order; none do without ``flatten_parameters``."""
+    if not config.flatten_parameters:
+        return [[slot] for slot in slots]
+    by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
+    for slot in slots:
+        leaf = slot.leaf
+        keeps_dtype = config.precision.param_dtype is not None and slot.keeps_dtype
+        by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
+    return list(by_kind.values())
+
+
+def collect_slots(
+    parts: Iterable[tuple[str, nn.Module]], inner: Sequence[FlatParam] = (), skip: Collection[int] = ()
+) -> list[ParamSlot]:
+    """The parameters of ``parts``, modules with their fqns, each once under all its names.
+
+    Those of ``inner`` units are left out, and those whose ``id`` is in ``skip``.
+
+    Raises:
+        ValueError: a parameter is sharded already, or shared with an inner unit.
+    """
+    left_out = {id(flat_param.shard) for flat_param in inner} | set(skip)
     leaves = {id(slot.leaf): slot for flat_param in inner for slot in flat_param.slots}
     slots: dict[int, ParamSlot] = {}
-    for fqn, part in walk(module):
-        _check_not_sharded(fqn, part)
+    for fqn, part in parts:
         for name, param in part._parameters.items():
-            if param is None or id(param) in shards:
+            if param is None or id(param) in left_out:
                 continue
             full_name = join(fqn, name)
-            if id(param) in leaves:
+            other = leaves.get(id(param)) or slot_of(param)
+            if other is not None:
                 raise ValueError(
-                    f"A parameter must belong to one unit, but `{full_name}` is shared with `{leaves[id(param)].fqn}` "
+                    f"A parameter must belong to one unit, but `{full_name}` is shared with `{other.fqn}` "
                     "of a unit that is wrapped already. Wrap the two modules together in one unit, or wrap neither "
                     "on its own."
-                )
-            if isinstance(param, DTensor):
-                raise ValueError(
-                    f"Parameters must be whole to be sharded, but `{full_name}` is a DTensor. Wrap the module before "
-                    "distributing it, or leave it out of this unit."
                 )
             slots.setdefault(id(param), ParamSlot(param, full_name)).add_owner(part, name)
     return list(slots.values())
 
 
-def _check_not_sharded(fqn: str, module: nn.Module) -> None:
+def check_not_sharded(module: nn.Module, ignored: Ignored) -> None:
+    """Raise if anything of ``module`` that is not ``ignored`` is in the hands of another engine.
+
+    Raises:
+        ValueError: naming it.
+    """
+    skipped = ignored.ids
+    for fqn, part in walk(module):
+        if id(part) not in skipped:
+            _check_module(fqn, part)
+        for name, param in part._parameters.items():
+            if isinstance(param, DTensor) and id(param) not in skipped:
+                raise ValueError(
+                    f"Parameters must be whole to be sharded, but `{join(fqn, name)}` is a DTensor. Wrap the module "
+                    "before distributing it, or leave it out of this unit."
+                )
+
+
+def _check_module(fqn: str, module: nn.Module) -> None:
     for base in type(module).__mro__:
         if base.__module__.startswith(_OTHER_ENGINES):
             raise ValueError(

@@ -75,7 +75,8 @@ def _own(wrapper: nn.Module, unit: Unit, added: list[str], state: Any) -> None:
     """Copy those of the values ``added`` to ``state`` that are memory of the model."""
     offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
     live = {_memory(flat_param.shard.detach()) for flat_param in unit.flat_params}
-    live |= {_memory(buffer) for part in modules_of(wrapper) for buffer in part.buffers(recurse=False)}
+    for part in modules_of(wrapper):
+        live |= {_memory(own) for own in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
     for key in added:
         value = state[key]
         if isinstance(value, Tensor) and _memory(value) in live:
@@ -186,7 +187,13 @@ def share_state(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: s
             "A state dict on rank 0 alone must be for a model on one process group, but the units of this one use "
             "several, each with a rank 0 of its own. Load it on every rank."
         )
-    sharded = {clean_tensor_name(join(fqn, name)) for fqn, module in walk(wrapper) for name in module._parameters}
+    whole = {id(param) for other in root.units for param in other.origin.ignored.params}
+    sharded = {
+        clean_tensor_name(join(fqn, name))
+        for fqn, module in walk(wrapper)
+        for name, param in module._parameters.items()
+        if id(param) not in whole
+    }
     theirs: dict[str, Any] = {}
     if comm.rank == 0:
         for key, value in state.items():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from fairshard.errors import NotRootError, StateDictTypesDifferError
+from fairshard.nn.data_parallel.fairscale_shards import consolidate
 from fairshard.nn.data_parallel.full_params import Showing, summon
-from fairshard.nn.data_parallel.local_state_dict import load_local_state_dict, local_state_dict
+from fairshard.nn.data_parallel.local_state_dict import load_local_state_dict, local_metadata, local_state_dict
 from fairshard.nn.data_parallel.root import Root, claim, roots_below
 from fairshard.nn.data_parallel.state_dict import Loading, load_module_state_dict, module_state_dict
 from fairshard.nn.data_parallel.state_dict_config import (
@@ -89,6 +90,29 @@ class StateMethods(UnitAttributes):
             RuntimeError: it does not fit; nothing is changed then.
         """
         return load_local_state_dict(self, state_dict, strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What the shards in `local_state_dict` are shards of, in fairscale's form: names, shapes, padding, buffers."""
+        return local_metadata(self)
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, Tensor]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Tensor]:
+        """The whole state dict, in host memory, from every rank's `local_state_dict` and `local_metadata_dict`.
+
+        fairscale's own are read too. Buffers are those of rank 0. No process group is needed, and no model.
+        ``strict=False`` leaves out parameters that the weights lack.
+
+        Raises:
+            ValueError: not one description for each rank.
+            CheckpointError: they are not the shards of all ranks of one model, in order.
+        """
+        state, buffers = consolidate(shard_weights, shard_metadata, strict)
+        return {name: state[name] for name in state if with_module_buffers or name not in buffers}
 
     # ---- the form of state dicts
 

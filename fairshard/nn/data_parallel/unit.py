@@ -22,6 +22,7 @@ from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.groups import UnitGroups, part_of
 from fairshard.nn.data_parallel.kept_part import KeptParts
+from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.prefetch import Prefetch
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.state_dict_config import default_settings
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 class Unit:
     """One wrapped module, the flat params cut from it, and the phase it is in."""
 
-    def __init__(self, groups: UnitGroups, flat_params: list[FlatParam], config: UnitConfig) -> None:
-        self.groups = groups
+    def __init__(self, groups: UnitGroups, flat_params: list[FlatParam], config: UnitConfig, origin: Origin) -> None:
+        self.groups, self.origin = groups, origin
         self.flat_params = flat_params
         self.config = config
         self.fqn = ""
@@ -72,7 +73,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
-        return {name: getattr(self, name) for name in (*kept, "prefetch")}
+        return {name: getattr(self, name) for name in (*kept, "origin", "prefetch")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -113,7 +114,7 @@ class Unit:
             self._parts = KeptParts([flat_param.buffer for flat_param in self.flat_params], part)
         self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
-            self.buffers = ComputeBuffers(modules, self.config.precision.buffer_dtype)
+            self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
 
     # ---- forward
 

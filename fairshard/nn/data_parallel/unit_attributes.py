@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import fields
 
 from torch import nn
@@ -9,9 +10,10 @@ from torch.distributed import ProcessGroup
 
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.groups import Groups
+from fairshard.nn.data_parallel.late_options import LateOptions
 from fairshard.nn.data_parallel.saved_group import MISSING
 from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 
 
@@ -21,15 +23,23 @@ class UnitAttributes(nn.Module):
     config: UnitConfig
 
     def extra_repr(self) -> str:
-        """The settings, in fairscale's order."""
+        """The settings, in fairscale's order; all of them if ``verbose``."""
         own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
         own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
+        if self.config.late.verbose:
+            others = [name for name in (*vars(self.config), *_LATE) if name != "late"]
+            own += [name for name in others if name not in own]
         return ", ".join(f"{name}={getattr(self, name)}" for name in own)
 
     @property
     def params(self) -> list[nn.Parameter]:
         """This unit's own shards."""
         return [flat_param.shard for flat_param in self._unit.flat_params]
+
+    @property
+    def move_params_to_cpu(self) -> bool:
+        """``cpu_offload`` under its later name."""
+        return self.config.cpu_offload
 
     @property
     def process_group(self) -> ProcessGroup | str:
@@ -71,15 +81,47 @@ class UnitAttributes(nn.Module):
         own = self._unit.groups.main.group
         return all(unit.groups.main.group is own for _, unit in units_below(self))
 
+    def check_is_root(self) -> bool:
+        """Whether this is an outermost wrapper: no other one is around it."""
+        return not self._unit.is_inner
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Refused: a parameter belongs to one unit, whichever modules use it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "`append_shared_param` must not be used: a parameter belongs to one unit here, which has to be gathered "
+            "wherever it is used. Wrap the modules that share it together, in one unit, and neither on its own."
+        )
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:
+        """The wrappers in ``module``, itself included, outermost first; with ``root_only`` those within no other."""
+        found = [part for _, part in walk(module) if isinstance(part, UnitAttributes)]
+        return [wrapper for wrapper in found if wrapper.check_is_root() or not root_only]
+
     @property
     def _unit(self) -> Unit:
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         return unit
 
 
-def _setting(name: str) -> property:
-    return property(lambda self: getattr(self.config, name), doc=f"The argument ``{name}`` as resolved.")
+def _setting(name: str, owner: str = "config") -> property:
+    return property(operator.attrgetter(f"{owner}.{name}"), doc=f"The argument ``{name}`` as resolved.")
 
 
-for _field in fields(UnitConfig):
-    setattr(UnitAttributes, _field.name, _setting(_field.name))
+_LATE = [field.name for field in fields(LateOptions)]
+for _name in [field.name for field in fields(UnitConfig) if field.name != "late"]:
+    setattr(UnitAttributes, _name, _setting(_name))
+for _name in _LATE:
+    setattr(UnitAttributes, _name, _setting(_name, "config.late"))
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[UnitAttributes]:
+    """The wrappers in ``mod``, itself included, outermost first; ``skip_empty`` leaves out those without parameters.
+
+    Source: fairscale's function of the same name.
+    """
+    return [wrapper for wrapper in UnitAttributes.fsdp_modules(mod) if wrapper.params or not skip_empty]

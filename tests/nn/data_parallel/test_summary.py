@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fairshard.nn.data_parallel.summary import unit_table
+from fairshard.nn.data_parallel.summary import UnitRow, unit_lines, unit_table
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 
@@ -20,3 +20,16 @@ def test_sizes_of_units(kwargs, compute):
     assert [row.numel for row in rows] == sizes
     assert [row.shard_nbytes for row in rows] == [4 * shard for shard in shards]
     assert [row.full_nbytes for row in rows] == [compute * world_size * shard for shard in shards]
+    assert [row.grad_nbytes for row in rows] == [4 * shard for shard in shards]
+
+
+@pytest.mark.parametrize(("numel", "warned"), [(50, False), (51, True)])
+def test_a_unit_with_more_than_half_of_the_model_is_warned_of(numel, warned):
+    """The warning names the unit, and half of the parameters exactly is no reason for one."""
+    rows = [UnitRow("", 100 - numel, 1, 2, 3), UnitRow("blocks.0", numel, 30, 40, 50)]
+    lines = unit_lines(rows)
+    assert ("warning: unit blocks.0 holds 51%" in lines[-1]) == warned
+    table = lines[:-1] if warned else lines
+    assert len({len(line) for line in table}) == 1
+    assert table[-1].split() == ["all", "100", "31", "42", "53"]
+    assert [line.split()[0] for line in table if line[0] != "-"] == ["unit", "(root)", "blocks.0", "all"]

@@ -72,6 +72,18 @@ def test_a_weight_shared_with_an_inner_unit_is_refused():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
+    """It has been taken: what the other module still holds has no elements. fairscale's way out is refused too."""
+    model = Tied()
+    model.first = FSDP(model.first, flatten_parameters=flatten)
+    with pytest.raises(ValueError, match="`weight` is shared with `weight` of a unit that is wrapped already"):
+        FSDP(model.second, flatten_parameters=flatten)
+    with pytest.raises(NotImplementedError, match="Wrap the modules that share it together"):
+        model.first.append_shared_param(model.second.weight)
+
+
+@on_ranks(2)
 def test_a_module_registered_twice():
     """A module with two names is one module: its parameters are taken once, and its state has both names."""
 

@@ -1,0 +1,181 @@
+"""Activation checkpointing: a module's activations are dropped after its forward and computed again in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from fairshard.utils.containers import apply_to_tensors
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT:
+    """Let ``module`` keep only its inputs for the backward, which runs its forward once more; returns ``module``.
+
+    It is changed in place: its class becomes a subclass of its own, so that names, hooks, ``isinstance``, state dicts,
+    deepcopy and pickle stay as they are. It may hold units, be one, and hold other checkpointed modules. Statistics of
+    BatchNorm and InstanceNorm are updated once, random numbers are the same both times; other buffers that a forward
+    writes are written by both. With ``offload_to_cpu`` the inputs wait in host memory: tensors in nested arguments too,
+    and none that is there already. Without grad it is a plain call.
+
+    >>> import torch
+    >>> from fairshard.nn import checkpoint_wrapper
+    >>> block = checkpoint_wrapper(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)))
+    >>> block(torch.ones(2, 4)).sum().backward()
+    >>> list(block.state_dict())
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+
+    Raises:
+        TypeError: ``module`` is no module.
+        ValueError: its ``forward`` is an attribute of its own, which a class cannot replace.
+
+    Source: fairscale's function of the same name, over ``torch.utils.checkpoint`` without reentrance.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"`forward` must be a method to be checkpointed, but this {type(module).__name__} has one of its own as an "
+            "attribute. Apply checkpoint_wrapper before whatever sets it."
+        )
+    base: Any = type(module)
+    if issubclass(base, _Checkpointed):
+        base = base.__mro__[2]
+    module.__class__ = _checkpointed(base, bool(offload_to_cpu))  # type: ignore[assignment]
+    return module
+
+
+class _Checkpointed:
+    """The part that `checkpoint_wrapper` puts before a module's class."""
+
+    _offloads_inputs = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the class below computes, and computes again in the backward."""
+        forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        assert isinstance(self, nn.Module)
+        inputs = _Inputs(args, kwargs, self._offloads_inputs)
+        run = functools.partial(_call, forward, inputs)
+        context_fn: Callable[[], Any] = noop_context_fn
+        if any(isinstance(part, _NormBase) for part in self.modules()):
+            context_fn = functools.partial(_recomputing, self)
+        return checkpoint(run, *inputs.on_each_device(), use_reentrant=False, context_fn=context_fn)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new, (type(self).__mro__[2], self._offloads_inputs), *reduced[2:]
+        return reduced
+
+
+@functools.cache
+def _checkpointed(base: Any, offloads_inputs: bool) -> type[nn.Module]:
+    namespace = {"_offloads_inputs": offloads_inputs, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(f"Checkpointed{base.__name__}", (_Checkpointed, base), namespace)
+
+
+def _new(base: Any, offloads_inputs: bool) -> nn.Module:
+    made: type[nn.Module] = _checkpointed(base, offloads_inputs)
+    return made.__new__(made)
+
+
+def _call(forward: Callable[..., Any], inputs: _Inputs, *_: Tensor) -> Any:
+    args, kwargs = inputs.take()
+    return forward(*args, **kwargs)
+
+
+def _recomputing(module: nn.Module) -> tuple[Any, Any]:
+    return contextlib.nullcontext(), _StatisticsKept(module)
+
+
+class _Inputs:
+    """The arguments of one call: as they came, for the forward, and as they are kept, for the recomputation."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], offload: bool) -> None:
+        self._given: Any = args, kwargs
+        self._stand_ins: dict[int, Tensor] = {}  # one for each tensor: what was one object is one again
+        self._kept: dict[int, _Kept] = {}  # by the identity of the stand-in
+        self._offload = offload
+        self._skeleton = apply_to_tensors(self._keep, self._given)
+        self._stand_ins.clear()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        stand_in = self._stand_ins.get(id(tensor))
+        if stand_in is None:
+            stand_in = self._stand_ins[id(tensor)] = torch.empty(0)
+            self._kept[id(stand_in)] = _Kept(tensor, self._offload)
+        return stand_in
+
+    def on_each_device(self) -> list[Tensor]:
+        """An empty tensor on every device of the inputs: torch saves the random state of those it is given."""
+        devices = dict.fromkeys(kept.device for kept in self._kept.values())
+        return [torch.empty(0, device=device) for device in devices]
+
+    def take(self) -> Any:
+        """``args, kwargs``: the given ones the first time, later those that were kept."""
+        given, self._given = self._given, None
+        if given is not None:
+            return given
+        restored = {key: kept.restore() for key, kept in self._kept.items()}
+        return apply_to_tensors(lambda stand_in: restored[id(stand_in)], self._skeleton)
+
+
+class _Kept:
+    """One input tensor, or its copy in host memory."""
+
+    def __init__(self, tensor: Tensor, offload: bool) -> None:
+        self.device = tensor.device
+        self._requires_grad = tensor.requires_grad
+        self._is_copy = offload and self.device.type != "cpu"
+        self._tensor = tensor
+        self._version = 0 if tensor.is_inference() else tensor._version
+        if self._is_copy:
+            pinned = self.device.type == "cuda"
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+            self._tensor.copy_(tensor.detach(), non_blocking=pinned)
+
+    def restore(self) -> Tensor:
+        """The tensor, for a recomputation; a copy begins a graph of its own, which nobody follows back."""
+        if self._is_copy:
+            return self._tensor.to(self.device, non_blocking=True).requires_grad_(self._requires_grad)
+        if not self._tensor.is_inference() and self._tensor._version != self._version:
+            raise RuntimeError(
+                f"The inputs of a checkpointed module must not change between its forward and its backward, but one of "
+                f"shape {tuple(self._tensor.shape)} was modified in place. Clone it first."
+            )
+        return self._tensor
+
+
+class _StatisticsKept:
+    """While it is entered, normalisation layers in training update copies of their running statistics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._replaced: list[list[tuple[nn.Module, str, Tensor]]] = []
+
+    def __enter__(self) -> None:
+        replaced: list[tuple[nn.Module, str, Tensor]] = [
+            (part, name, buffer)
+            for part in self._module.modules()
+            if isinstance(part, _NormBase) and part.training
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        for part, name, buffer in replaced:
+            part._buffers[name] = buffer.clone()
+        self._replaced.append(replaced)
+
+    def __exit__(self, *unused: object) -> None:
+        for part, name, buffer in self._replaced.pop():
+            part._buffers[name] = buffer

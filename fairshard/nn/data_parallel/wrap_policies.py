@@ -1,0 +1,198 @@
+"""Which modules are wrapped on their own: policies, and calling those of others in the way that they expect.
+
+A policy is a function of ``module``, ``recurse`` and ``nonwrapped_numel``, the number of elements of parameters below
+``module`` that no inner wrapper has taken. It is first asked with ``recurse=True`` whether to look inside ``module``;
+where it says yes, and its children have been dealt with, it is asked with ``recurse=False`` whether to wrap it. Or a
+policy is an object, such as `ModuleWrapPolicy`, that looks at the module alone.
+
+Source: fairscale (``fairscale.nn.wrap``) and PyTorch's FSDP (``torch.distributed.fsdp.wrap``), whose names these are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+# The third argument's name in FSDP1, and in fairscale and the first FSDP1.
+_NUMEL_NAMES = ("nonwrapped_numel", "unwrapped_params")
+
+ModuleClasses = Collection[type[nn.Module]]
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: ModuleClasses | None = None,
+    exclude_wrap_modules: ModuleClasses | None = None,
+) -> bool:
+    """Wrap what holds at least ``min_num_params`` elements that are not wrapped yet.
+
+    ``force_leaf_modules`` are never looked into (default: ``MultiheadAttention``, which reads the weights of its
+    children without calling them), ``exclude_wrap_modules`` never wrapped (default: ``ModuleList`` and ``ModuleDict``,
+    which are never called).
+    """
+    own: Any = size_based_auto_wrap_policy
+    leaves = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(leaves if recurse else excluded))
+
+
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def default_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    is_root: bool = False,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: ModuleClasses | None = None,
+    exclude_wrap_modules: ModuleClasses | None = None,
+    skip_params_check_for_root: bool = False,
+) -> bool:
+    """fairscale's form of `size_based_auto_wrap_policy`.
+
+    With ``skip_params_check_for_root`` the outermost module is wrapped however small its rest is.
+    """
+    own: Any = default_auto_wrap_policy
+    leaves = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    if not recurse and is_root and skip_params_check_for_root:
+        min_num_params = 0
+    return size_based_auto_wrap_policy(module, recurse, unwrapped_params, min_num_params, leaves, excluded)
+
+
+default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def config_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, is_root: bool = False
+) -> bool:
+    """Wrap modules that have an attribute ``wrapper_config``: a dict of arguments for their wrapper."""
+    return recurse or wrapper_config(module) is not None
+
+
+def wrapper_config(module: nn.Module) -> Mapping[str, Any] | None:
+    """The arguments that the user has given ``module`` as its attribute ``wrapper_config``, if any.
+
+    Raises:
+        TypeError: it is not a dict.
+    """
+    config = vars(module).get("wrapper_config", getattr(type(module), "wrapper_config", None))
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(
+            f"`wrapper_config` of a module must be a dict of arguments for its wrapper, but that of a "
+            f"{type(module).__name__} is {config!r}."
+        )
+    return config
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: ModuleClasses
+) -> bool:
+    """Wrap the instances of ``transformer_layer_cls``, the blocks of a transformer."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wrap the modules of which ``lambda_fn`` is true."""
+    return recurse or bool(lambda_fn(module))
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every module that is called and holds parameters."""
+    return True
+
+
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Sequence[Callable[..., bool]]
+) -> bool:
+    """Wrap what any of ``policies`` would."""
+    asked = [call_policy(policy, module, recurse, nonwrapped_numel) for policy in policies]
+    return any(asked)
+
+
+class ModuleWrapPolicy:
+    """Wraps the instances of some classes, the blocks of a model.
+
+    Raises:
+        TypeError: ``module_classes`` are not classes of modules.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        classes = tuple(module_classes) if isinstance(module_classes, Iterable) else (module_classes,)
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise TypeError(f"`module_classes` must be classes of modules, such as {{Block}}, but hold {cls!r}.")
+        self._classes = classes
+
+    def overrides(self, module: nn.Module) -> dict[str, Any] | None:
+        """No arguments of its own for an instance of the classes; None for others, which are not wrapped."""
+        return {} if isinstance(module, self._classes) else None
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """The same as a function, for `_or_policy`."""
+        return recurse or isinstance(module, self._classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(cls.__name__ for cls in self._classes)}}})"
+
+
+class CustomPolicy:
+    """Wraps what ``lambda_fn(module)`` says: False, True, or a dict of arguments that override the outer wrapper's."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def overrides(self, module: nn.Module) -> dict[str, Any] | None:
+        """The arguments of the wrapper of ``module`` that differ from the outer one's; None: it is not wrapped.
+
+        Raises:
+            ValueError: the function returned neither a bool nor a dict.
+        """
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise ValueError(
+                f"The function of a CustomPolicy must return a bool or a dict of arguments, but returned {answer!r} "
+                f"for a {type(module).__name__}."
+            )
+        return dict(answer) if isinstance(answer, dict) else {} if answer else None
+
+
+def call_policy(
+    policy: Callable[..., bool], module: nn.Module, recurse: bool, numel: int, is_root: bool = False
+) -> bool:
+    """Ask a policy that is a function, by keyword, under the names that its signature has.
+
+    Raises:
+        TypeError: it does not take what policies are given.
+    """
+    arguments: dict[str, Any] = {"module": module, "recurse": recurse, "is_root": is_root}
+    arguments.update(dict.fromkeys(_NUMEL_NAMES, numel))
+    try:
+        parameters = inspect.signature(policy).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"A policy must be a function whose signature can be read, but is {policy!r}.") from error
+    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)}
+    wanted = named & arguments.keys()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        wanted |= {"module", "recurse"}
+        if not wanted & set(_NUMEL_NAMES):
+            wanted.add(_NUMEL_NAMES[0])
+    missing = {"module", "recurse"} - wanted
+    if missing or not wanted & set(_NUMEL_NAMES):
+        raise TypeError(
+            "A policy must take `module`, `recurse` and `nonwrapped_numel` (or `unwrapped_params`) by these names, but "
+            f"{policy!r} takes ({', '.join(p.name for p in parameters)}). Pass CustomPolicy or ModuleWrapPolicy to "
+            "decide by the module alone."
+        )
+    return bool(policy(**{name: arguments[name] for name in wanted}))

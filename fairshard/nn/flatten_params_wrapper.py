@@ -1,0 +1,267 @@
+"""Parameters of a module as one flat parameter, without sharding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils.layout import FlatLayout
+
+_NAME = "flat_param"
+
+
+class FlattenParamsWrapper(nn.Module):
+    """Holds the parameters of ``module``, or those in ``param_list``, as one 1-D parameter, ``flat_param``.
+
+    An optimizer then steps one tensor. The module finds views of it where its parameters were, made anew by every
+    forward; a parameter that it refers to elsewhere than by attributes would not be seen, and must not be flattened.
+    ``state_dict`` and ``load_state_dict`` know the parameters by their own names, as if nothing were wrapped. No
+    process group is needed.
+
+    >>> import torch
+    >>> from fairshard.nn import FlattenParamsWrapper
+    >>> model = FlattenParamsWrapper(torch.nn.Linear(3, 2))
+    >>> [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+    [('flat_param', (8,))]
+    >>> list(model.state_dict())
+    ['weight', 'bias']
+
+    Raises:
+        TypeError: ``module`` is no module.
+        ValueError: parameters differ in dtype, device or ``requires_grad``; one is not of the module, or is a shard.
+
+    Source: fairscale's class of the same name.
+    """
+
+    def __init__(self, module: nn.Module, param_list: Iterable[nn.Parameter] | None = None) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
+        slots = _slots(module, param_list)
+        _check_alike(slots)
+        self.module = module
+        self._slots = slots
+        self._layout = FlatLayout([slot.shape.numel() for slot in slots], world_size=1)
+        self._is_flat = True
+        self._loading = ExitStack()
+        flat = None
+        if slots:
+            line = torch.cat([slot.param.detach().reshape(-1) for slot in slots])
+            flat = nn.Parameter(line, requires_grad=slots[0].param.requires_grad)
+        for slot in slots:
+            slot.take()
+        self.register_parameter(_NAME, flat)
+        self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
+        self._attach()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, on views of ``flat_param``."""
+        self._loading.close()
+        if self._is_flat:
+            self._attach()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Register the parameters under their own names and shapes inside the ``with`` block.
+
+        They share memory with ``flat_param``, so that what is written into them stays; or with ``flat_params``, a
+        list of one tensor like it, which is shown instead.
+
+        Raises:
+            ValueError: there is more than one, or one of another number of elements.
+        """
+        self._loading.close()
+        if not self._is_flat or not self._slots:
+            yield
+            return
+        flat = self._parameters[_NAME]
+        assert flat is not None
+        line = flat.data if flat_params is None else self._checked(flat_params)
+        params = [nn.Parameter(view, flat.requires_grad) for view in self._views(line)]
+        self._is_flat = False
+        self._parameters[_NAME] = None
+        for slot, param in zip(self._slots, params, strict=True):
+            slot.register(param)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for slot, param in zip(self._slots, params, strict=True):
+                    slot.unregister(param)
+            self._parameters[_NAME] = flat
+            self._is_flat = True
+            self._attach()
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """What the module's own would be, had its parameters never been flattened."""
+        if args:  # nn.Module still takes them by position
+            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+            destination = positional.get("destination", destination)
+            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
+        with self.unflatten_params():
+            return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def flat_state_dict(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """``flat_param``, and what is not flattened under its own names; `load_state_dict` takes it too."""
+        state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
+        inside = f"{prefix}module."
+        return {prefix + name[len(inside) :] if name.startswith(inside) else name: state[name] for name in state}
+
+    def __getattr__(self, name: str) -> Any:
+        """Look where ``nn.Module`` looks, then on the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        return self.module[key]  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
+        self._loading.close()
+        for slot in self._slots if self._is_flat else ():
+            slot.detach()  # views have a graph, which cannot be copied
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        for wrapper in (self, copied):
+            wrapper._attach()
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._loading.close()
+        return {**self.__dict__, "_loading": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_loading": ExitStack()})  # type: ignore[no-untyped-call]
+        self._attach()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FlattenParamsWrapper:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._attach()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._loading.close()
+        for key in [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}{_NAME}"]:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        if f"{prefix}{_NAME}" not in state_dict:
+            self._loading.enter_context(self.unflatten_params())
+        self._loaded_prefix = prefix
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _attach(self) -> None:
+        """Let the module find views of the flat parameter where its parameters were."""
+        flat = self._parameters[_NAME]
+        if flat is not None:
+            with torch.inference_mode(False), torch.enable_grad():
+                for slot, view in zip(self._slots, self._views(flat), strict=True):
+                    slot.attach(view)
+
+    def _views(self, line: Tensor) -> list[Tensor]:
+        runs = torch.split_with_sizes(line, list(self._layout.numels))
+        return [run.view(slot.shape) for slot, run in zip(self._slots, runs, strict=True)]
+
+    def _checked(self, flat_params: Sequence[Tensor]) -> Tensor:
+        shapes = [tuple(flat.shape) for flat in flat_params]
+        if shapes != [(self._layout.numel,)]:
+            raise ValueError(
+                f"`flat_params` must be one tensor of shape ({self._layout.numel},), like `flat_param`, but the shapes "
+                f"given are {shapes}."
+            )
+        return flat_params[0].detach()
+
+
+class _Slot:
+    """One parameter, and the modules that refer to it."""
+
+    def __init__(self, param: nn.Parameter, fqn: str) -> None:
+        self.param: nn.Parameter = param  # until it is taken
+        self.fqn = fqn
+        self.shape = param.shape
+        self.owners: list[tuple[nn.Module, str]] = []
+        self._order: list[list[str]] = []
+
+    def take(self) -> None:
+        """Take the parameter off its modules."""
+        del self.param
+        self._order = [list(module._parameters) for module, _ in self.owners]
+        for module, name in self.owners:
+            module._parameters.pop(name, None)
+
+    def attach(self, view: Tensor) -> None:
+        """Let the modules find ``view``, as an attribute; recurrent modules note it when it is set."""
+        for module, name in self.owners:
+            setattr(module, name, view)
+
+    def detach(self) -> None:
+        """Let the modules find nothing."""
+        for module, name in self.owners:
+            module.__dict__.pop(name, None)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Register ``param`` where the parameter was, in its place among the others."""
+        self.detach()
+        for (module, name), order in zip(self.owners, self._order, strict=True):
+            setattr(module, name, param)
+            for other in order[order.index(name) + 1 :]:
+                if other in module._parameters:
+                    module._parameters[other] = module._parameters.pop(other)
+
+    def unregister(self, param: nn.Parameter) -> None:
+        """Undo `register`; what stands there instead by now (``load_state_dict(assign=True)``) is copied into it."""
+        for module, name in self.owners:
+            found = module._parameters.pop(name, None)
+            if found is not None and found is not param:
+                param.copy_(found)
+
+
+def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list[_Slot]:
+    wanted = None if param_list is None else {id(param): param for param in param_list}
+    shards = {id(flat_param.shard) for _, unit in units_below(module) for flat_param in unit.flat_params}
+    slots: dict[int, _Slot] = {}
+    for fqn, part in module.named_modules():
+        for name, param in part._parameters.items():
+            if param is None or (wanted is not None and id(param) not in wanted):
+                continue
+            full_name = f"{fqn}.{name}" if fqn else name
+            if id(param) in shards:
+                raise ValueError(
+                    f"Parameters must be whole to be flattened, but `{full_name}` is a shard. Leave the units out of "
+                    "`param_list`; they flatten their parameters themselves."
+                )
+            slots.setdefault(id(param), _Slot(param, full_name)).owners.append((part, name))
+    if wanted is not None and (strangers := wanted.keys() - slots.keys()):
+        shapes = [tuple(wanted[key].shape) for key in strangers]
+        raise ValueError(f"`param_list` must hold parameters of the module, but {shapes} (their shapes) are not of it.")
+    return list(slots.values())
+
+
+def _check_alike(slots: list[_Slot]) -> None:
+    for what in ("dtype", "device", "requires_grad"):
+        for slot in slots[1:]:
+            first, other = getattr(slots[0].param, what), getattr(slot.param, what)
+            if first != other:
+                raise ValueError(
+                    f"Parameters must have one {what} to be flattened together, but `{slots[0].fqn}` has {first} and "
+                    f"`{slot.fqn}` has {other}. Flatten them in two wrappers, each with its `param_list`."
+                )
+
+
+def _end_loading(wrapper: FlattenParamsWrapper, keys: Any) -> None:
+    """Close what `_load_from_state_dict` has opened, and name what was missing or unexpected without the wrapper."""
+    wrapper._loading.close()
+    prefix = wrapper.__dict__.pop("_loaded_prefix", "")
+    inside = f"{prefix}module."
+    for names in keys:
+        names[:] = [prefix + name[len(inside) :] if name.startswith(inside) else name for name in names]

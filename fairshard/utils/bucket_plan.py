@@ -1,0 +1,42 @@
+"""Which gradients share a bucket, and how many buckets have memory at a time: arithmetic, without tensors."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+MB = 1024 * 1024
+_MAX_IN_FLIGHT = 2
+
+
+class PlannedSource(Protocol):
+    """One flat gradient: each of ``comms.shard.world_size`` ranks gets ``shard_numel`` elements of it."""
+
+    comms: Any
+    reduce_dtype: torch.dtype
+    compute_device: torch.device
+    shard_numel: int
+
+
+SourceT = TypeVar("SourceT", bound=PlannedSource)
+
+
+def pack(order: Sequence[SourceT], bucket_cap_mb: float) -> list[list[SourceT]]:
+    """Which gradients of ``order`` share a bucket: those of one kind that follow each other, up to the cap."""
+    packed: list[list[SourceT]] = []
+    filling: dict[tuple[object, ...], tuple[list[SourceT], int]] = {}
+    for source in order:
+        key = (source.comms, source.reduce_dtype, source.compute_device)
+        own = source.shard_numel * source.comms.shard.world_size * source.reduce_dtype.itemsize
+        sources, nbytes = filling.get(key, ([], 0))
+        if not sources or nbytes + own > bucket_cap_mb * MB:
+            sources, nbytes = [], 0
+            packed.append(sources)
+        sources.append(source)
+        filling[key] = sources, nbytes + own
+    return packed
+
+
+def is_crowded(nbytes: int, flying: Sequence[int], bucket_cap_mb: float) -> bool:
+    """Whether memory for a bucket must wait for that of one under way: two are, or more than two caps' worth."""
+    return len(flying) >= _MAX_IN_FLIGHT or nbytes + sum(flying) > 2 * bucket_cap_mb * MB

@@ -1,0 +1,209 @@
+"""`device_id` says where a unit computes: parameters go there as shards, buffers and inputs as they are."""
+
+import contextlib
+import warnings
+from collections import namedtuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import pack_sequence
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel import construction, placement
+from fairshard.nn.data_parallel import fully_sharded_data_parallel as door
+from fairshard.nn.data_parallel.construction import resolve_construction
+from fairshard.nn.data_parallel.origin import move_inputs
+from fairshard.utils.testing import rank_device
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn, train_alike
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def gpus(number, current=0):
+    """As if this machine had GPUs."""
+    with (
+        mock.patch.object(construction, "device_count", return_value=number),
+        mock.patch.object(construction, "current_device", return_value=torch.device("cuda", current)),
+    ):
+        yield
+
+
+def device_of(device_id=None, compute_device=None):
+    return resolve_construction(None, device_id, compute_device, False).device
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("kwargs", [{}, {"cpu_offload": True}, {"flatten_parameters": False}], ids=str)
+@pytest.mark.parametrize("name", ["device_id", "compute_device"])
+def test_training_is_the_same(name, kwargs):
+    """Naming the device where the model is changes nothing."""
+    wrap = wrap_each
+    train_alike(
+        mlp(4, 9, 5),
+        lambda model: wrap(model, **{name: rank_device()}, **kwargs),
+        lambda model, key: model(randn(3, 4, key=key)).square().sum().cpu(),
+    )
+
+
+def test_a_number_is_that_of_a_gpu():
+    """An int, or a device with its number."""
+    with gpus(2):
+        assert device_of(1) == device_of(torch.device("cuda:1")) == torch.device("cuda:1")
+        assert device_of(compute_device=torch.device("cuda:1")) == torch.device("cuda:1")
+        assert device_of(CPU) == CPU
+    assert device_of() is None
+
+
+def test_a_gpu_without_number_is_the_current_one():
+    """Which it says."""
+    with gpus(4, current=3), pytest.warns(UserWarning, match=r"the current one is taken, cuda:3"):
+        assert device_of(torch.device("cuda")) == torch.device("cuda:3")
+
+
+@pytest.mark.parametrize("given", [True, "cuda:0", 1.0, [0]], ids=str)
+def test_other_types_are_refused(given):
+    """A number or a device."""
+    with pytest.raises(TypeError, match="`device_id` must be the number of a GPU"):
+        device_of(given)
+
+
+def test_devices_that_are_not_there_are_refused():
+    """Too high a number, no GPU at all, the meta device, or two that differ."""
+    with gpus(2), pytest.raises(ValueError, match=r"is cuda:2 where this process sees 2 GPUs"):
+        device_of(2)
+    with gpus(0), pytest.raises(ValueError, match=r"this process sees 0 GPUs"):
+        device_of(torch.device("cuda"))
+    with pytest.raises(ValueError, match="a device with memory"):
+        device_of(torch.device("meta"))
+    with gpus(2), pytest.raises(ValueError, match="must not differ"):
+        device_of(1, torch.device("cuda:0"))
+
+
+def fake_on_gpu(module, number=0):
+    """``module`` as if on a GPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(param.shape, device=f"cuda:{number}")))
+    return module
+
+
+@on_ranks(1)
+def test_a_module_on_another_device_is_refused():
+    """Naming the parameter and both devices."""
+    model = nn.Sequential(nn.Linear(2, 2), fake_on_gpu(nn.Linear(2, 2), 1))
+    with pytest.raises(ValueError, match=r"asked for, cpu, but `1.weight` is on cuda:1"):
+        FSDP(model, device_id=CPU)
+    with gpus(2), pytest.raises(ValueError, match=r"asked for, cuda:0, but `1.weight` is on cuda:1"):
+        FSDP(model, device_id=0)
+
+
+@on_ranks(1)
+def test_two_devices_are_refused():
+    """A unit computes on one; inner units and ignored modules may be elsewhere."""
+    model = nn.Sequential(nn.Linear(2, 2), fake_on_gpu(nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match=r"`0.weight` on cpu and `1.weight` on cuda:0"):
+        FSDP(model)
+    assert len(FSDP(model, ignored_modules=[model[1]]).params) == 1
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+def test_a_module_on_the_host_is_never_whole_on_the_device(offload):
+    """Shards go there, and buffers, but no parameter; with offload not even those."""
+    gpu, moved = torch.device("cuda:0"), []
+    to = torch.Tensor.to
+
+    def watched(tensor, device, *args, **kwargs):
+        if device == gpu and tensor.device != gpu:
+            moved.append(tensor.numel())
+        return to(tensor, device, *args, **kwargs)
+
+    with (
+        FakeTensorMode(),
+        gpus(1),
+        mock.patch.object(construction, "validate_process_group"),
+        mock.patch.object(torch.Tensor, "to", watched),
+    ):
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        wrapped = FSDP(model, device_id=0, cpu_offload=offload)
+    (flat_param,) = wrapped._unit.flat_params
+    shard_numel = -(-(8 * 16 + 16 + 16 + 16) // dist.get_world_size())
+    assert flat_param.shard_numel == shard_numel
+    assert all(buffer.device == gpu for buffer in model.buffers())
+    leaves = [0] * len(flat_param.slots)
+    assert moved == [16, 16, 1, *leaves, *([] if offload else [shard_numel])]
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_nested_inputs_move_and_keep_their_types():
+    """Tuples, named tuples, lists, dicts and packed sequences; what is no tensor stays."""
+    x = torch.ones(2)
+    given = ((x, Pair(x, [x, 3])), {"mask": {"deep": (x,)}, "packed": pack_sequence([x]), "flag": True})
+    (first, pair), named = move_inputs(given, torch.device("meta"))
+    assert first.is_meta
+    assert isinstance(pair, Pair)
+    assert pair.left.is_meta
+    assert pair.right[0].is_meta
+    assert pair.right[1] == 3
+    assert named["mask"]["deep"][0].is_meta
+    assert named["packed"].data.is_meta
+    assert named["flag"] is True
+    assert move_inputs((x,), CPU)[0] is x
+
+
+def test_moved_inputs_get_their_gradients_where_they_are():
+    """The move is differentiable."""
+    x = torch.ones(2, requires_grad=True)
+    (moved,) = move_inputs((x,), torch.device("meta"))
+    assert moved.requires_grad
+    assert moved.grad_fn is not None
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["device_id", "compute_device", None])
+def test_the_outermost_unit_moves_inputs(name):
+    """Once a forward, to where the model computes; with `device_id` only."""
+    wrapped = wrap_each(mlp(4, 9, 5), **({name: rank_device()} if name else {}))
+    with mock.patch.object(door, "move_inputs", side_effect=move_inputs) as move:
+        x = randn(2, 4)
+        wrapped(x)
+    assert move.call_count == (name == "device_id")
+    if name == "device_id":
+        ((inputs, kwargs), device), _ = move.call_args
+        assert inputs[0] is x
+        assert kwargs == {}
+        assert device == rank_device()
+
+
+def messages_of(wrapped):
+    """What a first forward warns of where there is a GPU, and a backend for it."""
+    with (
+        mock.patch.object(placement, "default_device_type", return_value="cuda"),
+        mock.patch.object(placement, "current_device", return_value=torch.device("cuda:0")),
+        mock.patch.object(placement, "backend_name", return_value="nccl"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        wrapped(randn(2, 3))
+    return [str(warning.message) for warning in caught if "on the CPU" in str(warning.message)]
+
+
+@pytest.mark.cpu_only
+@on_ranks(1)
+def test_a_module_on_the_cpu_beside_a_gpu_is_told_once():
+    """Not where there is no GPU, and not where the CPU was asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap_each(mlp(3, 5, 4))(randn(2, 3))
+    (message,) = messages_of(wrap_each(mlp(3, 5, 4)))
+    assert "Pass `device_id`" in message
+    assert messages_of(wrap_each(mlp(3, 5, 4), device_id=CPU)) == []

@@ -1,0 +1,54 @@
+"""Which wrappers there are in a module, and which of them is outermost."""
+
+import copy
+
+from torch import nn
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import clean_tensor_name, get_fsdp_instances
+from fairshard.nn.data_parallel import tree
+from tests.models import mlp, tiny, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+
+@on_ranks(1, 2)
+def test_wrappers_are_found_outermost_first():
+    """The module itself counts; a module that is no wrapper may hold some."""
+    wrapped = wrap_tiny(tiny())
+    inside = [wrapped.first, wrapped.first.up, wrapped.shared, wrapped.second]
+    for found in (FSDP.fsdp_modules(wrapped), get_fsdp_instances(wrapped), get_fsdp_instances(nn.Sequential(wrapped))):
+        assert found == [wrapped, *inside]
+    assert FSDP.fsdp_modules(nn.Linear(4, 4)) == get_fsdp_instances(nn.Linear(4, 4)) == []
+
+
+@on_ranks(2)
+def test_wrappers_without_parameters_may_be_skipped():
+    """A wrapper whose parameters inner ones have taken has none."""
+    wrapped = wrap_each(mlp(4, 9, 5))
+    assert get_fsdp_instances(wrapped) == [wrapped, wrapped[0], wrapped[2]]
+    assert get_fsdp_instances(wrapped, skip_empty=True) == [wrapped[0], wrapped[2]]
+
+
+@on_ranks(2)
+def test_the_outermost_wrapper_is_the_root():
+    """It is as soon as it wraps the others, before and after a pass, and in copies; several are, side by side."""
+    layer = FSDP(nn.Linear(4, 4))
+    assert layer.check_is_root()
+    layer(randn(2, 4))
+    model = FSDP(nn.Sequential(layer, nn.Linear(4, 4)))
+    for _ in range(2):
+        assert not layer.check_is_root()
+        assert model.check_is_root()
+        assert FSDP.fsdp_modules(model, root_only=True) == [model]
+        assert FSDP.fsdp_modules(layer, root_only=True) == []
+        model(randn(2, 4)).sum().backward()
+    other = copy.deepcopy(model)
+    assert other.check_is_root()
+    assert not other[0].check_is_root()
+    assert FSDP.fsdp_modules(nn.Sequential(model, nn.ReLU(), other), root_only=True) == [model, other]
+
+
+def test_clean_tensor_name_is_public():
+    """It stands beside the wrapper, as in FSDP1."""
+    assert clean_tensor_name is tree.clean_tensor_name

@@ -1,0 +1,159 @@
+"""Options that fairscale's wrapper got after its first ten."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.nn import FullStateDictConfig, StateDictType
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.testing import CollectiveCounter
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd, train_alike
+
+
+def gathers_of_a_step(model, x):
+    """How many units are gathered by a forward and its backward; from the second on, so that nothing is set up."""
+    model(x).sum().backward()
+    gathered = []
+
+    def unshard(unit):
+        gathered.append(not unit.is_gathered)
+        original(unit)
+
+    original = Unit.unshard
+    with mock.patch.object(Unit, "unshard", unshard):
+        model(x).sum().backward()
+    return sum(gathered)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"cpu_offload": True}], ids=str)
+def test_the_outermost_wrapper_may_reshard_too(kwargs):
+    """``disable_reshard_on_root=False``: it is freed after its forward, and the numbers stay the plain module's."""
+    wrapped = train_alike(
+        mlp(4, 9, 5),
+        lambda model: FSDP(model, disable_reshard_on_root=False, **kwargs),
+        lambda model, key: model(randn(3, 4, key=key)).square().mean(),
+    )
+    loss = wrapped(randn(3, 4)).sum()
+    assert not wrapped._unit.is_gathered
+    loss.backward()
+    kept = FSDP(mlp(4, 9, 5))
+    kept(randn(3, 4)).sum()
+    assert kept._unit.is_gathered
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("reshard", "disable", "num"), [(True, True, 1), (True, False, 2), (False, False, 1)])
+def test_the_outermost_wrapper_is_gathered_twice_then(reshard, disable, num):
+    """Once in forward, once in backward; ``reshard_after_forward=False`` keeps it as it keeps others."""
+    model = FSDP(mlp(4, 9, 5), reshard_after_forward=reshard, disable_reshard_on_root=disable)
+    assert gathers_of_a_step(model, randn(3, 4)) == num
+
+
+@on_ranks(2)
+def test_state_dicts_on_rank_0_alone():
+    """The others get an empty one; it loads back from rank 0. Inner wrappers follow the outermost."""
+    wrapped = FSDP(wrap_each(mlp(4, 9, 5)), state_dict_on_rank_0_only=True)
+    state = wrapped.state_dict()
+    if dist.get_rank():
+        assert not state
+    else:
+        assert_same_state(state, mlp(4, 9, 5).state_dict())
+        state = {name: value + 1 for name, value in state.items()}
+    wrapped.load_state_dict(state)
+    with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        again = wrapped.state_dict()
+    expected = {name: value + 1 for name, value in mlp(4, 9, 5).state_dict().items()}
+    assert_same_state(again, expected)
+    assert FSDP.get_state_dict_type(wrapped).state_dict_config.rank0_only
+
+
+@on_ranks(2)
+def test_state_dicts_in_host_memory():
+    """``state_dict_device="cpu"`` is ``offload_to_cpu=True``, for all wrappers inside, and in copies."""
+    wrapped = FSDP(wrap_each(mlp(4, 9, 5)), state_dict_device=torch.device("cpu"))
+    for model in (wrapped, copy.deepcopy(wrapped)):
+        assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig(offload_to_cpu=True)
+        assert_same_state(model.state_dict(), mlp(4, 9, 5).state_dict())
+    assert wrapped.state_dict_device == torch.device("cpu")
+    before = FSDP.get_state_dict_type(FSDP(wrap_each(mlp(4, 9, 5))))
+    assert before.state_dict_config == FullStateDictConfig()
+
+
+@on_ranks(2)
+def test_autocast_keeps_nothing():
+    """Casts of parameters that stay gathered are dropped after the forward of the wrapper that asks for it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for clear in (False, True):
+            model = FSDP(nn.Linear(4, 4), reshard_after_forward=False, clear_autocast_cache=clear)
+            with mock.patch.object(torch, "clear_autocast_cache") as dropped:
+                model(randn(2, 4))
+            assert dropped.called is clear
+
+
+@on_ranks(2)
+def test_repr_may_show_everything():
+    """Without ``verbose`` the first ten; with it every setting, each once."""
+    short, long = FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4), verbose=True)
+    assert "state_dict_on_rank_0_only" not in short.extra_repr()
+    names = [field.partition("=")[0] for field in long.extra_repr().split(", ") if "=" in field]
+    assert names[:10] == [field.partition("=")[0] for field in short.extra_repr().split(", ")]
+    assert {"sharding_strategy", "disable_reshard_on_root", "state_dict_device", "verbose"} <= set(names)
+    assert "late" not in names
+
+
+@on_ranks(2)
+def test_the_later_name_of_offload():
+    """``move_params_to_cpu=True`` trains as ``cpu_offload=True`` does."""
+
+    def losses(**kwargs):
+        wrapped = wrap_tiny(tiny(), **kwargs)
+        optimizer, found = sgd(wrapped), []
+        for step in range(3):
+            *inputs, targets = tiny_batch(dist.get_rank(), step)
+            loss = tiny_loss(wrapped(*inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        assert wrapped.cpu_offload is wrapped.move_params_to_cpu is wrapped.move_grads_to_cpu is bool(kwargs)
+        return found
+
+    assert losses(move_params_to_cpu=True) == losses(cpu_offload=True) == losses()
+
+
+@on_ranks(2)
+def test_optimizer_state_that_stays_is_noted():
+    """``no_broadcast_optim_state`` of each wrapper is in its metadata."""
+    wrapped = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4), no_broadcast_optim_state=True), nn.Linear(4, 4)))
+    described = wrapped.local_metadata_dict()["param_metadata"]
+    assert [unit["no_broadcast_optim_state"] for unit in described] == [False, True]
+    assert wrapped[0].no_broadcast_optim_state is True
+
+
+WRONG = {
+    "a flag that is none": ({"verbose": 1}, TypeError, "`verbose` must be True or False, but is 1"),
+    "a device elsewhere": ({"state_dict_device": "cuda"}, ValueError, "`state_dict_device` must be the CPU or where"),
+    "no device": ({"state_dict_device": "disk"}, RuntimeError, "disk"),
+    "no bool": ({"move_params_to_cpu": "yes"}, TypeError, "`move_params_to_cpu` must be True, False or None"),
+    "yes and no": ({"cpu_offload": True, "move_params_to_cpu": False}, ValueError, "contradicts `cpu_offload=True`"),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_values_are_refused(what):
+    """Before anything is wrapped."""
+    kwargs, error, message = WRONG[what]
+    module = nn.Linear(4, 4)
+    with pytest.raises(error, match=message), CollectiveCounter() as counter:
+        FSDP(module, **kwargs)
+    assert not counter.calls
+    assert list(module.state_dict()) == ["weight", "bias"]

@@ -1,0 +1,155 @@
+"""``local_metadata_dict`` and ``consolidate_shard_weights``: fairscale's way from shards to a whole state dict."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.checkpoint.consolidate import consolidate_torch
+from fairshard.checkpoint.import_fairscale import import_fairscale
+from fairshard.errors import CheckpointError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import ShardingStrategy, checkpoint_wrapper
+from tests.checkpoint.test_import_fairscale import MODELS, check_equal, write_shards
+from tests.models import mlp, tiny, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+
+def of_all_ranks(wrapped):
+    """Weights and metadata of every rank, on every rank."""
+    own = (wrapped.local_state_dict(), wrapped.local_metadata_dict())
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return [list(part) for part in zip(*found, strict=True)]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"flatten_parameters": False}, {"cpu_offload": True}, {"sharding_strategy": ShardingStrategy.NO_SHARD}],
+    ids=["flat", "not flat", "offload", "not cut"],
+)
+def test_the_shards_of_all_ranks_are_the_state_dict(kwargs):
+    """Units in units, tied weights under both names, padding: every value as in `state_dict`."""
+    wrapped = wrap_tiny(tiny(), **kwargs)
+    consolidated = FSDP.consolidate_shard_weights(*of_all_ranks(wrapped))
+    check_equal(consolidated, dict(tiny().state_dict()))
+    assert all(value.device.type == "cpu" for value in consolidated.values())
+
+
+@on_ranks(2, 3)
+def test_names_are_those_of_the_unwrapped_model():
+    """Frozen parameters, a module with two names, wrappers of others; below the module that is asked."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(5, 3)
+            self.other = self.one
+            self.kernel = nn.Parameter(torch.ones(4, 1))
+            self.weight = self.kernel
+            self.tied = nn.Linear(1, 4)
+            self.tied.weight = self.kernel
+
+    torch.manual_seed(0)
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    plain = nn.Sequential(Twice(), nn.BatchNorm1d(3), frozen, nn.Sequential(nn.Linear(2, 2)))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    checkpoint_wrapper(plain[3])
+    plain[0] = FSDP(plain[0])
+    wrapped = FSDP(torch.compile(plain, backend="eager"))
+    check_equal(FSDP.consolidate_shard_weights(*of_all_ranks(wrapped)), expected)
+    inner = {name.removeprefix("0."): value for name, value in expected.items() if name.startswith("0.")}
+    check_equal(FSDP.consolidate_shard_weights(*of_all_ranks(plain[0])), inner)
+
+
+@on_ranks(3)
+def test_the_format_is_fairscales():
+    """A flat parameter of 5 x 4 + 5 elements on 3 ranks: 9 a rank, of which the last has 2 of padding."""
+    model = nn.Sequential(FSDP(nn.Linear(4, 5)), nn.BatchNorm1d(5, affine=False))
+    metadata = FSDP(model).local_metadata_dict()
+    assert metadata == {
+        "param_metadata": [
+            {"fsdp_path": "", "params": {}, "no_broadcast_optim_state": False, "shared_param_info": []},
+            {
+                "fsdp_path": "0",
+                "params": {
+                    "flat_param_0": {
+                        "names": ["weight", "bias"],
+                        "shapes": [(5, 4), (5,)],
+                        "numels": [20, 5],
+                        "padding": 2 if dist.get_rank() == 2 else 0,
+                    }
+                },
+                "no_broadcast_optim_state": False,
+                "shared_param_info": [],
+            },
+        ],
+        "buffer_names": ["1.running_mean", "1.running_var", "1.num_batches_tracked"],
+    }
+
+
+@on_ranks(2)
+def test_buffers_may_be_left_out():
+    """Buffers are those of rank 0, unless they are not wanted."""
+    wrapped = FSDP(nn.BatchNorm1d(3))
+    wrapped(randn(4, 3))
+    found = of_all_ranks(wrapped)
+    buffers = {name: value for name, value in found[0][0].items() if "running" in name or "num" in name}
+    both = FSDP.consolidate_shard_weights(*found)
+    check_equal({name: both[name] for name in buffers}, buffers)
+    assert list(FSDP.consolidate_shard_weights(*found, with_module_buffers=False)) == ["weight", "bias"]
+
+
+@on_ranks(2)
+def test_shards_that_lack_parameters():
+    """``strict=False`` gives what is there; else the first that lacks is named."""
+    weights, metadata = of_all_ranks(wrap_each(mlp(4, 9, 5)))
+    for one in weights:
+        del one["2.flat_param_0"]
+    with pytest.raises(CheckpointError, match=r"shard_weights\[0\] .* its weights lack `2\.flat_param_0`"):
+        FSDP.consolidate_shard_weights(weights, metadata)
+    assert list(FSDP.consolidate_shard_weights(weights, metadata, strict=False)) == ["0.weight", "0.bias"]
+    weights, metadata = of_all_ranks(FSDP(tiny(), flatten_parameters=False))
+    for one in weights:
+        del one["embed.weight"]
+    found = FSDP.consolidate_shard_weights(weights, metadata, strict=False)
+    assert tiny().state_dict().keys() - found.keys() == {"embed.weight", "head.weight"}
+
+
+@on_ranks(2)
+def test_what_is_not_of_all_ranks_is_refused():
+    """A rank too few, a rank twice, weights without metadata."""
+    weights, metadata = of_all_ranks(FSDP(nn.Linear(4, 5)))
+    with pytest.raises(CheckpointError, match="hold 13 elements of `flat_param_0`, which has 25: one at least"):
+        FSDP.consolidate_shard_weights(weights[:1], metadata[:1])
+    with pytest.raises(CheckpointError, match="elements of `flat_param_0`"):
+        FSDP.consolidate_shard_weights(weights[:1] * 2, metadata[:1] * 2)
+    with pytest.raises(ValueError, match="those of 2 and of 1 ranks"):
+        FSDP.consolidate_shard_weights(weights, metadata[:1])
+    with pytest.raises(ValueError, match="those of 0 and of 0 ranks"):
+        FSDP.consolidate_shard_weights([], [])
+
+
+@on_ranks(2)
+def test_it_survives_files_and_becomes_a_checkpoint(tmp_path):
+    """As fairscale's users do it: one file a rank, of plain data; `import_fairscale` reads ours too."""
+    wrapped = wrap_tiny(tiny())
+    found = {"shard_weights": wrapped.local_state_dict(), "shard_metadata": wrapped.local_metadata_dict()}
+    torch.save(found, tmp_path / f"shard_{dist.get_rank()}.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        import_fairscale([tmp_path / "shard_0.pt", tmp_path / "shard_1.pt"], tmp_path / "out")
+        consolidate_torch(tmp_path / "out", tmp_path / "out.pt")
+        check_equal(torch.load(tmp_path / "out.pt", weights_only=True), dict(tiny().state_dict()))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_fairscales_own_are_read(tmp_path, model, world_size):
+    """Without a process group, whatever the units and the padding."""
+    found = [torch.load(path, weights_only=True) for path in write_shards(tmp_path, model, world_size, wrappers=True)]
+    weights, metadata = ([one[key] for one in found] for key in ("shard_weights", "shard_metadata"))
+    check_equal(FSDP.consolidate_shard_weights(weights, metadata), model.weights())

@@ -1,0 +1,298 @@
+"""Modules on the meta device get memory and values unit by unit, as if they had been built with them."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from fairshard.errors import ParameterShardedError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.testing import rank_device
+from tests.models import Block, Tiny, mlp, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, average_grads_, randn, sgd
+
+
+def on_meta(build, *args):
+    with torch.device("meta"):
+        return build(*args)
+
+
+def empty_own(module):
+    """A ``param_init_fn`` that gives memory only."""
+    module.to_empty(device=rank_device(), recurse=False)
+
+
+def meta_mlp(*widths):
+    """As `mlp`, without memory."""
+    return mlp(*widths).to("meta")
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("wrap", [FSDP, wrap_each], ids=["one", "each"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"flatten_parameters": False}, {"cpu_offload": True}, {"mixed_precision": True}],
+    ids=["flat", "unflattened", "offload", "fp16"],
+)
+def test_reset_parameters_gives_the_values_of_the_constructor(wrap, kwargs):
+    """Seeded alike, a model from the meta device has the weights of one that was built with memory."""
+    model = meta_mlp(4, 9, 7, 5)
+    torch.manual_seed(1)
+    wrapped = wrap(model, **kwargs)
+    assert_same_state(wrapped.state_dict(), mlp(4, 9, 7, 5).state_dict())
+
+
+@on_ranks(2)
+def test_it_trains_as_one_that_was_built_with_memory():
+    """Two steps of a nested model with a BatchNorm, exact."""
+
+    def build():
+        return nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3))
+
+    torch.manual_seed(2)
+    plain = build()
+    torch.manual_seed(2)
+    wrapped = wrap_each(on_meta(build))
+    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
+    for step in range(2):
+        x = randn(5, 4, key=step)
+        expected, actual = plain(x).square().sum(), wrapped(x).square().sum()
+        assert torch.equal(expected, actual)
+        expected.backward()
+        actual.backward()
+        average_grads_(plain.parameters())
+        for optimizer in (of_plain, of_wrapped):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_tied_weights_stay_tied():
+    """An embedding tied to the output layer is one parameter after initialisation too, and trains as one."""
+    wrapped = wrap_tiny(on_meta(Tiny))
+    state = wrapped.state_dict()
+    assert torch.equal(state["embed.weight"], state["head.weight"])
+    own = [slot.fqn for flat_param in wrapped._unit.flat_params for slot in flat_param.slots]
+    assert "embed.weight" in own
+    assert "head.weight" not in own
+    *inputs, targets = tiny_batch(0)
+    loss = tiny_loss(wrapped(*inputs), targets)
+    loss.backward()
+    sgd(wrapped).step()
+    state = wrapped.state_dict()
+    assert torch.equal(state["embed.weight"], state["head.weight"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("init", [None, empty_own], ids=["reset", "fn"])
+def test_a_weight_shared_by_two_units_is_refused(init):
+    """A weight that a wrapped module shares with one outside is named, though it is another object by now."""
+    model = on_meta(Tiny)
+    torch.manual_seed(0)
+    model.embed = FSDP(model.embed, param_init_fn=init)
+    with pytest.raises(ValueError, match=r"`head.weight` is shared with `weight`"):
+        FSDP(model, param_init_fn=init)
+
+
+class Parent(nn.Module):
+    """Owns a parameter beside a child, and real values beside the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.empty(7))
+        self.register_buffer("table", torch.arange(3.0, device="cpu"))
+        self.register_buffer("count", torch.empty((), dtype=torch.int64), persistent=False)
+        self.seen = []
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.scale.fill_(2.0)
+            self.count.fill_(4)
+            self.child.bias.fill_(3.0)
+            self.seen.append((self.child.weight.is_meta, self.child.weight.abs().max().item() > 0))
+
+    def forward(self, x):
+        return self.child(x).sum() * self.scale.sum() + self.table.sum() + self.count
+
+
+@on_ranks(1, 2)
+def test_children_first_as_constructors_run():
+    """A parent's reset sees its children with their values, and what it sets in them stays; real values stay too."""
+    model = on_meta(Parent)
+    wrapped = FSDP(model)
+    state = wrapped.state_dict()
+    assert model.seen == [(False, True)]
+    assert state["scale"].tolist() == [2.0] * 7
+    assert state["child.bias"].tolist() == [3.0] * 5
+    assert state["table"].tolist() == [0.0, 1.0, 2.0]
+    assert model.count.item() == 4
+
+
+@on_ranks(2)
+def test_param_init_fn_is_called_for_each_module_that_owns_something():
+    """Parents before children, each once, inner units with their own; what they set is what there is."""
+    calls = []
+
+    def init(module):
+        calls.append(type(module).__name__)
+        empty_own(module)
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param.fill_(float(len(calls)))
+
+    model = nn.Sequential(on_meta(Parent), on_meta(nn.Linear, 2, 3), nn.Tanh(), nn.Linear(3, 2))
+    model[1] = FSDP(model[1], param_init_fn=init)
+    wrapped = FSDP(model, param_init_fn=init)
+    assert calls == ["Linear", "Parent", "Linear"]
+    state = wrapped.state_dict()
+    assert state["1.weight"].unique().tolist() == [1.0]
+    assert state["0.scale"].unique().tolist() == [2.0]
+    assert state["0.child.bias"].unique().tolist() == [3.0]
+
+
+@on_ranks(2)
+def test_weights_that_param_init_fn_unties_are_tied_again():
+    """`to_empty` makes two parameters of a shared one: they are one again, with the first one's values."""
+
+    def init(module):
+        empty_own(module)
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param.fill_(1.0 if isinstance(module, nn.Embedding) else 2.0)
+
+    model = on_meta(Tiny)
+    wrapped = FSDP(model, param_init_fn=init)
+    state = wrapped.state_dict()
+    assert state["embed.weight"].unique().tolist() == state["head.weight"].unique().tolist() == [1.0]
+    assert len(wrapped._unit.flat_params[0].slots) == len(list(Tiny().parameters()))
+
+
+@on_ranks(2)
+def test_recurrent_modules_keep_their_saved_references():
+    """An LSTM keeps a list of its weights; it computes with the gathered ones."""
+    torch.manual_seed(3)
+    plain = nn.LSTM(3, 5, batch_first=True)
+    torch.manual_seed(3)
+    wrapped = FSDP(on_meta(lambda: nn.LSTM(3, 5, batch_first=True)))
+    x = randn(2, 4, 3)
+    assert torch.equal(wrapped(x)[0], plain(x)[0])
+
+
+@on_ranks(2)
+def test_frozen_empty_and_partly_real_modules():
+    """``requires_grad`` stays, a parameter without elements is fine, and what has values keeps them."""
+    model = on_meta(nn.Sequential, nn.Linear(3, 0, device="meta"), nn.Linear(0, 2, device="meta"), Block(2, 3))
+    model[2].to("meta")
+    real = nn.Linear(2, 2)
+    model.append(copy.deepcopy(real))
+    model[2].up.requires_grad_(False)
+    wrapped = FSDP(model)
+    assert sorted(param.requires_grad for param in wrapped.params) == [False, True]
+    assert torch.isfinite(wrapped(torch.ones(4, 3))).all()
+    assert torch.equal(wrapped.state_dict()["3.weight"], real.weight)
+
+
+class Silent(nn.Module):
+    """Has a parameter, and no way to initialise it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(3))
+
+
+@on_ranks(1, 2)
+def test_a_module_without_reset_parameters_is_named():
+    """And nothing has been done by then."""
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
+    with pytest.raises(ValueError, match=r"`1` \(Silent\) has none"):
+        FSDP(model)
+    assert model[0].weight.is_meta
+    with pytest.raises(ValueError, match=r"`the module that is wrapped` \(Silent\)"):
+        FSDP(on_meta(Silent))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("init", [7, "xavier", nn.Linear(1, 1).weight], ids=["int", "str", "tensor"])
+def test_param_init_fn_must_be_callable(init):
+    """Also where nothing is on the meta device."""
+    with pytest.raises(ValueError, match="`param_init_fn` must be a function"):
+        FSDP(nn.Linear(2, 2), param_init_fn=init)
+
+
+@on_ranks(1)
+def test_what_param_init_fn_leaves_out_is_named():
+    """A function that does not know a module leaves it without memory."""
+    with pytest.raises(ValueError, match=r"`1.weight` is still on the meta device"):
+        FSDP(
+            on_meta(lambda: nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))),
+            param_init_fn=lambda module: isinstance(module, nn.LayerNorm) and module.to_empty(device="cpu"),
+        )
+
+
+@on_ranks(1)
+def test_torchdistx_is_refused_by_name():
+    """Tensors deferred by torchdistX, which is no longer made, are not taken for values."""
+    model = nn.Linear(2, 2)
+    package = types.ModuleType("torchdistx")
+    package.fake = types.SimpleNamespace(is_fake=lambda tensor: tensor is model.bias)
+    sys.modules["torchdistx"] = package
+    try:
+        with pytest.raises(ValueError, match=r"torchdistX.*`bias`"):
+            FSDP(model)
+    finally:
+        del sys.modules["torchdistx"]
+
+
+WIDTHS = [512, 1024, 512, 1024, 512, 1024, 512]
+
+
+@pytest.mark.cpu_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+def test_one_unit_at_a_time_has_memory(offload):
+    """The most bytes alive while a model is wrapped are those of its shards and of the largest unit, whole."""
+    model = meta_mlp(*WIDTHS)
+    units = [param.nbytes for layer in model if isinstance(layer, nn.Linear) for param in [layer.weight, layer.bias]]
+    total, largest = sum(units), 4 * (512 * 1024 + 1024)
+    assert total > 5 * largest
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        wrapped = wrap_each(model, cpu_offload=offload)
+    alive = peak = 0
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    shards = sum(param.nbytes for param in wrapped.parameters())
+    assert shards * dist.get_world_size() >= total
+    slack = 2**18  # names, checksums and what torch keeps beside
+    assert shards <= alive <= shards + slack
+    assert shards <= peak <= shards + largest + slack
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
+def test_reset_parameters_of_a_wrapper(flatten):
+    """Allowed, it gives a sharded module new values, those of the seed; else it is the module's, which has shards."""
+    plain, model = nn.Linear(3, 5), nn.Linear(3, 5)
+    torch.manual_seed(8)
+    plain.reset_parameters()
+    wrapped = FSDP(model, allow_reset_parameters=True, flatten_parameters=flatten)
+    torch.manual_seed(8)
+    wrapped.reset_parameters()
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    assert not hasattr(FSDP(nn.Sequential(nn.Linear(1, 1)), allow_reset_parameters=True), "reset_parameters")
+
+
+@on_ranks(2)
+def test_reset_parameters_of_a_sharded_module_is_refused():
+    """Unless it was allowed: it would write to what is not there."""
+    with pytest.raises(ParameterShardedError, match="`weight`"):
+        FSDP(nn.Linear(3, 5)).reset_parameters()

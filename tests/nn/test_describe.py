@@ -1,0 +1,238 @@
+"""A plan made on paper tells the units, buckets and memory that a run then has."""
+
+import functools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from fairshard.cli.gpt import GPT, Block, GPTConfig
+from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy
+from fairshard.nn.data_parallel.summary import unit_table
+from fairshard.nn.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    describe,
+    size_based_auto_wrap_policy,
+)
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import fake_group
+from tests.models import Block as TinyBlock
+from tests.models import mlp, tiny
+from tests.on_ranks import on_ranks
+
+BLOCKS = ModuleWrapPolicy({Block})
+BF16 = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+BY_SIZE = functools.partial(size_based_auto_wrap_policy, min_num_params=100_000)
+SIZES = GPTConfig(layers=4, dim=256, heads=4, context=16)
+
+
+def gpt(device="cpu", frozen=False):
+    """3.1 million parameters in blocks and 0.1 million around them; ``frozen``: the embeddings."""
+    with torch.device(device):
+        model = GPT(SIZES)
+    if frozen:
+        model.byte_embedding.requires_grad_(False)
+        model.blocks[0].attention.requires_grad_(False)
+    return model
+
+
+def train(model, optimizer, num_steps):
+    """Steps on sequences of two bytes, whose activations are next to nothing beside the weights."""
+    for _ in range(num_steps):
+        tokens = torch.randint(256, (1, 2))
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def peak_of(prof, since):
+    """The most bytes that torch's CPU allocator had given out at a time after ``since``."""
+    events = []
+    waiting = list(prof.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag.name == "Allocation":
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+    live = peak = 0
+    for moment, nbytes in sorted(events):
+        live += nbytes
+        if moment >= since:
+            peak = max(peak, live)
+    return peak
+
+
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, fused=True),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def full(*values):
+    """A case that ``make test-all`` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "policy", "optimizer", "frozen", "kwargs"),
+    [
+        (2, BLOCKS, "adamw", False, {}),
+        (2, BLOCKS, "sgd", False, {"bucket_cap_mb": 1}),
+        (2, BLOCKS, "sgd", False, {"reshard_after_forward": False, "bucket_cap_mb": 0}),
+        (2, BLOCKS, "sgd", False, {**BF16, "bucket_cap_mb": 0}),
+        (2, BLOCKS, "adamw", True, {"cpu_offload": True}),
+        full(1, BLOCKS, "adamw", False, {}),
+        full(1, BLOCKS, "sgd", False, BF16),
+        full(2, None, "adamw", False, {}),
+        full(2, BLOCKS, "adamw", False, BF16),
+        full(2, BLOCKS, "sgd", False, {"bucket_cap_mb": 0}),
+        full(2, BLOCKS, "sgd", False, {**BF16, "fp32_reduce_scatter": True}),
+        full(2, BLOCKS, "sgd-momentum", False, {"move_grads_to_cpu": True, "bucket_cap_mb": 0}),
+        full(2, BLOCKS, "sgd-momentum", True, {"flatten_parameters": False, "bucket_cap_mb": 0}),
+        full(2, BY_SIZE, "sgd", False, {"bucket_cap_mb": 1}),
+        full(2, always_wrap_policy, "sgd", False, {"bucket_cap_mb": 0}),
+        full(3, BLOCKS, "adamw", False, {}),
+        full(3, BLOCKS, "sgd", False, {**BF16, "bucket_cap_mb": 0}),
+    ],
+)
+def test_the_predicted_peak_is_what_is_measured(policy, optimizer, frozen, kwargs):
+    """Within 5 %, against every allocation of the process from the second step on."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        model = FSDP(gpt(frozen=frozen), auto_wrap_policy=policy, **kwargs)
+        steps = OPTIMIZERS[optimizer](model.parameters())
+        train(model, steps, 1)
+        since = time.time_ns()
+        train(model, steps, 1)
+    world_size = dist.get_world_size()
+    plan = describe(gpt("meta", frozen), policy, world_size, optimizer=optimizer, device="cpu", **kwargs)
+    assert plan.peak_nbytes == pytest.approx(peak_of(prof, since), rel=0.05), str(plan)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, BF16, {"flatten_parameters": False}, {"mixed_precision": MixedPrecision(torch.bfloat16)}]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.filterwarnings("ignore:`auto_wrap_policy`")
+def test_the_units_are_those_that_wrapping_makes(kwargs, frozen, world_size):
+    """The table of a plan, made without a group on the meta device, is that of the wrapped model."""
+    loose = {"flatten_parameters": False}
+    policy = CustomPolicy(lambda m: loose if isinstance(m, Block) else isinstance(m, nn.Embedding))
+    plan = describe(gpt("meta", frozen), policy, world_size, **kwargs)
+    with fake_group(world_size):
+        assert list(plan.units) == unit_table(FSDP(gpt(frozen=frozen), auto_wrap_policy=policy, **kwargs))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("cap", [0, 0.5, 4, 25])
+def test_the_buckets_are_those_that_are_sent(cap):
+    """As many reduce-scatters a step as the plan has buckets, of the same bytes; half of them stay on the rank."""
+    model = FSDP(gpt(), auto_wrap_policy=BLOCKS, bucket_cap_mb=cap)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    train(model, optimizer, 1)
+    reset_counters()
+    train(model, optimizer, 1)
+    buckets = describe(gpt("meta"), BLOCKS, dist.get_world_size(), bucket_cap_mb=cap).buckets
+    assert counters()["reduce_scatter"] == (len(buckets), sum(bucket.nbytes for bucket in buckets) // 2)
+    names = [name for bucket in buckets for name in bucket.units]
+    assert names == [f"blocks.{index}" for index in reversed(range(SIZES.layers))] + [""]
+
+
+def test_every_term_by_hand():
+    """Two Linears of 20 parameters on two ranks, each its own bucket: 10 parameters a shard, 80 bytes gathered.
+
+    The peak is where the last Linear writes its gradients: it and the one before are gathered, its gradients are
+    whole in its leaves and, just written, in its bucket.
+    """
+    plan = describe(mlp(4, 4, 4), ModuleWrapPolicy({nn.Linear}), 2, device="cpu", bucket_cap_mb=0)
+    assert {term.name: term.nbytes for term in plan.terms} == {
+        "shards": 2 * 10 * 4,
+        "optimizer state": 2 * (2 * 10 * 4 + 4),  # two moments, and the number of steps
+        "gathered units": 2 * 20 * 4,
+        "whole gradients": 20 * 4,
+        "buckets": 20 * 4,
+    }
+    assert plan.peak_at == "in the backward of 2"
+    assert plan.peak_nbytes == sum(term.nbytes for term in plan.terms)
+    assert [bucket.nbytes for bucket in plan.buckets] == [80, 80]
+
+
+def test_what_offload_keeps_in_host_memory_is_told_apart():
+    """On a GPU the shards, moments and gradients of an offloaded model do not count to the device's peak."""
+    kept = describe(gpt("meta"), BLOCKS, 4, device="cuda")
+    moved = describe(gpt("meta"), BLOCKS, 4, device="cuda", cpu_offload=True)
+    shards = sum(row.shard_nbytes for row in moved.units)
+    assert {term.name: term.nbytes // shards for term in moved.terms if term.on_host} == {
+        "shards": 1,
+        "optimizer state": 2,
+        "gradients": 1,
+    }
+    assert moved.host_nbytes == sum(term.nbytes for term in moved.terms if term.on_host)
+    assert moved.peak_nbytes <= kept.peak_nbytes - 3 * shards
+    assert kept.host_nbytes == 0
+    assert describe(gpt("meta"), BLOCKS, 4, device="cpu", cpu_offload=True).host_nbytes == 0
+
+
+def test_nothing_is_changed_by_a_plan():
+    """The module has its parameters, its hooks and its children as before, and no group was needed."""
+    model = tiny()
+    before = dict(model.named_parameters())
+    described = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.warns(UserWarning, match="`embed`, `head` share one"):
+        describe(model, always_wrap_policy, 2)
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert {name: vars(module) for name, module in model.named_modules()} == described
+
+
+def test_a_module_that_runs_in_two_places_is_counted_twice_in_time_and_once_in_space():
+    """Its gradients are sent once, after its first place; its parameters are one unit."""
+    shared = nn.Linear(8, 8, bias=False)
+    model = nn.Sequential(shared, nn.Linear(8, 8, bias=False), shared)
+    plan = describe(model, ModuleWrapPolicy({nn.Linear}), 2, bucket_cap_mb=0)
+    assert [row.fqn for row in plan.units] == ["", "0", "1"]
+    assert [bucket.units for bucket in plan.buckets] == [("0",), ("1",)]
+
+
+def test_a_large_model_takes_no_memory():
+    """A hundred billion parameters on the meta device are planned for in a moment."""
+    model = nn.Sequential(*(nn.Linear(2**15, 2**15, bias=False, device="meta") for _ in range(100)))
+    plan = describe(model, ModuleWrapPolicy({nn.Linear}), 1024, **BF16, device="cuda")
+    assert sum(row.numel for row in plan.units) == 100 * 2**30
+    assert {term.name: term.nbytes for term in plan.terms}["gathered units"] == 2 * 2**30 * 2
+    text = str(plan)
+    assert "107,374,182,400" in text
+    assert "without activations" in text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"optimizer": "lion"}, ValueError, "`optimizer` must be one of adamw, adam, sgd, sgd-momentum"),
+        ({"device": "tpu"}, ValueError, '`device` must be "cpu" or "cuda"'),
+        ({"world_size": 0}, ValueError, "`world_size` must be at least 1"),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "has HYBRID_SHARD"),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, ValueError, "has NO_SHARD"),
+        ({"reshard_after_forward": 2}, ValueError, "but it is 2 for unit `root`"),
+        ({"compute_type": torch.bfloat16}, TypeError, "compute_type"),
+        ({"fp32_reduce_scatter": True}, ValueError, "must go with `mixed_precision=True`"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_refused(kwargs, error, match):
+    """By name, as the wrapper refuses its own arguments."""
+    with pytest.raises(error, match=match):
+        describe(tiny(), ModuleWrapPolicy({TinyBlock}), **{"world_size": 2, **kwargs})
+
+
+def test_a_wrapped_module_is_refused():
+    """What is wrapped already has its table in ``unit_table``."""
+    with fake_group(2):
+        wrapped = nn.Sequential(FSDP(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="`0` is wrapped already"):
+        describe(wrapped, None, 2)

@@ -1,0 +1,200 @@
+"""docs/features.md says of every name in the five seed documents what became of it, and which test shows it."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "features.md"
+NAMES = ROOT / "tests" / "data" / "seed_names.txt"
+
+# Of the file that tests/data/make_seed_names.py wrote.
+NUM_NAMES = 359
+SHA256 = "b9c8ab8859a1813934e54d1390b8b0165a8b8837d30c10290ac12d14cdb27eec"
+
+# Rows that wait for a version; ``pytest --strict-features`` fails while there are any. One that names its test
+# fails as soon as the test is there: then the row is due.
+NUM_NOT_YET = {"0.4": 22, "0.5": 11}
+
+FSDP = "FullyShardedDataParallel"
+TEST, NOT_HERE = r"`(tests/[\w/]+\.py::\w+)`", r"not here: .{10}.*"
+NOT_YET = rf"not yet: (\d\.\d)(?:, {TEST})?"
+
+# Run by `collected`: writes, for each test, whether pytest would skip it or expects it to fail.
+COLLECT = """
+import json, sys
+import pytest
+from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
+
+class Collection:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            name = item.nodeid.partition("[")[0]
+            runs = not (evaluate_skip_marks(item) or evaluate_xfail_marks(item))
+            found[name] = found.get(name, False) or runs
+
+found = {}
+status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[Collection()])
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+sys.exit(status)
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: its cells, and where they stand."""
+
+    line: int
+    name: str
+    documents: str
+    what: str
+    shown_by: str
+
+    def names(self):
+        """``(name, own)`` of each name in the row, arguments apart; ``own`` unless it only stands before them."""
+        for code in re.findall(r"`([^`]+)`", self.name):
+            owner, _, arguments = code.rstrip(")").partition("(")
+            owner = re.sub(r"^FSDP(?=\.|$)", FSDP, owner)
+            yield owner, not arguments
+            for argument in filter(None, arguments.split(", ")):
+                yield f"{owner}({argument})", True
+
+
+def rows():
+    """Every row of the tables of features."""
+    found = []
+    is_body = False
+    for number, line in enumerate(PAGE.read_text().splitlines(), 1):
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            is_body = False
+        elif is_body:
+            assert len(cells) == 4, f"{PAGE.name}:{number} has {len(cells)} cells"
+            found.append(Row(number, *cells))
+        elif set(line) <= set("|- "):
+            is_body = len(cells) == 4
+    return found
+
+
+ROWS = rows()
+
+
+def seed_names():
+    """{name: the documents that have it}, of the five seeds."""
+    lines = [line.split() for line in NAMES.read_text().splitlines()]
+    return {name: set(documents) for name, *documents in lines}
+
+
+def test_the_names_are_those_that_the_script_found():
+    """Nobody has edited the list by hand."""
+    text = NAMES.read_bytes()
+    assert len(text.splitlines()) == NUM_NAMES
+    assert hashlib.sha256(text).hexdigest() == SHA256
+
+
+def test_every_name_is_in_a_row():
+    """No name of a seed is passed over."""
+    told = {name for row in ROWS for name, _ in row.names()}
+    assert not sorted(seed_names().keys() - told)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"line {row.line}")
+def test_every_cell_is_filled(row):
+    """A row names the documents that have its names, and ends with a test, a reason, or the version it waits for."""
+    assert row.name
+    assert row.what
+    assert any(re.fullmatch(kind, row.shown_by) for kind in (TEST, NOT_HERE, NOT_YET)), row.shown_by
+    known = seed_names()
+    names = [name for name, own in row.names() if own]
+    if row.documents == "late":
+        assert names
+        assert not known.keys() & set(names), "these are in the seeds"
+    elif names:
+        assert set(row.documents.split(", ")) == set().union(*(known[name] for name in names))
+    else:
+        assert re.fullmatch(r"00\d", row.documents)
+
+
+def test_every_test_exists_and_runs(tmp_path):
+    """What the rows name is collected, in a run without options, and is neither skipped nor expected to fail."""
+    shown_by = {match[1]: row for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
+    awaited = {match[2]: row for row in ROWS if (match := re.fullmatch(NOT_YET, row.shown_by)) and match[2]}
+    files = {name.partition("::")[0] for name in {**shown_by, **awaited}}
+    found = collected(sorted(files), tmp_path / "collected.json")
+    missing = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if name not in found]
+    skipped = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if found.get(name) is False]
+    due = [f"{PAGE.name}:{row.line}: {name}" for name, row in awaited.items() if name in found]
+    assert not missing
+    assert not skipped
+    assert not due
+
+
+MARKED = """
+import pytest
+
+def test_runs(): ...
+
+@pytest.mark.skip
+def test_is_skipped(): ...
+
+@pytest.mark.skipif(True, reason="always")
+def test_is_skipped_here(): ...
+
+@pytest.mark.skipif(False, reason="never")
+def test_is_not_skipped_here(): ...
+
+@pytest.mark.xfail
+def test_is_expected_to_fail(): ...
+
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.skip), 2])
+def test_is_skipped_in_part(x): ...
+"""
+
+
+def test_marks_that_skip_are_seen(tmp_path):
+    """The check above can fail: whatever keeps a test from running, or its failure from counting, is found."""
+    (tmp_path / "test_marked.py").write_text(MARKED)
+    found = collected([str(tmp_path / "test_marked.py")], tmp_path / "collected.json")
+    assert {name.rpartition("::")[2] for name, runs in found.items() if runs} == {
+        "test_runs",
+        "test_is_not_skipped_here",
+        "test_is_skipped_in_part",
+    }
+    assert len(found) == 6
+
+
+def collected(files, out):
+    """{node id without parameters: whether some parameters of it run} of the tests in ``files``."""
+    env = {**os.environ, "PYTEST_ADDOPTS": ""}
+    there = [file for file in files if (ROOT / file).exists()]
+    command = [sys.executable, "-c", COLLECT, str(out), *there]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(out.read_text())
+
+
+def test_no_test_of_a_row_was_skipped_while_it_ran(request):
+    """The tests decide some skips themselves, as they run; this one runs last, and sees them."""
+    if request.config.getoption("--device") == "cpu":
+        shown_by = {match[1] for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
+        skipped = {name.partition("[")[0] for name in request.config.skipped_tests}
+        assert not shown_by & skipped
+
+
+def test_what_is_not_there_yet_is_counted(request):
+    """The number of rows that wait for a version changes only together with the number in this file."""
+    waiting = {}
+    for row in ROWS:
+        if match := re.fullmatch(NOT_YET, row.shown_by):
+            waiting.setdefault(match[1], []).append(f"{PAGE.name}:{row.line}: {row.name}")
+    assert {version: len(found) for version, found in waiting.items()} == NUM_NOT_YET, waiting
+    if request.config.getoption("--strict-features"):
+        assert not waiting
