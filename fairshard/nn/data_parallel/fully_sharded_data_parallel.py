@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -251,24 +250,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         return outputs
 
     # ---- gradients
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
-
-        The first backward outside reduces the sum. Until then every rank holds whole gradients. ``zero_grad`` drops
-        them. Only the outermost wrapper has it.
-        """
-        root = self._require_root("no_sync")
-        root.assert_idle("no_sync")
-        before = [unit.sync for unit in root.units]
-        for unit in root.units:
-            unit.sync = False
-        try:
-            yield
-        finally:
-            for unit, sync in zip(root.units, before, strict=True):
-                unit.sync = sync
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
