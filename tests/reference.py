@@ -23,7 +23,7 @@ def average_grads_(params, group=None):
     for param in params:
         if param.requires_grad:
             grad = torch.zeros_like(param) if param.grad is None else param.grad
-            param.grad = mean_over_ranks(grad, group)
+            param.grad = mean_over_ranks(grad, group).to(param.dtype)
 
 
 class Reference:
@@ -49,9 +49,10 @@ class Reference:
 
     def keep_grads(self):
         """The end of a backward under ``no_sync``: gradients stay local, in the wider of the two dtypes."""
-        if self.reduce_dtype != self.compute_dtype:
+        wide = torch.promote_types(self.reduce_dtype, self.compute_dtype)
+        if wide != self.compute_dtype:
             for master, replica in self._pairs:
-                kept = self._kept.setdefault(master, torch.zeros_like(replica, dtype=self.reduce_dtype))
+                kept = self._kept.setdefault(master, torch.zeros_like(replica, dtype=wide))
                 if replica.grad is not None:
                     kept.add_(replica.grad)
                 replica.grad = None

@@ -34,6 +34,7 @@ LAYERS = [
         "fairshard.nn",
         "fairshard.nn.wrap",
         f"{DATA_PARALLEL}",
+        f"{DATA_PARALLEL}.forward_methods",
         f"{DATA_PARALLEL}.fully_sharded_data_parallel",
         f"{DATA_PARALLEL}.fully_shard",
     ],
@@ -45,6 +46,8 @@ LAYERS = [
         f"{DATA_PARALLEL}.fairscale_shards",
         f"{DATA_PARALLEL}.full_params",
         f"{DATA_PARALLEL}.grad_methods",
+        f"{DATA_PARALLEL}.join_methods",
+        f"{DATA_PARALLEL}.prefetch_methods",
         f"{DATA_PARALLEL}.comm_hooks",
         f"{DATA_PARALLEL}.optim_state_methods",
         f"{DATA_PARALLEL}.optim_state_dict",
@@ -63,7 +66,7 @@ LAYERS = [
         "fairshard.nn.flatten_params_wrapper",
     ],
     [f"{DATA_PARALLEL}.root"],
-    [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.placement"],
+    [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.join", f"{DATA_PARALLEL}.placement"],
     [f"{DATA_PARALLEL}.unit"],
     [f"{DATA_PARALLEL}.materialize", f"{DATA_PARALLEL}.origin"],
     [f"{DATA_PARALLEL}.ignored"],
@@ -72,6 +75,7 @@ LAYERS = [
     [f"{DATA_PARALLEL}.groups"],
     [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.saved_group"],
     [
+        f"{DATA_PARALLEL}.advice",
         f"{DATA_PARALLEL}.call",
         f"{DATA_PARALLEL}.shard_grad",
         f"{DATA_PARALLEL}.kept_part",
@@ -80,6 +84,8 @@ LAYERS = [
         f"{DATA_PARALLEL}.exec_order",
         f"{DATA_PARALLEL}.config",
         f"{DATA_PARALLEL}.options",
+        f"{DATA_PARALLEL}.prefetch",
+        f"{DATA_PARALLEL}.refuse_tracing",
         f"{DATA_PARALLEL}.wrap_policies",
         f"{DATA_PARALLEL}.state_dict_config",
         f"{DATA_PARALLEL}.late_options",
@@ -271,12 +277,12 @@ def test_private_autograd_is_used_in_one_file(path):
 
 
 PARAMETER_NAMES = {"p", "param", "parameter", "leaf", "shard", "full", "tensor", "weight", "grad"}
-TENSOR_ATTRIBUTES = {"data", "grad", "requires_grad"}
+TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_nothing_is_stuck_on_parameters(path):
-    """What is assigned on a parameter is ``data``, ``grad`` or ``requires_grad``: state has one owner."""
+    """What is assigned on a parameter is one of torch's own attributes: state has one owner."""
     for node in ast.walk(ast.parse(path.read_text())):
         targets = []
         if isinstance(node, ast.Assign):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_, exceeds
-from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_optimizer_class, name_of_shard
+from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_cpu_steps, name_of_shard
 from fairshard.nn.data_parallel.root import Root, claim
 from fairshard.nn.data_parallel.tree import unit_of, units_below
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
@@ -92,8 +92,7 @@ class CPUOptimizer(Optimizer):
                 f"`model` must contain FullyShardedDataParallel units, but {type(model).__name__} has none. Wrap it "
                 "first, and build the optimizer from the wrapped model."
             )
-        for flat_param in self._flat_params.values():
-            check_optimizer_class(optimizer_class, flat_param.name)
+        check_cpu_steps(optimizer_class, [unit for _, unit in units_below(model)])
         _keep_on_device(list(self._flat_params.values()), offload_fraction)
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))

@@ -102,9 +102,9 @@ class ShardedGradScaler(GradScaler):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
         overflowed = found_inf.clone()
-        for device in dict.fromkeys(grad.device for grad in grads):
+        for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in grads):
             found = torch.zeros((), dtype=torch.float32, device=device)
-            own = [grad for grad in grads if grad.device == device]
+            own = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
             torch._amp_foreach_non_finite_check_and_unscale_(own, found, inv_scale.to(device))
             overflowed.copy_(torch.maximum(overflowed, found.to(overflowed.device)))
         communicator(self._group or default_group()).all_reduce(overflowed, "max").wait()

@@ -33,6 +33,22 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
     return total
 
 
+def set_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Make ``grad`` the gradient of ``param``, in whatever dtype it is; ``param.grad`` then shares its memory."""
+    if grad is None:
+        param.grad = None
+    elif hasattr(param, "grad_dtype"):
+        if param.grad_dtype != grad.dtype:
+            param.grad = None
+            param.grad_dtype = grad.dtype
+        param.grad = grad
+    elif param.dtype == grad.dtype:
+        param.grad = grad
+    else:  # torch without `grad_dtype` compares dtypes at this assignment only; goes with support for torch < 2.13
+        param.grad = torch.empty_like(param, requires_grad=False)
+        param.grad.data = grad
+
+
 @torch.no_grad()
 def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
     """Write fp32 ``source`` to bf16 ``target``, up or down by chance so that the mean error is 0; returns ``target``.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.utils.tensors import calc_grad_norm
+from fairshard.utils.tensors import calc_grad_norm, set_grad
 
 
 def with_grads(*grads):
@@ -61,3 +61,18 @@ def test_empty_gradients_count_as_nothing():
     """A gradient of no elements does not disturb the norm, not even the maximum."""
     params = with_grads(torch.empty(0), torch.tensor([-3.0]))
     assert calc_grad_norm(params, math.inf).item() == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype):
+    """`set_grad` shows the very tensor it is given, again in another dtype, and None."""
+    param = torch.nn.Parameter(torch.ones(3))
+    for kind in (dtype, torch.float32, dtype):
+        grad = torch.full((3,), 2, dtype=kind)
+        set_grad(param, grad)
+        assert param.grad.dtype == kind
+        assert param.grad.data_ptr() == grad.data_ptr()
+        param.grad.add_(grad)
+        assert torch.equal(grad, torch.full_like(grad, 4))
+    set_grad(param, None)
+    assert param.grad is None

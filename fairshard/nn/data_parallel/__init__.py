@@ -1,5 +1,6 @@
 """The engine, and the doors to it."""
 
+from fairshard.nn.data_parallel.forward_methods import register_forward_method
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.nn.data_parallel.optim_state_keys import OptimStateKeyType
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -39,4 +40,5 @@ __all__ = [
     "TrainingState",
     "clean_tensor_name",
     "get_fsdp_instances",
+    "register_forward_method",
 ]

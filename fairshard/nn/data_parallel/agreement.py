@@ -98,7 +98,9 @@ def _describe(unit: Unit) -> list[str]:
     config = unit.config
     place = f"unit `{unit.fqn or 'root'}`"
     settings = ", ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+    ahead = {"forward": unit.prefetch.forward, "backward": unit.prefetch.backward}
     lines = [f"{place} with {settings}"]
+    lines += [f"{place}, gathered ahead in {name}: {[u.fqn for u in units]}" for name, units in ahead.items() if units]
     lines += [
         f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "
         f"{'trainable' if flat_param.requires_grad else 'frozen'}"

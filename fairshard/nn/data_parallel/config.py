@@ -67,6 +67,10 @@ class UnitConfig:
         """The dtype in which gradients of parameters that compute in ``compute_dtype`` travel."""
         return self.precision.reduce_dtype or compute_dtype
 
+    def grad_dtype_of(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of gradients of shards of ``param_dtype`` that were reduced in ``reduce_dtype``."""
+        return reduce_dtype if self.precision.keep_low_precision_grads else param_dtype
+
     def division_among(self, num_ranks: int) -> Division:
         """By what gradients are divided so that they become means over ``num_ranks``."""
         before = self.gradient_predivide_factor or 1.0
@@ -75,7 +79,7 @@ class UnitConfig:
     def input_dtype(self, is_root: bool) -> torch.dtype | None:
         """The dtype that floating inputs of a forward are cast to; None leaves them as they are."""
         precision = self.precision
-        if not self.mixed_precision:
+        if precision.param_dtype is None:
             return torch.float32 if self.force_input_to_fp32 else None
         if precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs:
             return precision.param_dtype
@@ -138,6 +142,7 @@ def resolve(
     strategy, reshard_after_forward = _strategy(sharding_strategy, reshard_after_forward)
     mixed_precision = False if mixed_precision is None else mixed_precision
     precision = _precision(mixed_precision, compute_dtype, fp32_reduce_scatter, buffer_dtype)
+    _check_precision(precision, force_input_to_fp32, flags["cpu_offload"] or move_grads_to_cpu)
     return UnitConfig(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -227,6 +232,23 @@ def _precision(
         buffer_dtype=buffer_dtype or param_dtype,
         cast_forward_inputs=True,
     )
+
+
+def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_stepped_on_cpu: bool) -> None:
+    if precision.keep_low_precision_grads and is_stepped_on_cpu:
+        raise ValueError(
+            "`keep_low_precision_grads=True` must not go with `cpu_offload` or `move_grads_to_cpu`: an optimizer on "
+            "the CPU steps fp32 masters with fp32 gradients. Leave it out: gradients are then cast as they arrive."
+        )
+    idle = []
+    if precision.param_dtype is not None and force_input_to_fp32:
+        idle.append("`force_input_to_fp32=True` has no effect beside a low-precision `param_dtype`")
+    if precision.param_dtype is None and precision.cast_forward_inputs:
+        idle.append("`cast_forward_inputs=True` has no effect without `param_dtype`")
+    if precision.param_dtype is None and precision.reduce_dtype is None and precision.keep_low_precision_grads:
+        idle.append("`keep_low_precision_grads=True` has no effect without `param_dtype` or `reduce_dtype`")
+    for line in idle:
+        warnings.warn(f"{line}. Leave it out.", stacklevel=4)
 
 
 def check_param_dtype(config: UnitConfig, dtype: torch.dtype, fqn: str) -> None:

@@ -16,19 +16,24 @@ class ExecOrder(Generic[UnitT]):
     def __init__(self) -> None:
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
+        self._with_grad: list[UnitT] = []  # those of the running forward that a backward may come to
         self._waiting: list[UnitT] = []  # for a backward, in the order of the forward ...
         self._is_left: list[bool] = []  # ... whether that has still to come to them ...
         self._places: dict[UnitT, list[int]] = {}  # ... and where each unit stands
+        self._foreseen: dict[UnitT, int] = {}  # what should come after each that it has come to
 
     def begin_forward(self) -> None:
         """A pass through the model starts."""
         if self._this:
             self._last, self._this = self._this, []
+        self._with_grad = []
 
-    def enter(self, unit: UnitT) -> UnitT | None:
-        """``unit`` starts its forward; returns the one that followed it in the last pass."""
+    def enter(self, unit: UnitT, with_grad: bool = True) -> UnitT | None:
+        """``unit`` starts its forward, ``with_grad`` enabled or not; returns the one that followed it last time."""
         position = len(self._this)
         self._this.append(unit)
+        if with_grad:
+            self._with_grad.append(unit)
         if position + 1 < len(self._last) and self._last[position] is unit:
             return self._last[position + 1]
         return None
@@ -36,13 +41,14 @@ class ExecOrder(Generic[UnitT]):
     def end_forward(self, backward_follows: bool) -> None:
         """The pass is over; with ``backward_follows`` its order, reversed, is what that will be."""
         if backward_follows:
-            self._waiting += self._this
+            self._waiting += self._with_grad
             del self._waiting[:-_MAX_WAITING]
 
     def begin_backward(self) -> Mapping[UnitT, int]:
         """A backward starts; returns the units that it should reach, in that order, with their number of calls."""
         self._is_left = [True] * len(self._waiting)
         self._places = {}
+        self._foreseen = {}
         for position, unit in enumerate(self._waiting):
             self._places.setdefault(unit, []).append(position)
         return Counter(reversed(self._waiting))
@@ -57,17 +63,30 @@ class ExecOrder(Generic[UnitT]):
             return None
         position = places.pop()
         self._is_left[position] = False
+        self._foreseen.pop(unit, None)
         for start in (position, len(self._is_left)):
             for before in range(start - 1, -1, -1):
                 if self._is_left[before]:
+                    self._foreseen[unit] = before
                     return self._waiting[before]
         return None
+
+    def still_ahead(self, unit: UnitT) -> UnitT | None:
+        """What `reenter` returned for ``unit``, unless the backward has come to that by now."""
+        position = self._foreseen.get(unit)
+        return self._waiting[position] if position is not None and self._is_left[position] else None
 
     def end_backward(self) -> None:
         """The backward is over."""
         self._waiting = []
         self._is_left = []
         self._places = {}
+        self._foreseen = {}
+
+    def forget(self) -> None:
+        """Foresee nothing in the next forward: ranks may have seen different passes."""
+        self._last = []
+        self._this = []
 
     @property
     def recorded(self) -> Sequence[UnitT]:

@@ -113,7 +113,8 @@ class FlatParam:
         self.compute_device = transfers.device
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own
-        self.grad = ShardGrad(self.shard, home, transfers, held)
+        grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
+        self.grad = ShardGrad(self.shard, grad_dtype, home, transfers, held)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
         self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
@@ -293,9 +294,10 @@ class FlatParam:
         They stay on the leaves, or in ``reduce_dtype`` where that is wider. The shard gets a gradient of zeros if
         it has none: who sets it to None or zero meanwhile (``zero_grad``) means the accumulated gradients too.
         """
-        if self.reduce_dtype != self.compute_dtype:
+        dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
+        if dtype != self.compute_dtype:
             if self._accumulated is None:
-                self._accumulated = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.compute_device)
+                self._accumulated = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute_device)
             for index, slot in enumerate(self.slots):
                 self._take_grad(index, slot)
         grad = self.grad.value_or_zeros()

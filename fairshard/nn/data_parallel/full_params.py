@@ -13,6 +13,7 @@ from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.tensors import set_grad
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class _Whole:
         if not has_grads.item():
             return False
         for param, whole in zip(self._params, self._gather(flat_param.grad.value_or_zeros()), strict=True):
-            param.grad = whole
+            set_grad(param, whole)
         return True
 
     def _keep_grads(self, had_grads: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ from fairshard.nn.data_parallel.full_params import Showing, show
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
 from fairshard.nn.data_parallel.ignored import resolve_ignored
+from fairshard.nn.data_parallel.join_methods import JoinMethods
 from fairshard.nn.data_parallel.late_options import late_options, offload_of
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.origin import move_inputs
+from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
+from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
 from fairshard.nn.data_parallel.root import claim
 from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -33,7 +36,7 @@ from fairshard.nn.data_parallel.unit import Unit
 from fairshard.nn.data_parallel.unit_plan import auto_wrap_children
 
 
-class FullyShardedDataParallel(GradMethods, OptimStateMethods):
+class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, PrefetchMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
@@ -211,6 +214,7 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         unit = Unit(groups, flat_params, self.config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
+        self.forward_methods: set[str] = set()
         self.allow_reset_parameters = allow_reset_parameters
         self.module = module
         if flatten_parameters:
@@ -224,16 +228,19 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
+        return self._run(self._modules["module"], args, kwargs)
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_tracing()
         unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
         if unit.root is None:
             warn_of_other_values(claim(self).units)
         if unit.origin.moves_inputs and not unit.is_inner:
             args, kwargs = move_inputs((args, kwargs), unit.device)
         args, kwargs, call = unit.pre_forward(args, kwargs)
-        wrapped = self._modules["module"]
-        assert wrapped is not None
         try:
-            outputs = wrapped(*args, **kwargs)
+            outputs = function(*args, **kwargs)
         except BaseException:
             unit.abort_forward()
             raise
@@ -243,18 +250,6 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         return outputs
 
     # ---- gradients
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
-
-        The first backward outside reduces the sum. Until then every rank holds whole gradients. ``zero_grad`` drops
-        them. Only the outermost wrapper has it.
-        """
-        root = self._require_root("no_sync")
-        root.assert_idle("no_sync")
-        with root.no_sync():
-            yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
@@ -337,7 +332,18 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
             if name == "module":
                 raise
             found = getattr(self.module, name)
+            if name in self.forward_methods:
+                return self._gathering(found)
             return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
+
+    def _gathering(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
+                return method(*args, **kwargs)
+            return self._run(method, args, kwargs)
+
+        return run
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""

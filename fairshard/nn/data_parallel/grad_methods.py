@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,24 @@ from fairshard.utils.reduce_scatter_bucketer import Division
 
 class GradMethods(StateMethods):
     """Of a wrapper: the methods that change how gradients are averaged."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
+
+        The first backward outside reduces the sum. Until then every rank holds whole gradients. ``zero_grad`` drops
+        them. Only the outermost wrapper has it.
+        """
+        root = self._require_root("no_sync")
+        root.assert_idle("no_sync")
+        before = [unit.sync for unit in root.units]
+        for unit in root.units:
+            unit.sync = False
+        try:
+            yield
+        finally:
+            for unit, sync in zip(root.units, before, strict=True):
+                unit.sync = sync
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the gradients of all units, each on its own, instead of the engine. **Collective.**

@@ -15,6 +15,7 @@ from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimi
 from fairshard.nn.data_parallel.config import GradHome, UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.unit import Unit
 
 # Which original parameters are leaves now, which parameters are shards, how many there were, and how many it held,
 # when an optimizer was clean.
@@ -74,6 +75,23 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
             f"{optimizer_class.__name__} needs all parameters and a closure, but `{name}` is the shard of one rank: "
             "its line search would take another step on every rank. Use an elementwise optimizer (AdamW, SGD)."
         )
+
+
+def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
+    """Raise if `CPUOptimizer` cannot step the shards of ``units`` with ``optimizer_class``.
+
+    Raises:
+        ShardOptimizerError: as `check_optimizer_class`.
+        ValueError: gradients of shards are in another dtype than the shards.
+    """
+    for unit in units:
+        for flat_param in unit.flat_params:
+            check_optimizer_class(optimizer_class, flat_param.name)
+        if unit.config.precision.keep_low_precision_grads:
+            raise ValueError(
+                f"CPUOptimizer needs gradients in the dtype of their shards, but unit `{unit.fqn or 'root'}` has "
+                "`keep_low_precision_grads=True`. Leave that out, or use an optimizer that takes such gradients."
+            )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -89,8 +89,18 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            if not isinstance(dtype, (torch.dtype, type(None))):
+                raise TypeError(f"`{name}` must be a floating dtype or None, but is {dtype!r}. Pass torch.bfloat16.")
+            if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"`{name}` must be a floating dtype or None, but is {dtype!r}. Pass torch.bfloat16.")
+        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, but is {getattr(self, name)!r}.")
+        ignored = self._module_classes_to_ignore
+        if not isinstance(ignored, (tuple, list)) or not all(
+            isinstance(kind, type) and issubclass(kind, nn.Module) for kind in ignored
+        ):
+            raise TypeError(f"`_module_classes_to_ignore` must be a tuple of module classes, but is {ignored!r}.")
 
 
 Option = TypeVar("Option", ShardingStrategy, BackwardPrefetch, CPUOffload, MixedPrecision)

@@ -53,7 +53,9 @@ class ShardedParameter:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ParameterShardedError(
             f"Parameter `{self.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
-            "forward and backward. Call the wrapped module itself, or read it inside "
+            f"forward and backward: `{self.fqn.rpartition('.')[0] or 'the root'}` was not reached through its wrapper. "
+            "Call the wrapped module itself; make a method of it one that gathers, with "
+            '`fairshard.nn.register_forward_method(wrapper, "name")`; or read the parameter inside '
             "`with FullyShardedDataParallel.summon_full_params(model):`."
         )
 

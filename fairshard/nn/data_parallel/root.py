@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from fairshard.errors import TrainingStateError
+from fairshard.nn.data_parallel.advice import warn_fp32_under_autocast
 from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.groups import check_pairs
+from fairshard.nn.data_parallel.join import Join
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -21,6 +21,8 @@ from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, wa
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+
+_DONE_ALONE = ("no_sync", "pickle or deepcopy")
 
 
 def claim(module: nn.Module) -> Root:
@@ -48,6 +50,7 @@ def claim(module: nn.Module) -> Root:
         wrapped = unit_of(part)
         if wrapped is not None:
             wrapped.materialize(root, comms[wrapped], modules_of(part))
+            wrapped.prefetch.settle(units)
     return root
 
 
@@ -86,20 +89,20 @@ class Root:
         self._ahead: set[Unit] = set()
         self._warned_autocast = False
         self.has_begun = False
+        self.join: Join | None = None
 
     # ---- forward
 
-    def enter_forward(self, unit: Unit) -> Unit | None:
-        """``unit`` is called; returns the one to gather ahead, if the order is known."""
+    def enter_forward(self, unit: Unit) -> Sequence[Unit]:
+        """``unit`` is called; returns what to gather ahead."""
         if self._depth == 0 and not (self.in_backward and current_task() != NO_BACKWARD):
             self._begin_pass(unit)
         self._depth += 1
         if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
-            return None
+            return ()
         self._ahead.discard(unit)
-        ahead = self.order.enter(unit)
-        if ahead is not None and not ahead.is_gathered:
-            self._ahead.add(ahead)
+        ahead = unit.prefetch.in_forward(self.order.enter(unit, torch.is_grad_enabled()))
+        self._ahead.update(other for other in ahead if not other.is_gathered)
         return ahead
 
     def exit_forward(self, completed: bool) -> None:
@@ -114,6 +117,8 @@ class Root:
             if unit.is_gathered and not unit.is_pinned:
                 unit.reshard()
         self._ahead.clear()
+        if self.join is not None:
+            self.join.end_pass()
 
     def keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
@@ -124,6 +129,8 @@ class Root:
         if self.in_backward:  # its end never came: it raised
             self.reset()
         self._assert_none_summoned("forward")
+        if self.join is not None:
+            self.join.begin_pass()
         self.has_begun = True
         for other in self.units:
             other.is_stale = other.is_gathered and not other.is_kept_as_it_is
@@ -135,10 +142,12 @@ class Root:
 
     # ---- backward
 
-    def enter_backward(self, unit: Unit) -> Unit | None:
-        """The backward has come to ``unit``; returns the one to gather ahead."""
+    def enter_backward(self, unit: Unit) -> Sequence[Unit]:
+        """The backward has come to ``unit``; returns what to gather ahead, before its gradients are computed."""
         if not self.in_backward:
             self._assert_none_summoned("backward")
+            if self.join is not None:
+                self.join.check_all_compute("backward")
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
@@ -157,7 +166,7 @@ class Root:
                     and flat_param.hook is None
                 ]
             )
-        return self.order.reenter(unit)
+        return unit.prefetch.before_grads(self.order.reenter(unit))
 
     def check_live(self, unit: Unit, task: int) -> None:
         """Drop a backward that raised, now that ``task`` comes to the outputs of ``unit``."""
@@ -229,27 +238,12 @@ class Root:
                     f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "
                     f"{unit.state.name}. Call it after the backward has returned."
                 )
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep gradients whole on each rank instead of reducing them, for the backwards inside."""
-        before = [unit.sync for unit in self.units]
-        for unit in self.units:
-            unit.sync = False
-        try:
-            yield
-        finally:
-            for unit, sync in zip(self.units, before, strict=True):
-                unit.sync = sync
+        if self.join is not None and what not in _DONE_ALONE:
+            self.join.check_all_compute(what)
 
     def _warn_autocast(self) -> None:
         if self._warned_autocast or not torch.is_autocast_enabled(self.device.type):
             return
         if any(fp.compute_dtype == torch.float32 for unit in self.units for fp in unit.flat_params):
             self._warned_autocast = True
-            warnings.warn(
-                "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
-                "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
-                "gathers half the bytes and keeps none.",
-                stacklevel=4,
-            )
+            warn_fp32_under_autocast()

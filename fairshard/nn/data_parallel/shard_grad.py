@@ -23,6 +23,7 @@ from fairshard.nn.data_parallel.config import GradHome
 from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import is_aliased
+from fairshard.utils.tensors import set_grad
 
 _MAX_KEPT_NBYTES = 64 << 20
 
@@ -73,12 +74,18 @@ class _Flight:
 
 
 class ShardGrad:
-    """The gradient of one shard."""
+    """The gradient of one shard, in ``dtype``."""
 
     def __init__(
-        self, shard: nn.Parameter, home: GradHome, transfers: GradTransfers, held: Tensor | None = None
+        self,
+        shard: nn.Parameter,
+        dtype: torch.dtype,
+        home: GradHome,
+        transfers: GradTransfers,
+        held: Tensor | None = None,
     ) -> None:
         self._shard = shard
+        self._dtype = dtype
         self._home = home
         self.transfers = transfers
         self._held = held
@@ -106,8 +113,8 @@ class ShardGrad:
 
     def add(self, reduced: Tensor) -> None:
         """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves."""
-        if reduced.dtype != self._shard.dtype:
-            reduced = reduced.to(self._shard.dtype)
+        if reduced.dtype != self._dtype:
+            reduced = reduced.to(self._dtype)
         if not self.is_on_host:
             self._set_or_add(reduced)
             return
@@ -130,7 +137,7 @@ class ShardGrad:
         """The gradient; one of zeros is made if there is none."""
         if self.value is None:
             device = self.transfers.device if self.is_held else None
-            self._set(torch.zeros_like(self._shard, device=device))
+            self._set(torch.zeros_like(self._shard, dtype=self._dtype, device=device, requires_grad=False))
         assert self.value is not None
         return self.value
 
@@ -146,7 +153,7 @@ class ShardGrad:
         if self.is_held:
             self._held = grad
         else:
-            self._shard.grad = grad
+            set_grad(self._shard, grad)
 
     def _set_or_add(self, grad: Tensor) -> None:
         kept = self.value

@@ -7,7 +7,6 @@ are sent. The parameters are given back when no task still needs them.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import GradRequiresGradError, ParameterShardedError, ShardChangedError
+from fairshard.nn.data_parallel.advice import warn_opaque_outputs
 from fairshard.nn.data_parallel.autograd_hooks import current_task, num_reached
 from fairshard.nn.data_parallel.buffers import ComputeBuffers
 from fairshard.nn.data_parallel.call import Call
@@ -23,6 +23,7 @@ from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.groups import UnitGroups, part_of
 from fairshard.nn.data_parallel.kept_part import KeptParts
 from fairshard.nn.data_parallel.origin import Origin
+from fairshard.nn.data_parallel.prefetch import Prefetch
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.state_dict_config import default_settings
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -47,6 +48,7 @@ class Unit:
         self.sync = True
         self.reshard_after_forward = config.reshard_after_forward
         self.state_dict_settings = default_settings()
+        self.prefetch: Prefetch[Unit] = Prefetch(config)
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -71,7 +73,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
-        return {name: getattr(self, name) for name in (*kept, "origin")}
+        return {name: getattr(self, name) for name in (*kept, "origin", "prefetch")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,8 +126,8 @@ class Unit:
         try:
             self.state = TrainingState.FORWARD
             self.unshard()
-            if ahead is not None:
-                ahead.unshard()
+            for other in ahead:
+                other.unshard()
             self.wait_unshard()
             if self.buffers is not None:
                 self.buffers.attach()
@@ -170,12 +172,7 @@ class Unit:
     def _pin(self, outputs: Any) -> None:
         if not self.is_pinned:
             self.is_pinned = True
-            warnings.warn(
-                f"Unit `{self.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
-                "cannot look into. It stays gathered from now on, since a backward through them could not be seen in "
-                "time. Return tensors in tuples, lists, dicts or dataclasses.",
-                stacklevel=4,
-            )
+            warn_opaque_outputs(self.fqn, outputs)
 
     def _leave_forward(self, keep: bool) -> None:
         root = self.root
@@ -206,8 +203,8 @@ class Unit:
         self._reach()
         self._num_arrived += 1
         self.unshard()
-        if ahead is not None:
-            ahead.unshard()
+        for other in ahead:
+            other.unshard()
         self.wait_unshard()
         if self.buffers is not None:
             self.buffers.attach()
@@ -332,6 +329,8 @@ class Unit:
                 self._kept_at = num_steps(), self._versions
             else:
                 self.reshard()
+            for other in self.prefetch.after_grads(root.order.still_ahead(self)):
+                other.unshard()
 
     @property
     def _has_arrived(self) -> bool:
@@ -358,6 +357,8 @@ class Unit:
             return
         root = self.root
         assert root is not None
+        if root.join is not None:
+            root.join.announce(self)
         stream = root.unshard_stream
         with stream.use():
             stream.wait(root.free)

@@ -71,3 +71,29 @@ def test_an_enclosing_unit_does_not_end_the_look_ahead():
     hints = {unit: order.reenter(unit) for unit in ["c", "root", "b", "a"]}
     assert hints["c"] == "b"
     assert hints["b"] == "a"
+
+
+def test_what_is_ahead_is_so_until_the_backward_comes_to_it():
+    """A hint is asked for again after a unit's gradients; by then the backward may have come further."""
+    order = ExecOrder()
+    forward(order, ["a", "b", "c"])
+    order.begin_backward()
+    order.reenter("c")
+    assert order.still_ahead("c") == "b"
+    assert order.still_ahead("b") is None
+    order.reenter("b")
+    assert order.still_ahead("c") is None
+    assert order.still_ahead("b") == "a"
+    order.end_backward()
+    assert order.still_ahead("b") is None
+
+
+def test_what_ran_without_grad_inside_a_forward_is_not_waited_for():
+    """A teacher, or a generation, inside of a pass with a backward: that comes to the calls with grad only."""
+    order = ExecOrder()
+    order.begin_forward()
+    for unit, with_grad in [("root", True), ("a", False), ("b", False), ("a", True), ("b", True)]:
+        order.enter(unit, with_grad)
+    order.end_forward(backward_follows=True)
+    assert order.begin_backward() == {"root": 1, "a": 1, "b": 1}
+    assert [order.reenter(unit) for unit in ("root", "b", "a")] == ["b", "a", None]

@@ -1,0 +1,53 @@
+"""Which units are gathered ahead of which: those that a user named, or the one that the last pass foretells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Generic, TypeVar
+
+from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.options import BackwardPrefetch
+
+UnitT = TypeVar("UnitT")
+
+
+class Prefetch(Generic[UnitT]):
+    """What one unit gathers ahead. Units are freed at the end of a pass that gathered them and did not run them.
+
+    Attributes:
+        forward: named by the user, to be gathered in place of the unit that followed this one in the last pass.
+        backward: named by the user, to be gathered in place of the one that the backward should come to next.
+    """
+
+    def __init__(self, config: UnitConfig) -> None:
+        self.forward: tuple[UnitT, ...] = ()
+        self.backward: tuple[UnitT, ...] = ()
+        self._forward: tuple[UnitT, ...] = ()
+        self._backward: tuple[UnitT, ...] = ()
+        self._is_forward_on = config.forward_prefetch is not False
+        self._is_backward_on = config.backward_prefetch is not None
+        self._waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+
+    def settle(self, units: Collection[UnitT]) -> None:
+        """Follow what was named, as far as it is among ``units``, those of one model."""
+        self._forward = tuple(unit for unit in self.forward if unit in units)
+        self._backward = tuple(unit for unit in self.backward if unit in units)
+
+    def in_forward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
+        """What to gather before the unit computes; ``foreseen`` followed it in the last pass."""
+        return self._forward or _one(foreseen if self._is_forward_on else None)
+
+    def before_grads(self, foreseen: UnitT | None) -> Sequence[UnitT]:
+        """What to gather before the unit computes its gradients."""
+        return () if self._waits_for_grads else self._in_backward(foreseen)
+
+    def after_grads(self, foreseen: UnitT | None) -> Sequence[UnitT]:
+        """What to gather once the unit has its gradients and is freed."""
+        return self._in_backward(foreseen) if self._waits_for_grads else ()
+
+    def _in_backward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
+        return self._backward or _one(foreseen if self._is_backward_on else None)
+
+
+def _one(unit: UnitT | None) -> Sequence[UnitT]:
+    return () if unit is None else (unit,)

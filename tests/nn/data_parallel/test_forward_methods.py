@@ -1,0 +1,187 @@
+"""Methods other than ``forward`` run gathered once they are registered; until then they raise, naming the cure."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.errors import ParameterShardedError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import MixedPrecision, register_forward_method
+from fairshard.nn.data_parallel.tree import units_below
+from fairshard.utils.testing import rank_device
+from tests.on_ranks import on_ranks
+from tests.reference import randn, train_alike
+
+
+class Coder(nn.Module):
+    """An encoder and a decoder, together in ``forward``, or each on its own; ``chain`` calls itself by name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.down = nn.Linear(6, 4)
+        self.middle = nn.Linear(4, 4)
+        self.up = nn.Linear(4, 6)
+
+    def encode(self, x, *, scale=1.0):
+        return {"code": self.middle(torch.tanh(self.down(x))) * scale}
+
+    def decode(self, code):
+        return self.up(code)
+
+    def forward(self, x):
+        return self.decode(self.encode(x)["code"])
+
+
+def coder():
+    return Coder().to(rank_device())
+
+
+def wrap(model, *names, inner=True, layers=1, **kwargs):
+    if inner:
+        model.middle = FSDP(model.middle, **kwargs)
+    for _ in range(layers):
+        model = FSDP(model, **kwargs)
+    for name in names:
+        register_forward_method(model, name)
+    return model
+
+
+def by_methods(model, key):
+    code = model.encode(randn(3, 6, key=key), scale=2.0)["code"]
+    return model.decode(torch.tanh(code)).square().sum()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"flatten_parameters": False}, {"reshard_after_forward": False}, {"cpu_offload": True}, {"layers": 2}],
+    ids=str,
+)
+def test_training_through_methods(kwargs):
+    """Losses and weights are those of the unwrapped module, whose methods are called alike."""
+    wrapped = train_alike(coder(), lambda model: wrap(model, "encode", "decode", **kwargs), by_methods)
+    assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("inner", [True, False])
+def test_methods_and_forward_in_turns(inner):
+    """A method of an inner unit, without grad too, between passes of the whole model, changes nothing."""
+
+    def loss_of(model, key):
+        with torch.no_grad():
+            model.encode(randn(2, 6))
+            model(randn(2, 6))
+        return model(randn(3, 6, key=key)).square().sum()
+
+    wrapped = train_alike(coder(), lambda model: wrap(model, "encode", inner=inner), loss_of)
+    with torch.no_grad():
+        assert not wrapped.encode(randn(2, 6))["code"].requires_grad
+    assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+
+
+@on_ranks(2)
+def test_methods_of_an_inner_unit():
+    """An outer module calls a registered method of an inner wrapper in its forward."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.coder = coder()
+            self.head = nn.Linear(4, 2).to(rank_device())
+
+        def forward(self, x):
+            return self.head(self.coder.encode(x)["code"]) + self.coder(x).sum()
+
+    torch.manual_seed(5)
+    plain = Outer()
+
+    def wrapping(model):
+        model.coder = wrap(model.coder, "encode")
+        return FSDP(model)
+
+    train_alike(plain, wrapping, lambda model, key: model(randn(3, 6, key=key)).square().sum())
+
+
+@on_ranks(2)
+def test_a_method_called_from_within():
+    """A registered method that the module's own forward reaches through the wrapper leaves it gathered."""
+
+    class Loop(Coder):
+        wrapper = ()
+
+        def forward(self, x):
+            code = (self.wrapper[0] if self.wrapper else self).encode(x)["code"]
+            return self.up(code)
+
+    model = Loop().to(rank_device())
+    plain = copy.deepcopy(model)
+    wrapped = wrap(model, "encode", inner=False)
+    model.wrapper = (wrapped,)
+    x = randn(3, 6)
+    assert torch.equal(wrapped(x), plain(x))
+
+
+@on_ranks(2)
+def test_inputs_are_cast():
+    """Under mixed precision a registered method gets its inputs as ``forward`` would."""
+    wrapped = wrap(coder(), "decode", inner=False, mixed_precision=MixedPrecision(torch.bfloat16))
+    assert wrapped.decode(randn(2, 4)).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_an_exception_leaves_everything_sharded():
+    """A method that raises leaves the units as a forward that raises does."""
+    wrapped = wrap(coder(), "decode")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes"):
+            wrapped.decode(randn(2, 5))
+        assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+    assert wrapped.decode(randn(2, 4)).shape == (2, 6)
+
+
+@on_ranks(2)
+def test_unregistered_ways_in_raise():
+    """A method, a submodule and the module inside the wrapper raise, naming module, parameter and cure."""
+    wrapped = wrap(coder(), inner=False)
+    ways = [
+        (lambda: wrapped.encode(randn(2, 6)), "down"),
+        (lambda: wrapped.up(randn(2, 4)), "up"),
+        (lambda: wrapped.module(randn(2, 6)), "down"),
+    ]
+    for repeat in range(2):
+        for way, name in ways:
+            with pytest.raises(ParameterShardedError, match=rf"`{name}\.(weight|bias)`.*`{name}`.*register_forward_me"):
+                way()
+        if not repeat:
+            wrapped(randn(2, 6)).sum().backward()
+
+
+@on_ranks(2)
+def test_copies_keep_their_methods():
+    """deepcopy and pickle carry the names of registered methods."""
+    wrapped = wrap(coder(), "encode")
+    expected = wrapped.encode(randn(2, 6))["code"]
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert torch.equal(other.encode(randn(2, 6))["code"], expected)
+
+
+@on_ranks(1)
+def test_what_cannot_be_registered():
+    """Modules without a wrapper, names that do not exist, and names of the wrapper's own methods are refused."""
+    wrapped = wrap(coder())
+    assert dist.get_world_size() == 1
+    with pytest.raises(TypeError, match="Coder"):
+        register_forward_method(wrapped.module, "encode")
+    with pytest.raises(AttributeError, match=r"Coder.*generate"):
+        register_forward_method(wrapped, "generate")
+    with pytest.raises(AttributeError, match="training"):
+        register_forward_method(wrapped, "training")
+    for name in ("forward", "state_dict", "no_sync"):
+        with pytest.raises(ValueError, match=name):
+            register_forward_method(wrapped, name)

@@ -1,0 +1,55 @@
+"""Hugging Face's ``generate`` works on a sharded model, on ranks that end at different lengths."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import register_forward_method
+from fairshard.utils.testing import rank_device
+from tests.on_ranks import on_ranks
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def language_model(kind):
+    """A small random one of two blocks, and the list that holds them."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_positions=64, n_embd=16, n_layer=2, n_head=2, **TOKENS)
+        model = transformers.GPT2LMHeadModel(config)
+        return model.to(rank_device()).eval(), model.transformer.h
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(max_position_embeddings=64, num_key_value_heads=1, **shape, **TOKENS)
+    model = transformers.LlamaForCausalLM(config)
+    return model.to(rank_device()).eval(), model.model.layers
+
+
+@on_ranks(2, timeout=180.0)  # the first import of transformers takes a while
+@pytest.mark.parametrize(("kind", "num_units"), [("gpt2", 0), ("gpt2", 2), ("llama", 2)])
+def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
+    """Ranks generate different numbers of tokens from prompts of different lengths, then train, then again.
+
+    Without inner units the model is not flattened: ``generate`` looks for a parameter below the wrapper.
+    """
+    model, blocks = language_model(kind)
+    plain = copy.deepcopy(model)
+    for index in range(num_units):
+        blocks[index] = FSDP(blocks[index])
+    wrapped = FSDP(model, flatten_parameters=num_units > 0)
+    register_forward_method(wrapped, "generate")
+    rank = dist.get_rank()
+    prompt = torch.randint(3, 32, (2, 3 + rank), generator=torch.Generator().manual_seed(rank)).to(rank_device())
+    new = {"max_new_tokens": 4 + 5 * rank, "do_sample": False}
+    for _ in range(2):
+        texts = [plain.generate(prompt, **new), wrapped.generate(prompt, **new, synced_gpus=True)]
+        assert torch.equal(*texts)
+        losses = [m(input_ids=prompt, labels=prompt).loss for m in (plain, wrapped)]
+        assert torch.equal(*losses)
+        losses[1].backward()
+        assert all(param.grad is not None for param in wrapped.parameters())
+        wrapped.zero_grad()
