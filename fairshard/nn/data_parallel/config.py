@@ -46,6 +46,7 @@ class UnitConfig:
     gradient_predivide_factor: float | None
     keeps_in_no_sync: bool
     late: LateOptions
+    use_orig_params: bool
 
     @property
     def master_on_cpu(self) -> bool:
@@ -100,6 +101,7 @@ def resolve(
     limit_all_gathers: bool = True,
     gradient_predivide_factor: float | None = None,
     late: LateOptions = DEFAULTS,
+    use_orig_params: bool = False,
 ) -> UnitConfig:
     """Check the arguments of the wrapper against each other and fill in what depends on others.
 
@@ -117,6 +119,7 @@ def resolve(
         "cpu_offload": False if cpu_offload is None else cpu_offload,
         "force_input_to_fp32": force_input_to_fp32,
         "limit_all_gathers": limit_all_gathers,
+        "use_orig_params": use_orig_params,
         "forward_prefetch": forward_prefetch is True,
     }
     for name, value in flags.items():
@@ -156,6 +159,7 @@ def resolve(
         gradient_predivide_factor=gradient_predivide_factor,
         keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
         late=late,
+        use_orig_params=use_orig_params,
     )
 
 

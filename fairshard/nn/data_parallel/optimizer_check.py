@@ -39,7 +39,8 @@ def watch_optimizers(flat_params: list[FlatParam], config: UnitConfig) -> None:
         for slot in flat_param.slots:
             _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
             _num_sharded += 1
-        _shards[flat_param.shard] = weakref.ref(flat_param), config.grad_home
+        for stepped in flat_param.stepped:
+            _shards[stepped.shard] = weakref.ref(stepped), config.grad_home
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
         _is_installed = True
