@@ -73,7 +73,9 @@ LAYERS = [
     [f"{DATA_PARALLEL}.wrap_choice"],
     [f"{DATA_PARALLEL}.tree"],
     [f"{DATA_PARALLEL}.groups"],
-    [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.saved_group"],
+    [f"{DATA_PARALLEL}.viewed_flat_param"],
+    [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.orig_param", f"{DATA_PARALLEL}.saved_group"],
+    [f"{DATA_PARALLEL}.flat_line", f"{DATA_PARALLEL}.viewed_grad"],
     [
         f"{DATA_PARALLEL}.advice",
         f"{DATA_PARALLEL}.call",

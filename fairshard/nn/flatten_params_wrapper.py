@@ -228,7 +228,8 @@ class _Slot:
 
 def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list[_Slot]:
     wanted = None if param_list is None else {id(param): param for param in param_list}
-    shards = {id(flat_param.shard) for _, unit in units_below(module) for flat_param in unit.flat_params}
+    units = [unit for _, unit in units_below(module)]
+    shards = {id(shard) for unit in units for flat_param in unit.flat_params for shard in flat_param.registered}
     slots: dict[int, _Slot] = {}
     for fqn, part in module.named_modules():
         for name, param in part._parameters.items():

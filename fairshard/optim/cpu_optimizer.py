@@ -84,16 +84,15 @@ class CPUOptimizer(Optimizer):
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"`num_threads` must be at least 1, or None for this rank's part, but is {num_threads}.")
         self._model = weakref.ref(model)
-        self._flat_params = {
-            flat_param.shard: flat_param for _, unit in units_below(model) for flat_param in unit.flat_params
-        }
+        self._lines = [flat_param for _, unit in units_below(model) for flat_param in unit.flat_params]
+        self._flat_params = {stepped.shard: stepped for flat_param in self._lines for stepped in flat_param.stepped}
         if not self._flat_params:
             raise ValueError(
                 f"`model` must contain FullyShardedDataParallel units, but {type(model).__name__} has none. Wrap it "
                 "first, and build the optimizer from the wrapped model."
             )
         check_cpu_steps(optimizer_class, [unit for _, unit in units_below(model)])
-        _keep_on_device(list(self._flat_params.values()), offload_fraction)
+        _keep_on_device(self._lines, offload_fraction)
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
@@ -334,7 +333,7 @@ class CPUOptimizer(Optimizer):
             )
 
     def _assert_reduced(self) -> None:
-        for flat_param in self._flat_params.values():
+        for flat_param in self._lines:
             flat_param.forget_zeroed()
             if flat_param.has_accumulated:
                 raise FairshardError(

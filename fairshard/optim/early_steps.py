@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.optim.shard_step import ShardStep
 from fairshard.utils.device import Event, now
@@ -42,11 +43,15 @@ class EarlySteps:
         self._speculates = optimizer.clip_mode == "speculate"
         self._settings = [_settings_of(group) for group in optimizer.param_groups]
         self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
-        self._taken: dict[nn.Parameter, tuple[FlatParam, Tensor, int] | None] = {}
+        self._taken: dict[nn.Parameter, tuple[Stepped, Tensor, int] | None] = {}
         self._is_unscaled = False
 
     def take(self, flat_param: FlatParam) -> None:
         """The gradient of one shard is complete: step it."""
+        for stepped in flat_param.stepped:
+            self._take(stepped)
+
+    def _take(self, flat_param: Stepped) -> None:
         shard = flat_param.shard
         group = self._groups.get(shard)
         # What computes on the shard itself (one rank) must not be changed under the backward's hands.
@@ -64,7 +69,7 @@ class EarlySteps:
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
         """The backward is over: let all gradients of the model land, step those of this optimizer, wait for it."""
         for flat_param in flat_params:
-            if flat_param.shard not in self._taken:
+            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # else that one's step lands it
                 flat_param.grad.land()
                 if flat_param.grad.value is not None:
                     self.take(flat_param)
@@ -131,7 +136,7 @@ class EarlySteps:
                     "did. Run the backward outside of last_backward() to edit gradients."
                 )
 
-    def _step(self, flat_param: FlatParam, group: dict[str, Any], ready: Event) -> None:
+    def _step(self, flat_param: Stepped, group: dict[str, Any], ready: Event) -> None:
         shard = flat_param.shard
         # A held gradient is read on another stream than the one that made it.
         flat_param.grad.transfers.wait(ready, counts=False)

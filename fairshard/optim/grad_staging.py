@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.utils.pinned import host_empty_like
 
@@ -19,7 +19,7 @@ class GradStaging:
         self._buffers: list[Tensor | None] = [None, None]
         self._turn = 0
 
-    def fetch(self, flat_param: FlatParam | None, grad: Tensor) -> Callable[[], Tensor]:
+    def fetch(self, flat_param: Stepped | None, grad: Tensor) -> Callable[[], Tensor]:
         """Start the copy of ``grad`` to host memory, if its unit holds it; the function returned waits for it.
 
         The buffer is used again two gradients later: first waits until the job before the last is done.

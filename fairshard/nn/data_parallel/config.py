@@ -46,6 +46,7 @@ class UnitConfig:
     gradient_predivide_factor: float | None
     keeps_in_no_sync: bool
     late: LateOptions
+    use_orig_params: bool
 
     @property
     def master_on_cpu(self) -> bool:
@@ -104,6 +105,7 @@ def resolve(
     limit_all_gathers: bool = True,
     gradient_predivide_factor: float | None = None,
     late: LateOptions = DEFAULTS,
+    use_orig_params: bool = False,
 ) -> UnitConfig:
     """Check the arguments of the wrapper against each other and fill in what depends on others.
 
@@ -121,6 +123,7 @@ def resolve(
         "cpu_offload": False if cpu_offload is None else cpu_offload,
         "force_input_to_fp32": force_input_to_fp32,
         "limit_all_gathers": limit_all_gathers,
+        "use_orig_params": use_orig_params,
         "forward_prefetch": forward_prefetch is True,
     }
     for name, value in flags.items():
@@ -143,6 +146,11 @@ def resolve(
     mixed_precision = False if mixed_precision is None else mixed_precision
     precision = _precision(mixed_precision, compute_dtype, fp32_reduce_scatter, buffer_dtype)
     _check_precision(precision, force_input_to_fp32, flags["cpu_offload"] or move_grads_to_cpu)
+    if use_orig_params and precision.keep_low_precision_grads:
+        raise ValueError(
+            "`keep_low_precision_grads=True` must not go with `use_orig_params=True`: gradients of original parameters "
+            "are in the parameters' dtype. Leave one of the two out."
+        )
     return UnitConfig(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -161,6 +169,7 @@ def resolve(
         gradient_predivide_factor=gradient_predivide_factor,
         keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
         late=late,
+        use_orig_params=use_orig_params,
     )
 
 

@@ -8,7 +8,7 @@ What exists when, for ``W`` ranks and ``S`` elements a rank::
     grad     [S]     param dtype     after backward: the mean over ranks, added to what was there
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,32 +17,34 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.autograd_hooks import accumulate_node
 from fairshard.nn.data_parallel.config import GradHome, UnitConfig, check_param_dtype
+from fairshard.nn.data_parallel.flat_line import FlatLine
 from fairshard.nn.data_parallel.kept_part import KeptPart
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.collectives import Communicators, RowGather, Transfer, exchange_tag
-from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.reduce_scatter_bucketer import Division, Hook
 from fairshard.utils.storage import free_storage_
 
 
-class FlatParam:
+class FlatParam(FlatLine):
     """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
 
+    grad_type = ShardGrad
+
     def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int, on_cpu: bool = False) -> None:
-        self.slots = slots
+        super().__init__(slots, rank, world_size)
         self.name = name
         self._key = name
         self._holder: nn.Module | None = None
         self._own_division: Division | None = None
-        self.rank = rank
-        self.layout = FlatLayout([slot.numel for slot in slots], world_size)
-        self.shard_numel = self.layout.shard_numel
         self.on_cpu = on_cpu
         self.requires_grad = slots[0].leaf.requires_grad
         shard = self.cut([slot.leaf for slot in slots])
         self.shard = nn.Parameter(shard.cpu() if on_cpu else shard, requires_grad=self.requires_grad)
+        self._trained = [self.requires_grad] * len(slots)  # which parameters want a gradient
+        self.registered: tuple[nn.Parameter, ...] = (self.shard,)  # what users see, and hang hooks on
+        self.versioned: tuple[nn.Parameter, ...] = (self.shard,)  # a change of the shard is one of theirs
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -59,7 +61,7 @@ class FlatParam:
         self._views: list[Tensor] = []
         self._transfer: Transfer | None = None
         self._uses = 0
-        self._marker: tuple[Tensor, int] | None = None
+        self._marker: Any = None
         self._accumulated: Tensor | None = None
         self._device_shard: Tensor | None = None
         self._is_updated = True
@@ -71,7 +73,7 @@ class FlatParam:
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
         kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "on_cpu", "requires_grad", "shard")
-        return {name: getattr(self, name) for name in (*kept, "_own_division")}
+        return {name: getattr(self, name) for name in (*kept, "_own_division", "_trained", "registered", "versioned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -79,15 +81,13 @@ class FlatParam:
             self.shard.data = self.shard.data.clone()  # or the sending process would go on changing it
         self._forget_runtime()
 
-    @torch.no_grad()
-    def cut(self, values: list[Tensor]) -> Tensor:
-        """This rank's shard ``[S]`` of whole parameters, padded with zeros; new memory, no communication."""
-        with torch.inference_mode(False):
-            shard = values[0].new_zeros(self.shard_numel)
-        for piece in self.layout.pieces_of(self.rank):
-            whole = values[piece.index].reshape(-1)
-            shard[piece.target.start : piece.target.stop] = whole[piece.source.start : piece.source.stop]
-        return shard
+    @property
+    def stepped(self) -> Sequence[Any]:
+        """What optimizers see: this flat param, whose shard they step, or its `OrigParam` each."""
+        return (self,)
+
+    def settle(self) -> None:
+        """Follow what the user has assigned to ``.data`` of what is registered."""
 
     def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
         """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
@@ -101,7 +101,7 @@ class FlatParam:
         """
         check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
         self._check_leaves()
-        self.requires_grad = self.shard.requires_grad
+        self._follow_requires_grad()
         self.comms = comms
         comm = self.comm = comms.shard
         self.tag_id = comm.new_id()
@@ -114,7 +114,7 @@ class FlatParam:
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
-        self.grad = ShardGrad(self.shard, grad_dtype, home, transfers, held)
+        self.grad = self.grad_type(self.shard, grad_dtype, home, transfers, held)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
         self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
@@ -133,6 +133,10 @@ class FlatParam:
     def divide_by(self, division: Division) -> None:
         """Divide gradients by this from now on, instead of by the number of ranks."""
         self._own_division = self.division = division
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the shard to ``device``."""
+        self.shard.data = self.shard.data.to(device)
 
     def keep_on_device(self) -> None:
         """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
@@ -161,23 +165,21 @@ class FlatParam:
         # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
         self._views = [view.data for view in self.params_of(buffer)]
 
-    def params_of(self, line: Tensor) -> list[Tensor]:
-        """The parameters, shaped, as views of a whole line of ``W * S`` elements."""
-        line = line.view(-1)
-        spans = map(self.layout.param_span, range(len(self.slots)))
-        return [line[span.start : span.stop].view(slot.shape) for slot, span in zip(self.slots, spans, strict=True)]
-
     def begin_pass(self) -> None:
         """Follow what the user may have done to the shard since the last pass: its values, its ``requires_grad``."""
         self._is_updated = True
         self._check_leaves()
         if self.shard.requires_grad != self.requires_grad:
-            self.requires_grad = self.shard.requires_grad
+            self._follow_requires_grad()
             self._hook_leaves()
 
+    def _follow_requires_grad(self) -> None:
+        self.requires_grad = self.shard.requires_grad
+        self._trained = [self.requires_grad] * len(self.slots)
+
     def _check_leaves(self) -> None:
-        for slot in self.slots:
-            if slot.leaf.requires_grad != self.requires_grad:
+        for slot, trains in zip(self.slots, self._trained, strict=True):
+            if slot.leaf.requires_grad != trains:
                 raise FairshardError(
                     f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after "
                     f"wrapping, but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{self.name}` in "
@@ -277,11 +279,12 @@ class FlatParam:
     def accept_grad(self, reduced: Tensor) -> None:
         """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and tell who waits for it."""
         self.grad.add(reduced)
-        hooks = self.shard._post_accumulate_grad_hooks
-        if hooks:
-            self.grad.land()
-            for hook in tuple(hooks.values()):
-                hook(self.shard)
+        for param in self.registered:
+            hooks = param._post_accumulate_grad_hooks
+            if hooks:
+                self.grad.land()
+                for hook in tuple(hooks.values()):
+                    hook(param)
         self.num_sent -= 1
         listener = self.grad.transfers.listener
         if listener is not None and self.is_complete and not self.num_sent:
@@ -300,8 +303,7 @@ class FlatParam:
                 self._accumulated = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute_device)
             for index, slot in enumerate(self.slots):
                 self._take_grad(index, slot)
-        grad = self.grad.value_or_zeros()
-        self._marker = grad, grad._version
+        self._marker = self.grad.mark()
 
     @property
     def has_accumulated(self) -> bool:
@@ -312,9 +314,7 @@ class FlatParam:
         """Drop accumulated gradients if the user has zeroed the shard's since; called before a pass adds to them."""
         if self._marker is None:
             return
-        kept, version = self._marker
-        grad = self.grad.value
-        if grad is None or ((grad is not kept or grad._version != version) and not grad.any()):
+        if self.grad.is_zeroed_since(self._marker):
             self._marker = None
             self.drop_grads()
 
@@ -331,17 +331,15 @@ class FlatParam:
         """``values`` ``[S]`` of every rank as a line ``[W, S]`` in new memory on the compute device. **Collective.**"""
         line = self._empty_line(values.dtype)
         line[self.rank] = values
-        if self.shard_numel:
-            self._uses += 1
-            self.comm.all_gather(line, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
-        return line
+        return self.gather_rows(line)
 
-    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """What this rank owns of each parameter, as views of ``values`` ``[S]``: first element, and the run."""
-        runs = [(0, values[:0]) for _ in self.slots]
-        for piece in self.layout.pieces_of(self.rank):
-            runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
-        return runs
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Fill every row but this rank's of ``rows`` ``[W, n]`` with those of the other ranks. **Collective.**"""
+        if rows.numel():
+            self._uses += 1
+            self.comm.all_gather(rows, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
+        return rows
+
 
     def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
         """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
@@ -383,10 +381,10 @@ class FlatParam:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.nodes = [], []
-        for slot, view in zip(self.slots, self._views, strict=True):
-            slot.leaf.requires_grad_(self.requires_grad)
+        for slot, view, trains in zip(self.slots, self._views, self._trained, strict=True):
+            slot.leaf.requires_grad_(trains)
             slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
-            if self.requires_grad:
+            if trains:
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
                 self.nodes.append(accumulate_node(slot.leaf))
             if not self.is_gathered:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import set_grad
 
@@ -65,14 +66,14 @@ def show_spans(unit: Unit) -> Iterator[None]:
         yield
 
 
-def spans_of(flat_param: FlatParam, values: Tensor | None = None) -> list[SpanTensor]:
+def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor]:
     """This rank's run of each parameter, as views of ``values`` ``[S]``, or of the shard."""
     values = flat_param.shard.detach() if values is None else values
     runs = flat_param.runs_of(values)
     return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
 
 
-def gather_params(flat_param: FlatParam, values: Tensor, first_only: bool, offload_to_cpu: bool) -> list[Tensor]:
+def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload_to_cpu: bool) -> list[Tensor]:
     """Whole parameters of ``values`` ``[S]`` of every rank, each in new memory. **Collective.**
 
     With ``first_only`` on rank 0 alone, and nothing elsewhere.
@@ -98,22 +99,12 @@ def gather_params(flat_param: FlatParam, values: Tensor, first_only: bool, offlo
     return [param.to(device) for param in params]
 
 
-def scatter_params(flat_param: FlatParam, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
     """This rank's shard ``[S]`` of the whole parameters that rank 0 has; the others pass none. **Collective.**"""
-    row = torch.empty(flat_param.shard_numel, dtype=dtype, device=flat_param.compute_device)
-    line = lay_out(flat_param, values).to(flat_param.compute_device) if values else None
+    row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
+    line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
     flat_param.comm.scatter_rows(row, line)
-    return row
-
-
-def lay_out(flat_param: FlatParam, values: list[Tensor]) -> Tensor:
-    """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
-    layout = flat_param.layout
-    line = values[0].new_zeros(layout.padded_numel)
-    for index, value in enumerate(values):
-        span = layout.param_span(index)
-        line[span.start : span.stop] = value.reshape(-1)
-    return line.view(layout.world_size, layout.shard_numel)
+    return row[: flat_param.shard_numel]
 
 
 def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
@@ -127,6 +118,8 @@ def _summoned(unit: Unit) -> Iterator[None]:
     try:
         if unit.is_gathered and not unit.is_pinned:
             unit.reshard()
+        for flat_param in unit.flat_params:
+            flat_param.settle()
         yield
     finally:
         unit.state = before

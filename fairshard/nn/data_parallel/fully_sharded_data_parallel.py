@@ -99,6 +99,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         ignored_parameters: parameters to leave whole.
         auto_wrap_policy: which modules inside become units of their own, with the same arguments: one of
             `fairshard.nn.wrap`, or PyTorch's.
+        use_orig_params: register this rank's part of each original parameter, 1-D, under its own names: views of the
+            shards, for param groups by original parameter.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -145,6 +147,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         auto_wrap_policy: Any = None,
+        use_orig_params: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -175,6 +178,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             "forward_prefetch": forward_prefetch,
             "limit_all_gathers": limit_all_gathers,
             "gradient_predivide_factor": gradient_predivide_factor,
+            "use_orig_params": use_orig_params,
         }
         self.config = resolve(**settings, late=late)
         groups = find_groups(
@@ -217,7 +221,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         self.forward_methods: set[str] = set()
         self.allow_reset_parameters = allow_reset_parameters
         self.module = module
-        if flatten_parameters:
+        if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
                 flat_param.register_on(self)
         watch_optimizers(flat_params, self.config)
@@ -298,7 +302,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, 1-D: ``<unit>.flat_param_<i>``, or original names without flattening.
+        """The shards, 1-D: ``<unit>.flat_param_<i>``, or original names without flattening or with ``use_orig_params``.
 
         Inside `summon_full_params` the original names and shapes.
         """
@@ -373,6 +377,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                         "the module before wrapping it, or use `mixed_precision` and `compute_dtype`."
                     )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for flat_param in self._unit.flat_params:
+            flat_param.settle()
         return self
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

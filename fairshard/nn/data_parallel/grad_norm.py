@@ -36,12 +36,12 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
     filled: dict[Communicator, list[Tensor]] = {}
     for unit in units:
         assert unit.comm is not None
-        own = filled.setdefault(unit.comm, [])
+        parts = filled.setdefault(unit.comm, [])
         for flat_param in unit.flat_params:
             grad = flat_param.grad.value
             if grad is not None:
-                grads.append(grad)
-                own.append(grad[: flat_param.layout.filled(unit.comm.rank)])
+                grads += [own for one in flat_param.stepped if (own := one.grad.value) is not None]
+                parts.append(grad[: flat_param.layout.filled(unit.comm.rank)])
     # From the shards, not the gradients: a rank without any must reduce in the same dtype as the others.
     is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
     dtype = torch.float64 if is_double else torch.float32

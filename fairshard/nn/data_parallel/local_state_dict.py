@@ -125,16 +125,19 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 def _local_entries(module: nn.Module) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = OrderedDict()
+    sharded: set[Tensor] = set()
     for fqn, unit in units_below(module):
         for flat_param in unit.flat_params:
             name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
+            flat_param.settle()
             entries[join(fqn, name)] = flat_param.shard
+            sharded.update(stepped.shard for stepped in flat_param.stepped)
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 entries[join(fqn, name)] = buffer
         for name, param in part._parameters.items():
-            if param is not None and not any(param is shard for shard in entries.values()):
+            if param is not None and param not in sharded:
                 entries[join(fqn, name)] = param
     return {clean_tensor_name(name): value for name, value in entries.items()}
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.root import roots_below
 from fairshard.nn.data_parallel.tree import clean_tensor_name, join, units_below, walk
+from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.utils.collectives import Communicator
 
 Groups = list[list[nn.Parameter]]
@@ -21,13 +21,14 @@ Groups = list[list[nn.Parameter]]
 
 @dataclass(frozen=True)
 class NamedParam:
-    """A parameter that an optimizer sees: a shard of several original ones, or one that is whole.
+    """A parameter that an optimizer sees: a shard of several original ones or of one, or one that is whole.
 
-    ``names`` has all names of each original parameter; state goes by the first.
+    ``flat_param`` is what it is the shard of. ``names`` has all names of each original parameter; state goes by the
+    first.
     """
 
     param: nn.Parameter
-    flat_param: FlatParam | None
+    flat_param: Stepped | None
     names: tuple[tuple[str, ...], ...]
 
     @property
@@ -53,8 +54,9 @@ class OptimParams:
         fqns = {id(module): fqn for fqn, module in walk(model)}
         for _, unit in units_below(model):
             for flat_param in unit.flat_params:
-                names = [[(fqns[id(module)], name) for module, name in slot.owners] for slot in flat_param.slots]
-                self._add(flat_param.shard, flat_param, names)
+                for stepped in flat_param.stepped:
+                    names = [[(fqns[id(module)], name) for module, name in slot.owners] for slot in stepped.slots]
+                    self._add(stepped.shard, stepped, names)
         whole: dict[nn.Parameter, list[tuple[str, str]]] = {}
         for fqn, module in walk(model):
             for name, param in module._parameters.items():
@@ -64,7 +66,9 @@ class OptimParams:
         for param, pairs in whole.items():
             self._add(param, None, [pairs])
 
-    def _add(self, param: nn.Parameter, flat_param: FlatParam | None, names: list[list[tuple[str, str]]]) -> None:
+    def _add(
+        self, param: nn.Parameter, flat_param: Stepped | None, names: list[list[tuple[str, str]]]
+    ) -> None:
         cleaned = tuple(tuple(clean_tensor_name(join(*pair)) for pair in pairs) for pairs in names)
         named = NamedParam(param, flat_param, cleaned)
         self._by_param[param] = named

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from fairshard.errors import MixedGroupsError
 from fairshard.nn.data_parallel.agreement import raise_together
-from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.full_params import scatter_params, spans_of
 from fairshard.nn.data_parallel.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.nn.data_parallel.tree import clean_tensor_name
+from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.utils.span_tensor import SpanTensor
 
 # What torch's optimizers keep as one value, and not for each element, in 0-dim tensors.
@@ -157,7 +157,7 @@ class ShardedOptimState:
                 state[key] = _common_value(named, key, values)
         return state
 
-    def _place(self, flat_param: FlatParam, values: list[Any], dtype: torch.dtype) -> Tensor:
+    def _place(self, flat_param: Stepped, values: list[Any], dtype: torch.dtype) -> Tensor:
         """This rank's shard ``[S]`` of ``values``, on the shard's device; a missing one counts as zeros."""
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
@@ -202,7 +202,7 @@ class ShardedOptimState:
         return made
 
 
-def _shard_under(flat_param: FlatParam, values: list[Any]) -> Tensor | None:
+def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:
     """The shard ``[S]`` of which ``values`` are this rank's runs, if they are of one."""
     base = values[0].run._base if isinstance(values[0], SpanTensor) else None
     if base is None or base.shape != flat_param.shard.shape:

@@ -40,7 +40,8 @@ def watch_optimizers(flat_params: list[FlatParam], config: UnitConfig) -> None:
         for slot in flat_param.slots:
             _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
             _num_sharded += 1
-        _shards[flat_param.shard] = weakref.ref(flat_param), config.grad_home
+        for stepped in flat_param.stepped:
+            _shards[stepped.shard] = weakref.ref(stepped), config.grad_home
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
         _is_installed = True
@@ -86,7 +87,8 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
     """
     for unit in units:
         for flat_param in unit.flat_params:
-            check_optimizer_class(optimizer_class, flat_param.name)
+            for stepped in flat_param.stepped:
+                check_optimizer_class(optimizer_class, stepped.name)
         if unit.config.precision.keep_low_precision_grads:
             raise ValueError(
                 f"CPUOptimizer needs gradients in the dtype of their shards, but unit `{unit.fqn or 'root'}` has "

@@ -133,9 +133,9 @@ class Root:
             self.join.begin_pass()
         self.has_begun = True
         for other in self.units:
-            other.is_stale = other.is_gathered and not other.is_kept_as_it_is
             for flat_param in other.flat_params:
                 flat_param.begin_pass()
+            other.is_stale = other.is_gathered and not other.is_kept_as_it_is
         self.order.begin_forward()
         self.unshard_stream.wait(now(self.device))  # the optimizer's step
         self._warn_autocast()

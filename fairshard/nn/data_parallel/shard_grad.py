@@ -141,6 +141,17 @@ class ShardGrad:
         assert self.value is not None
         return self.value
 
+    def mark(self) -> Any:
+        """The gradient, of zeros if there is none, as it is now, for `is_zeroed_since`."""
+        grad = self.value_or_zeros()
+        return grad, grad._version
+
+    def is_zeroed_since(self, mark: Any) -> bool:
+        """Whether the gradient was dropped or zeroed after `mark`."""
+        kept, version = mark
+        grad = self.value
+        return grad is None or ((grad is not kept or grad._version != version) and not grad.any())
+
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradient, or write zeros over it, and drop what is under way."""
         self.discard_flights()

@@ -13,6 +13,7 @@ from fairshard.nn.data_parallel.ignored import Ignored
 from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
 from fairshard.nn.data_parallel.tree import join, units_below, walk
+from fairshard.nn.data_parallel.viewed_flat_param import ViewedFlatParam
 
 _OTHER_ENGINES = (
     "torch.distributed.fsdp",
@@ -44,12 +45,17 @@ def shard_parameters(
     flat_params = []
     for index, group in enumerate(group_slots(slots, config)):
         name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
-        flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
+        flat_param: FlatParam
+        if config.use_orig_params:
+            flat_param = ViewedFlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
+        else:
+            flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
+            for slot in group:
+                slot.register(None if config.flatten_parameters else flat_param.shard)
         for slot in group:
-            slot.register(None if config.flatten_parameters else flat_param.shard)
             slot.move_to(origin.device)
         if not flat_param.on_cpu:
-            flat_param.shard.data = flat_param.shard.data.to(origin.device)
+            flat_param.move_to(origin.device)
         flat_params.append(flat_param)
     origin.note_cut(flat_params)
     return flat_params
@@ -77,7 +83,7 @@ def collect_slots(
     Raises:
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
-    left_out = {id(flat_param.shard) for flat_param in inner} | set(skip)
+    left_out = {id(stepped.shard) for flat_param in inner for stepped in flat_param.stepped} | set(skip)
     leaves = {id(slot.leaf): slot for flat_param in inner for slot in flat_param.slots}
     slots: dict[int, ParamSlot] = {}
     for fqn, part in parts:

@@ -68,7 +68,8 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
             here, there = flat_param.state_tensors()
             device += here
             host += there
-            moments = [v for v in optimizer.state.get(flat_param.shard, {}).values() if isinstance(v, Tensor)]
+            states = [optimizer.state.get(stepped.shard, {}) for stepped in flat_param.stepped]
+            moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
             (host if flat_param.on_cpu else device).extend(moments)
     pinned = sum(tensor.nbytes for tensor in host if tensor.is_pinned())
     return StateBytes(sum(tensor.nbytes for tensor in device), pinned, sum(tensor.nbytes for tensor in host) - pinned)

@@ -133,7 +133,7 @@ class Unit:
                 self.buffers.attach()
             call = None
             if torch.is_grad_enabled():
-                self._versions = [flat_param.shard._version for flat_param in self.flat_params]
+                self._versions = [param._version for fp in self.flat_params for param in fp.versioned]
                 call = Call(self)
                 if self._hooks_inputs:
                     apply_to_tensors(call.watch_input, (args, kwargs))
@@ -215,7 +215,7 @@ class Unit:
             # A leaf that is not reached is unused, or inside a reentrant segment that is still to come. Like frozen
             # parameters it may be read until the gradients of the unit's inputs are done.
             self._is_partial = reached < sum(len(flat_param.nodes) for flat_param in self.flat_params)
-            frozen = any(not flat_param.requires_grad for flat_param in self.flat_params)
+            frozen = any(len(flat_param.nodes) < len(flat_param.slots) for flat_param in self.flat_params)
             self._hooks_inputs = frozen or self._is_partial
         if self._hooks_inputs:
             call.await_inputs()
@@ -311,7 +311,7 @@ class Unit:
     @property
     def is_kept_as_it_is(self) -> bool:
         """Whether what was gathered for a backward in ``no_sync`` is still what the shards hold."""
-        versions = [flat_param.shard._version for flat_param in self.flat_params]
+        versions = [param._version for fp in self.flat_params for param in fp.versioned]
         return self._kept_at == (num_steps(), versions)
 
     def _finish_when_done(self) -> None:
@@ -340,8 +340,8 @@ class Unit:
     @property
     def shard_grad(self) -> dict[nn.Parameter, Tensor]:
         """The gradient of each shard that has one, wherever it is kept."""
-        grads = {fp.shard: fp.grad.value for fp in self.flat_params if fp.grad is not None}
-        return {shard: grad for shard, grad in grads.items() if grad is not None}
+        stepped = [one for fp in self.flat_params if fp.grad is not None for one in fp.stepped]
+        return {one.shard: grad for one in stepped if (grad := one.grad.value) is not None}
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the shards, wherever they are kept."""
@@ -386,10 +386,12 @@ class Unit:
             root.note_free()
 
     def _check_versions(self) -> None:
-        for flat_param, version in zip(self.flat_params, self._versions, strict=True):
-            if flat_param.shard._version != version:
-                raise ShardChangedError(
-                    f"The weights of a unit must not change between its forward and its backward, but those of "
-                    f"`{flat_param.name}` (rank {flat_param.rank}) did. Run the backward before the optimizer's step, "
-                    "load_state_dict or any other change of the parameters, or run the forward again after it."
-                )
+        versions = iter(self._versions)
+        for flat_param in self.flat_params:
+            for param in flat_param.versioned:
+                if param._version != next(versions):
+                    raise ShardChangedError(
+                        f"The weights of a unit must not change between its forward and its backward, but those of "
+                        f"`{flat_param.name}` (rank {flat_param.rank}) did. Run the backward before the optimizer's "
+                        "step, load_state_dict or any other change, or run the forward again after it."
+                    )

@@ -33,8 +33,8 @@ class UnitAttributes(nn.Module):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """This unit's own shards."""
-        return [flat_param.shard for flat_param in self._unit.flat_params]
+        """This unit's own shards, as `parameters` yields them."""
+        return [stepped.shard for flat_param in self._unit.flat_params for stepped in flat_param.stepped]
 
     @property
     def move_params_to_cpu(self) -> bool:

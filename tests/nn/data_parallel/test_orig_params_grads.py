@@ -1,0 +1,309 @@
+"""``use_orig_params``: gradients by original parameter, whatever the user or an optimizer does to some of them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.errors import ShardChangedError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, average_grads_, randn
+
+SETTINGS = {
+    "device": {},
+    "offload": {"cpu_offload": True},
+    "wide": {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True},
+}
+
+
+def build(widths=(4, 9, 7, 5), wrap=FSDP, **settings):
+    """A plain model and its twin in one unit."""
+    plain = mlp(*widths)
+    return plain, wrap(copy.deepcopy(plain), use_orig_params=True, **settings)
+
+
+def backward(model, key):
+    loss = model(randn(3, 4, key=key)).float().square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def whole_grads(model):
+    """Every gradient of a wrapped model, whole, put together from what ranks have of it; None where it is None."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {name: param.grad for name, param in model.named_parameters()})
+    return {
+        name: None if own is None else torch.cat([part[name].float() for part in every])
+        for name, own in every[0].items()
+    }
+
+
+def assert_same_grads(wrapped, plain):
+    found = whole_grads(wrapped)
+    for name, param in plain.named_parameters():
+        assert (found[name] is None) == (param.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(found[name], param.grad.flatten().float(), rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_are_views_of_one_memory(offload):
+    """After a backward each view has its run of the mean gradient; all of a unit share one storage."""
+    plain, wrapped = build(cpu_offload=offload)
+    backward(plain, 0)
+    backward(wrapped, 0)
+    average_grads_(plain.parameters())
+    assert_same_grads(wrapped, plain)
+    (flat_param,) = wrapped._unit.flat_params
+    storages = {p.grad.untyped_storage().data_ptr() for p in wrapped.parameters() if p.numel()}
+    assert len(storages) == 1
+    assert sum(grad.numel() for grad in flat_param.grad.tensors()) == flat_param.shard_numel
+    wrapped.zero_grad()
+    assert all(param.grad is None for param in wrapped.parameters())
+    assert flat_param.grad.value is None
+
+
+@on_ranks(2, 3)
+def test_unused_parameters_of_a_used_unit_have_zeros():
+    """One rank cannot know whether another used a parameter: in a unit that has gradients, all parameters have."""
+    model = nn.ModuleDict({"used": nn.Linear(4, 5), "unused": nn.Linear(4, 5), "apart": FSDP(nn.Linear(4, 5))})
+    model.forward = lambda x: model["used"](x)
+    wrapped = FSDP(model.to(rank_device()), use_orig_params=True)
+    backward(wrapped, 0)
+    grads = whole_grads(wrapped)
+    assert grads["used.weight"].any()
+    assert not grads["unused.weight"].any()
+    assert [name for name, grad in grads.items() if grad is None] == ["apart.flat_param_0"]
+
+
+@on_ranks(1, 2, 3)
+def test_frozen_parameters_of_a_mixed_unit_cost_no_gradient():
+    """Frozen and trainable in one unit: nothing of the frozen is reduced, kept, or put beside them."""
+    plain = mlp(4, 50, 5)
+    plain[0].weight.requires_grad_(False)
+    wrapped = FSDP(copy.deepcopy(plain), use_orig_params=True)
+    trained = sum(param.numel() for param in plain.parameters() if param.requires_grad)
+    reset_counters()
+    backward(plain, 0)
+    backward(wrapped, 0)
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        assert counters()["reduce_scatter"][1] < (trained + world_size) * 4 + 64
+    average_grads_(plain.parameters())
+    assert_same_grads(wrapped, plain)
+    kept = {p.grad.untyped_storage() for p in wrapped.parameters() if p.grad is not None and p.numel()}
+    assert sum({s.data_ptr(): s.nbytes() for s in kept}.values()) <= (trained // world_size + 1) * 4 + 64
+    assert all(slot.leaf.grad is None for fp in wrapped._unit.flat_params for slot in fp.slots)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("which", ["0.weight", "2.bias", "all"])
+def test_requires_grad_can_change_between_passes(which):
+    """A parameter frozen after wrapping gets no gradient and lets its neighbours train; unfrozen it trains again."""
+    plain, wrapped = build()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, wrapped)]
+    for step, trains in enumerate((True, False, False, True)):
+        for model in (plain, wrapped):
+            for name, param in model.named_parameters():
+                if which in (name, "all"):
+                    param.requires_grad_(trains)
+            x = randn(3, 4, key=step).requires_grad_()
+            model(x).square().sum().backward()
+            assert x.grad is not None
+        average_grads_(plain.parameters())
+        assert_same_grads(wrapped, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    exact = {} if dist.get_world_size() < 3 else {"rtol": 1e-5, "atol": 1e-6}
+    assert_same_state(wrapped.state_dict(), plain.state_dict(), **exact)
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_one_of_two_optimizers_may_drop_what_was_accumulated(settings, to_none, is_synced):
+    """Biases are zeroed between two backwards and weights are not: the sum of each is that of its own backwards."""
+    plain, wrapped = build(**SETTINGS[settings])
+    for model in (plain, wrapped):
+        biases = torch.optim.SGD([p for name, p in model.named_parameters() if name.endswith("bias")], lr=0.1)
+        if model is plain or is_synced:
+            backward(model, 0)
+        else:
+            with model.no_sync():
+                backward(model, 0)
+        biases.zero_grad(set_to_none=to_none)
+        backward(model, 1)
+    average_grads_(plain.parameters())
+    if settings != "wide":
+        assert_same_grads(wrapped, plain)
+        return
+    twin = FSDP(copy.deepcopy(plain), **SETTINGS[settings])  # bf16: compare the biases with a backward of their own
+    backward(twin, 1)
+    with FSDP.summon_full_params(twin, with_grads=True), FSDP.summon_full_params(wrapped, with_grads=True):
+        for ours, other in zip(wrapped.module, twin.module, strict=True):
+            if isinstance(ours, nn.Linear):
+                assert torch.equal(ours.bias.grad, other.bias.grad)
+                assert not torch.equal(ours.weight.grad, other.weight.grad)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("synced", [True, False])
+def test_all_gradients_dropped_by_the_views_are_dropped(synced):
+    """``optimizer.zero_grad`` after a backward, reduced or not, leaves nothing of it; memory goes with the forward."""
+    plain, wrapped = build()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    if synced:
+        backward(wrapped, 0)
+    else:
+        with wrapped.no_sync():
+            backward(wrapped, 0)
+    optimizer.zero_grad()
+    loss = wrapped(randn(3, 4, key=1)).square().sum()
+    (flat_param,) = wrapped._unit.flat_params
+    assert flat_param.shard.grad is None
+    loss.backward()
+    backward(plain, 1)
+    average_grads_(plain.parameters())
+    assert_same_grads(wrapped, plain)
+
+
+@on_ranks(1, 2, 3)
+def test_gradients_that_the_user_puts_there_count():
+    """Assigned, edited in place or taken off, a gradient is what the next backward adds to, and what is clipped."""
+    plain, wrapped = build()
+    for model in (plain, wrapped):
+        backward(model, 0)
+    average_grads_(plain.parameters())
+    for model in (plain, wrapped):
+        named = dict(model.named_parameters())
+        named["0.weight"].grad = torch.full_like(named["0.weight"], 2.0)
+        named["2.weight"].grad.mul_(3)
+        named["4.bias"].grad = None
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(wrapped.clip_grad_norm_(0.5), expected)
+    assert_same_grads(wrapped, plain)
+    kept = {name: param.grad for name, param in plain.named_parameters()}
+    plain.zero_grad()
+    for model in (plain, wrapped):
+        backward(model, 1)
+    average_grads_(plain.parameters())
+    for name, param in plain.named_parameters():
+        param.grad += 0 if kept[name] is None else kept[name]
+    assert_same_grads(wrapped, plain)
+
+
+@on_ranks(1, 2, 3)
+def test_hooks_on_views_see_the_reduced_gradient():
+    """A post-accumulate-grad hook runs once a backward, with the view's run of the mean there; it may drop it."""
+    plain, wrapped = build(wrap=wrap_each)
+    seen = {}
+
+    def note(name):
+        def hook(param):
+            seen[name] = param.grad.clone()
+            param.grad = None
+
+        return hook
+
+    for name, param in wrapped.named_parameters():
+        param.register_post_accumulate_grad_hook(note(name))
+    backward(plain, 0)
+    backward(wrapped, 0)
+    average_grads_(plain.parameters())
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, seen)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(torch.cat([part[name] for part in every]), param.grad.flatten())
+    assert wrapped.params_with_grad == []
+
+
+@on_ranks(1, 2, 3)
+def test_a_change_between_forward_and_backward_is_refused():
+    """A write into one view is a change of the weights that the backward would use."""
+    _, wrapped = build()
+    loss = wrapped(randn(3, 4)).square().sum()
+    with torch.no_grad():
+        wrapped.params[0].mul_(2)
+    with pytest.raises(ShardChangedError, match="must not change between"):
+        loss.backward()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["in place", "data in place", "data assigned", "vector"])
+@pytest.mark.parametrize("settings", ["device", "offload"])
+def test_a_written_view_is_seen_by_the_next_forward(how, settings):
+    """However a weight is written between passes, forward, state dict and shard have the new value."""
+    plain, wrapped = build(**SETTINGS[settings])
+    backward(wrapped, 0)
+    for model in (plain, wrapped):
+        with torch.no_grad():
+            for param in model.parameters():
+                if how == "in place":
+                    param.mul_(0.5)
+                elif how == "data in place":
+                    param.data.mul_(0.5)
+                elif how == "data assigned":
+                    param.data = param.data * 0.5
+            if how == "vector":
+                vector = nn.utils.parameters_to_vector(model.parameters())
+                nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    assert torch.equal(wrapped(randn(3, 4)), plain(randn(3, 4)))
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    wrapped.zero_grad()
+    plain.zero_grad()
+    for model in (plain, wrapped):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, 1)
+        average_grads_(plain.parameters() if model is plain else [])
+        optimizer.step()
+    if dist.get_world_size() < 3:
+        assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_data_of_another_size_is_refused_by_name():
+    """Only the rank's own elements can be assigned."""
+    _, wrapped = build()
+    wrapped.module[2].weight.data = torch.zeros(7, 9, device=rank_device())
+    with pytest.raises(ValueError, match=r"`2.weight` \(rank \d\) has shape \(7, 9\)"):
+        wrapped(randn(3, 4))
+
+
+@on_ranks(2, 3)
+def test_an_interrupted_backward_leaves_no_gradient():
+    """After an exception in a backward the next step is that of the plain model."""
+    plain, wrapped = build(wrap=wrap_each)
+
+    def fail(_):
+        raise KeyError
+
+    x = randn(3, 4).requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(KeyError):
+        wrapped(x).square().sum().backward()
+    backward(plain, 1)
+    backward(wrapped, 1)
+    average_grads_(plain.parameters())
+    assert_same_grads(wrapped, plain)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("placement", [{}, {"cpu_offload": True}, {"cpu_offload": True, "move_grads_to_cpu": False}])
+def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
+    """A unit that ran a backward on its own, then as part of a model: its gradients add up, view by view."""
+    models = [wrap_each(mlp(4, 9, 5), use_orig_params=flag, **placement) for flag in (True, False)]
+    sums = []
+    for model in models:
+        model[2](torch.ones(3, 9, device=rank_device())).square().sum().backward()
+        backward(model, 0)
+        sums.append(torch.cat(list(model[2]._unit.shard_grad.values())))
+    assert torch.equal(sums[0], sums[1][: sums[0].numel()])

@@ -1,0 +1,241 @@
+"""``use_orig_params``: what is saved and shown goes by original parameter, to and from every other layout."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.checkpoint import load, save
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import StateDictType
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn
+
+LAYOUTS = {
+    "views": {"use_orig_params": True},
+    "flat": {},
+    "apart": {"flatten_parameters": False},
+    "views apart": {"flatten_parameters": False, "use_orig_params": True},
+}
+
+
+def step(model, optimizer, key):
+    tokens, extra, targets = tiny_batch(dist.get_rank(), key)
+    loss = tiny_loss(model(tokens, extra), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def adam(params):
+    return torch.optim.AdamW(params, lr=0.01, foreach=False)
+
+
+def build(layout, seed=1):
+    model = wrap_tiny(tiny(seed=seed), **LAYOUTS[layout])
+    return model, adam(model.parameters())
+
+
+def grouped(model):
+    named = dict(model.named_parameters())
+    norms = [param for name, param in named.items() if "norm" in name]
+    others = [param for name, param in named.items() if "norm" not in name]
+    return torch.optim.SGD([{"params": others}, {"params": norms, "lr": 0.5}], lr=0.1, momentum=0.9)
+
+
+def assert_same_optim_state(one, other):
+    assert list(one) == list(other)
+    for name, entries in one.items():
+        assert list(entries) == list(other[name])
+        assert all(torch.equal(value, other[name][key]) for key, value in entries.items()), name
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("into", LAYOUTS)
+@pytest.mark.parametrize("way", ["full", "rank0", "sharded"])
+def test_optimizer_state_goes_to_every_layout_and_back(into, way):
+    """Saved with views and loaded elsewhere, and the reverse, training goes on to the bit; names and values agree."""
+    for first, second in (("views", into), (into, "views")):
+        model, optimizer = build(first)
+        step(model, optimizer, 0)
+        other, of_other = build(second, seed=7)
+        other.load_state_dict(model.state_dict())
+        if way == "full":
+            saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+            made = FSDP.shard_full_optim_state_dict(saved, other, optim=of_other)
+        elif way == "rank0":
+            saved = FSDP.full_optim_state_dict(model, optimizer)
+            made = FSDP.scatter_full_optim_state_dict(saved or None, other, optim=of_other)
+        else:
+            if (first == "views") != (second == "views"):
+                continue  # spans of another layout: fairshard.checkpoint reads them
+            saved = FSDP.sharded_optim_state_dict(model, optimizer)
+            made = FSDP.flatten_sharded_optim_state_dict(saved, other, of_other)
+        of_other.load_state_dict(made)
+        pairs = (model, optimizer), (other, of_other)
+        wholes = [FSDP.full_optim_state_dict(*pair, rank0_only=False) for pair in pairs]
+        assert_same_optim_state(wholes[0]["state"], wholes[1]["state"])
+        assert wholes[0]["param_groups"] == wholes[1]["param_groups"]
+        losses = [step(*pair, 1) for pair in pairs]
+        assert torch.equal(*losses)
+        assert_same_state(other.state_dict(), model.state_dict())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+def test_state_dicts_of_all_forms(kind):
+    """Model and optimizer, saved and loaded in one form into a model with views; local ones also into a flat one."""
+    model, optimizer = build("views")
+    step(model, optimizer, 0)
+    for layout in ("views", "flat") if kind == "LOCAL_STATE_DICT" else ("views",):
+        other, of_other = build(layout, seed=7)
+        for one in (model, other):
+            FSDP.set_state_dict_type(one, getattr(StateDictType, kind))
+        other.load_state_dict(model.state_dict())
+        if layout == "views":
+            state = FSDP.optim_state_dict(model, optimizer)
+            of_other.load_state_dict(FSDP.optim_state_dict_to_load(other, of_other, state))
+        for one in (model, other):
+            FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT)
+        assert_same_state(other.state_dict(), model.state_dict())
+        if layout == "views":
+            assert torch.equal(step(other, of_other, 1), step(model, optimizer, 1))
+            assert_same_state(other.state_dict(), model.state_dict())
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("into", LAYOUTS)
+def test_checkpoints_across_layouts(into, tmp_path):
+    """``fairshard.checkpoint`` saves with views and loads into any layout, and the reverse."""
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    for number, (first, second) in enumerate((("views", into), (into, "views"))):
+        model, optimizer = build(first)
+        step(model, optimizer, 0)
+        save(f"{folder[0]}/{number}", model, optimizer, step=1)
+        other, of_other = build(second, seed=7)
+        load(f"{folder[0]}/{number}", other, of_other)
+        assert_same_state(other.state_dict(), model.state_dict())
+        assert torch.equal(step(model, optimizer, 1), step(other, of_other, 1))
+        assert_same_state(other.state_dict(), model.state_dict())
+
+
+@on_ranks(2, 3)
+def test_groups_that_cut_through_a_unit_are_saved_by_name(tmp_path):
+    """Two rates in one unit, in a checkpoint and in a whole state dict: each parameter keeps its own."""
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    model = wrap_tiny(tiny(), use_orig_params=True)
+    optimizer = grouped(model)
+    step(model, optimizer, 0)
+    save(f"{folder[0]}/one", model, optimizer, step=1)
+    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert [group["lr"] for group in whole["param_groups"]] == [0.1, 0.5]
+    assert all("norm" in name for name in whole["param_groups"][1]["params"])
+    for way in ("checkpoint", "whole"):
+        other = wrap_tiny(tiny(seed=7), use_orig_params=True)
+        of_other = grouped(other)
+        of_other.param_groups[1]["lr"] = 0.0
+        if way == "checkpoint":
+            load(f"{folder[0]}/one", other, of_other)
+        else:
+            other.load_state_dict(model.state_dict())
+            of_other.load_state_dict(FSDP.shard_full_optim_state_dict(whole, other, optim=of_other))
+        twin = copy.deepcopy(model)
+        of_twin = grouped(twin)
+        of_twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert torch.equal(step(twin, of_twin, 1), step(other, of_other, 1))
+        assert_same_state(other.state_dict(), twin.state_dict())
+
+
+@on_ranks(1, 2, 3)
+def test_whole_parameters_and_gradients_are_shown_and_written_back():
+    """Inside ``summon_full_params`` names and shapes are the original ones; what is written there arrives."""
+    plain = mlp(4, 9, 5)
+    shapes = {name: param.shape for name, param in plain.named_parameters()}
+    model = FSDP(plain, use_orig_params=True)
+    model(randn(3, 4)).square().sum().backward()
+    views = dict(model.named_parameters())
+    before = {name: param.grad.clone() for name, param in views.items()}
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert {name: param.shape for name, param in model.named_parameters()} == shapes
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.25)
+                param.grad.mul_(2)
+    assert dict(model.named_parameters()) == views
+    for name, param in views.items():
+        assert torch.equal(param.grad, before[name] * 2)
+        assert torch.equal(param, torch.full_like(param, 0.25))
+    with FSDP.summon_full_params(model, with_grads=True):
+        for param in model.parameters():
+            param.grad = None
+    assert all(param.grad is None for param in views.values())
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("by", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_copy_trains_on_its_own(by, when):
+    """A copied or pickled model has views of its own shard: training and the check of changed weights go on."""
+    model = wrap_each(mlp(4, 9, 5), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if when == "after":
+        model(randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if by == "deepcopy":
+        other = copy.deepcopy(model)
+    elif by == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    twin = wrap_each(mlp(4, 9, 5, seed=7))
+    twin.load_state_dict(model.state_dict())
+    before = model.state_dict()
+    for one in (other, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for key in range(2):
+            one(randn(3, 4, key=key)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(other.state_dict(), twin.state_dict())
+    assert_same_state(model.state_dict(), before)
+    loss = other(randn(3, 4)).square().sum()
+    with torch.no_grad():
+        other[0].params[0].add_(1)
+    with pytest.raises(RuntimeError, match="must not change between"):
+        loss.backward()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("through", ["wrapper", "module"])
+def test_conversions_before_the_first_forward(through):
+    """``.double()`` on the wrapper, or on the module inside it: views, shard and optimizer follow."""
+    model, twin = FSDP(mlp(4, 9, 5), use_orig_params=True), FSDP(mlp(4, 9, 5).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model if through == "wrapper" else model.module).double()
+    of_twin = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for one, its in ((model, optimizer), (twin, of_twin)):
+        one(randn(3, 4).double()).square().sum().backward()
+        its.step()
+    assert_same_state(model.state_dict(), twin.state_dict())
+    with pytest.raises(TypeError, match="Dtype and device must be settled"):
+        model.float()
+
+
+@on_ranks(2)
+def test_a_conversion_of_a_part_is_refused():
+    """One parameter of a unit in another dtype than its neighbours is named."""
+    model = FSDP(mlp(4, 9, 5), use_orig_params=True)
+    model.module[2].double()
+    with pytest.raises(TypeError, match=r"must keep one dtype and one device, but `2\.weight`"):
+        model(randn(3, 4))

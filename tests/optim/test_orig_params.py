@@ -1,0 +1,167 @@
+"""Optimizers over the views of ``use_orig_params``: CPUOptimizer, the loss scaler, and what is refused."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError, StaleOptimizerError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.summary import state_bytes
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn
+
+HELD = {"cpu_offload": True, "move_grads_to_cpu": False}
+PLACEMENTS = pytest.mark.parametrize(
+    "placement",
+    [{}, {"cpu_offload": True}, {"move_grads_to_cpu": True}, HELD],
+    ids=["device", "offload", "master", "held"],
+)
+
+
+def build(**settings):
+    return wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0, **settings)
+
+
+def groups_of(model):
+    named = dict(model.named_parameters())
+    return [
+        {"params": [named[name] for name in named if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [named[name] for name in named if name.endswith("bias")], "lr": 0.02},
+    ]
+
+
+def backward(model, step, scaler=None):
+    loss = model(randn(3, 4, key=step)).float().square().sum()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+@on_ranks(1, 2, 3)
+@PLACEMENTS
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_param_groups_by_original_parameter_in_every_placement(placement, clip):
+    """Rates and weight decay by parameter, clipped or not, accumulated or not: the plain optimizer's bits."""
+    model = build(use_orig_params=True, **placement)
+    twin = wrap_each(mlp(4, 9, 7, 5), flatten_parameters=False)
+    options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+    ours = CPUOptimizer(model, torch.optim.SGD, params=groups_of(model), clip_grad_norm=clip, **options)
+    plain = torch.optim.SGD(groups_of(twin), **options)
+    for step in range(3):
+        for one in (model, twin):
+            with one.no_sync() if step else contextlib.nullcontext():
+                backward(one, (step, 0))
+            backward(one, (step, 1))
+        if clip is not None:
+            twin.clip_grad_norm_(clip)
+        for optimizer in (ours, plain):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+    ours_state, state = model.state_dict(), twin.state_dict()
+    if clip is None:
+        assert_same_state(ours_state, state)
+    else:  # the norm is summed in another order
+        assert_same_state(ours_state, state, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2, 3)
+@PLACEMENTS
+@pytest.mark.parametrize("scaled", [False, True])
+def test_steps_during_the_backward(placement, scaled):
+    """With ``overlap`` and speculation each view is stepped early, undone where the norm says so; same bits."""
+    model = build(use_orig_params=True, **placement)
+    twin = build(use_orig_params=True)
+    options = {"lr": 0.1, "momentum": 0.9, "clip_grad_norm": 3.0}
+    early = CPUOptimizer(
+        model, torch.optim.SGD, params=groups_of(model), overlap=True, clip_mode="speculate", **options
+    )
+    late = CPUOptimizer(twin, torch.optim.SGD, params=groups_of(twin), **options)
+    scalers = [ShardedGradScaler("cpu", init_scale=8.0, enabled=scaled) for _ in range(2)]
+    for step in range(3):
+        backward(twin, step, scalers[1])
+        scalers[1].step(late)
+        with early.last_backward(scalers[0] if scaled else None):
+            backward(model, step, scalers[0])
+        scalers[0].step(early)
+        for scaler, optimizer in zip(scalers, (early, late), strict=True):
+            scaler.update()
+            optimizer.zero_grad()
+    assert_same_state(model.state_dict(), twin.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", [{"cpu_offload": True}, HELD], ids=["offload", "held"])
+def test_an_edit_after_an_early_step_is_refused(placement):
+    """One view's gradient edited after its shard was stepped: `step` raises and names the parameter."""
+    model = build(use_orig_params=True, **placement)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
+    with optimizer.last_backward():
+        backward(model, 0)
+    grads = {id(param): grad for unit in (model[2]._unit,) for param, grad in unit.shard_grad.items()}
+    grads[id(model[2].params[0])].mul_(2)
+    with pytest.raises(FairshardError, match=r"gradient of `2\.weight` must not change"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_half_moments_and_a_part_on_the_device():
+    """``state_dtype`` and ``offload_fraction`` go by unit and by view; training goes on and state is in bf16."""
+    model = build(use_orig_params=True, cpu_offload=True)
+    optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16, offload_fraction=0.5)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(state["exp_avg"].shape == param.shape for param, state in optimizer.state.items())
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+    kept = state_bytes(model, optimizer)
+    assert kept.device + kept.pinned + kept.pageable > 0
+
+
+@on_ranks(2, 3)
+def test_a_scaled_step_is_skipped_on_all_ranks():
+    """An overflow in the view of one rank skips the plain optimizer's step on every rank."""
+    model = FSDP(mlp(4, 9, 5), use_orig_params=True)
+    optimizer, scaler = torch.optim.SGD(groups_of(model), lr=0.1), ShardedGradScaler("cpu", init_scale=8.0)
+    for poisoned in (True, False):
+        backward(model, 0, scaler)
+        last = [param for param in model.parameters() if param.numel()][-1]
+        if poisoned and dist.get_rank() == 1:
+            last.grad[0] = float("inf")
+        before = [param.detach().clone() for param in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        assert changed != poisoned
+    assert scaler.get_scale() == 4.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
+def test_optimizers_that_need_shapes_are_refused_by_parameter_name(name):
+    """A view is 1-D and may be empty: what needs shapes or all parameters is refused, and the view named."""
+    model = FSDP(mlp(4, 9, 5), use_orig_params=True)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+    backward(model, 0)
+    with pytest.raises(ShardOptimizerError, match=r"`0\.weight`"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+@on_ranks(2)
+def test_held_gradients_and_stale_parameters_are_refused():
+    """A plain optimizer that would skip views, and one built before wrapping, raise at their first step."""
+    model = build(use_orig_params=True, **HELD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, 0)
+    assert all(param.grad is None for param in model.parameters())
+    assert len(model.params_with_grad) == 6
+    with pytest.raises(HeldGradientError, match=r"`0\.weight`"):
+        optimizer.step()
+    unwrapped = mlp(4, 9, 5)
+    stale = torch.optim.SGD(unwrapped.parameters(), lr=0.1)
+    backward(FSDP(unwrapped, use_orig_params=True), 0)
+    with pytest.raises(StaleOptimizerError, match=r"`0\.weight`"):
+        stale.step()
