@@ -60,7 +60,12 @@ LAYERS = [
         "fairshard.nn.flatten_params_wrapper",
     ],
     [f"{DATA_PARALLEL}.root"],
-    [f"{DATA_PARALLEL}.agreement", f"{DATA_PARALLEL}.placement"],
+    [
+        f"{DATA_PARALLEL}.agreement",
+        f"{DATA_PARALLEL}.nan_check",
+        f"{DATA_PARALLEL}.order_check",
+        f"{DATA_PARALLEL}.placement",
+    ],
     [f"{DATA_PARALLEL}.unit"],
     [f"{DATA_PARALLEL}.materialize", f"{DATA_PARALLEL}.origin"],
     [f"{DATA_PARALLEL}.ignored"],

@@ -13,6 +13,8 @@ from fairshard.nn.data_parallel.late_options import DEFAULTS, LateOptions
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from fairshard.utils.reduce_scatter_bucketer import Division
 
+ORDER_CHECKS = ("always", "sampled", "off")
+
 
 class GradHome(Enum):
     """Where the gradient of a shard is kept once it is reduced."""
@@ -46,6 +48,8 @@ class UnitConfig:
     gradient_predivide_factor: float | None
     keeps_in_no_sync: bool
     late: LateOptions
+    order_check: str = "sampled"
+    nan_check: bool = False
 
     @property
     def master_on_cpu(self) -> bool:
@@ -100,6 +104,8 @@ def resolve(
     limit_all_gathers: bool = True,
     gradient_predivide_factor: float | None = None,
     late: LateOptions = DEFAULTS,
+    order_check: str = "sampled",
+    nan_check: bool = False,
 ) -> UnitConfig:
     """Check the arguments of the wrapper against each other and fill in what depends on others.
 
@@ -118,6 +124,7 @@ def resolve(
         "force_input_to_fp32": force_input_to_fp32,
         "limit_all_gathers": limit_all_gathers,
         "forward_prefetch": forward_prefetch is True,
+        "nan_check": nan_check,
     }
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -138,6 +145,8 @@ def resolve(
     strategy, reshard_after_forward = _strategy(sharding_strategy, reshard_after_forward)
     mixed_precision = False if mixed_precision is None else mixed_precision
     precision = _precision(mixed_precision, compute_dtype, fp32_reduce_scatter, buffer_dtype)
+    if order_check not in ORDER_CHECKS:
+        raise ValueError(f"`order_check` must be one of {', '.join(ORDER_CHECKS)}, but is {order_check!r}.")
     return UnitConfig(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -154,6 +163,8 @@ def resolve(
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         gradient_predivide_factor=gradient_predivide_factor,
+        order_check=order_check,
+        nan_check=nan_check,
         keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
         late=late,
     )

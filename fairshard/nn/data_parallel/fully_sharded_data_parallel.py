@@ -93,6 +93,10 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         ignored_modules: modules below ``module`` to leave whole on every rank; their gradients are not reduced.
         ignored_states: modules and parameters to leave whole, instead of the other two arguments.
         ignored_parameters: parameters to leave whole.
+        order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
+            50th (``"sampled"``) or never (``"off"``). All wrappers of a model need the same value.
+        nan_check: after each backward, raise on all ranks if a gradient is not finite, and name it and its rank. All
+            wrappers of a model need the same value.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -138,6 +142,8 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
+        order_check: str = "sampled",
+        nan_check: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -170,6 +176,8 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
             limit_all_gathers=limit_all_gathers,
             gradient_predivide_factor=gradient_predivide_factor,
             late=late,
+            order_check=order_check,
+            nan_check=nan_check,
         )
         groups = find_groups(
             self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter

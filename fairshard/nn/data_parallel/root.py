@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,13 +14,17 @@ from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.groups import check_pairs
+from fairshard.nn.data_parallel.nan_check import NanCheck
+from fairshard.nn.data_parallel.order_check import OrderCheck, check_settings
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.watchdog import watch
 
 
 def claim(module: nn.Module) -> Root:
@@ -34,6 +38,7 @@ def claim(module: nn.Module) -> Root:
             unit.root.assert_idle("forward of an outer unit")
         unit.place(fqn)
     units = [unit for _, unit in found]
+    check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
     check_pairs(unit.groups for unit in units)
     device = compute_device(units)
@@ -43,7 +48,8 @@ def claim(module: nn.Module) -> Root:
                 check_agreement(comm, [unit for unit in units if comms[unit] == own], device)
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
-    root = Root(units, device)
+    shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
+    root = Root(units, device, list(dict.fromkeys(shared)))
     for part in module.modules():
         wrapped = unit_of(part)
         if wrapped is not None:
@@ -69,10 +75,12 @@ class Root:
     gathered.
     """
 
-    def __init__(self, units: list[Unit], device: torch.device) -> None:
+    def __init__(self, units: list[Unit], device: torch.device, comms: Sequence[Communicator]) -> None:
         self.units = units
         self.device = device
         self.order: ExecOrder[Unit] = ExecOrder()
+        self.order_check = OrderCheck(units, comms, device)
+        self.nan_check = NanCheck(units, comms)
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
@@ -96,6 +104,7 @@ class Root:
         self._depth += 1
         if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
             return None
+        self.order_check.entered.append(unit)
         self._ahead.discard(unit)
         ahead = self.order.enter(unit)
         if ahead is not None and not ahead.is_gathered:
@@ -114,6 +123,7 @@ class Root:
             if unit.is_gathered and not unit.is_pinned:
                 unit.reshard()
         self._ahead.clear()
+        self.order_check.end_forward(completed)
 
     def keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
@@ -130,6 +140,8 @@ class Root:
             for flat_param in other.flat_params:
                 flat_param.begin_pass()
         self.order.begin_forward()
+        self.order_check.begin_forward()
+        watch(self.order_check)
         self.unshard_stream.wait(now(self.device))  # the optimizer's step
         self._warn_autocast()
 
@@ -142,6 +154,7 @@ class Root:
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
+            self.order_check.begin_backward()
             expected = self.order.begin_backward()
             for other, num_calls in expected.items():
                 other.num_calls = num_calls
@@ -157,6 +170,7 @@ class Root:
                     and flat_param.hook is None
                 ]
             )
+        self.order_check.entered.append(unit)
         return self.order.reenter(unit)
 
     def check_live(self, unit: Unit, task: int) -> None:
@@ -171,9 +185,13 @@ class Root:
         if self.transfers.listener is None:  # else they land when they are stepped
             self._land_grads()
         self._wait_for_reads()
+        ends_step = self.has_grads and any(unit.sync for unit in self.units)
         self.has_grads = False
         self.order.end_backward()
         self.in_backward = False
+        self.order_check.end_backward(ends_step)
+        if ends_step and self.nan_check.is_on:
+            self.nan_check.end_backward()
 
     def reset(self) -> None:
         """Drop what a pass left behind that ended in an exception."""
@@ -184,6 +202,8 @@ class Root:
         self._wait_for_reads()
         for unit in self.units:
             unit.reset()
+        self.order_check.forget()
+        self.nan_check.forget()
         self.order.end_backward()
         self.in_backward = self.has_grads = False
         self._depth = 0
