@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,9 +15,9 @@ from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.groups import check_pairs
 from fairshard.nn.data_parallel.nan_check import NanCheck
 from fairshard.nn.data_parallel.order_check import OrderCheck, check_settings
-from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
+from fairshard.nn.data_parallel.placement import check_host_memory, compute_device, warn_autocast
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
-from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.training_state import TrainingState, assert_none_summoned
 from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.collectives import Communicator
@@ -133,7 +132,7 @@ class Root:
     def _begin_pass(self, unit: Unit) -> None:
         if self.in_backward:  # its end never came: it raised
             self.reset()
-        self._assert_none_summoned("forward")
+        assert_none_summoned(self.units, "forward")
         self.has_begun = True
         for other in self.units:
             other.is_stale = other.is_gathered and not other.is_kept_as_it_is
@@ -143,14 +142,14 @@ class Root:
         self.order_check.begin_forward()
         watch(self.order_check)
         self.unshard_stream.wait(now(self.device))  # the optimizer's step
-        self._warn_autocast()
+        self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
 
     # ---- backward
 
     def enter_backward(self, unit: Unit) -> Unit | None:
         """The backward has come to ``unit``; returns the one to gather ahead."""
         if not self.in_backward:
-            self._assert_none_summoned("backward")
+            assert_none_summoned(self.units, "backward")
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
@@ -210,14 +209,6 @@ class Root:
 
     # ---- memory, state
 
-    def _assert_none_summoned(self, what: str) -> None:
-        for unit in self.units:
-            if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-                raise TrainingStateError(
-                    f"A {what} must not run inside summon_full_params, but unit `{unit.fqn or 'root'}` is summoned. "
-                    "Leave the `with` block first."
-                )
-
     def _land_grads(self) -> None:
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -261,15 +252,3 @@ class Root:
         finally:
             for unit, sync in zip(self.units, before, strict=True):
                 unit.sync = sync
-
-    def _warn_autocast(self) -> None:
-        if self._warned_autocast or not torch.is_autocast_enabled(self.device.type):
-            return
-        if any(fp.compute_dtype == torch.float32 for unit in self.units for fp in unit.flat_params):
-            self._warned_autocast = True
-            warnings.warn(
-                "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
-                "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
-                "gathers half the bytes and keeps none.",
-                stacklevel=4,
-            )
