@@ -259,6 +259,5 @@ class _Peers:
 
     def any_says(self, flag: bool) -> bool:
         """Whether any rank's ``flag`` is True. **Collective.**"""
-        flags = torch.tensor([float(flag)], device=self._hashes.device)
-        self.comm.all_reduce(flags, "max").wait()
-        return bool(flags.item())
+        self.send(int(flag))
+        return not self.agree() or flag
