@@ -6,6 +6,7 @@
 #   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own
 #   make test-all                 every cell of every matrix
 #   make kill                     kill -9 a training run 200 times, inside saves and between; ARGS="--seed 1"
+#   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all kill check docs bench clean
+.PHONY: train test test-all kill drill check docs bench clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -42,6 +43,9 @@ test-all: $(INSTALLED)
 
 kill: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.kill_loop $(ARGS)
+
+drill: $(INSTALLED)
+	$(BIN)/python -m tests.nn.data_parallel.drill $(ARGS)
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .

@@ -16,7 +16,9 @@ running is one of these::
     |-- HostMemoryError       (+ MemoryError)                 not enough host memory to pin
     |-- StateDictTypesDifferError (+ AssertionError)          units with different types of state dict
     |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or another model's
-    `-- RanksDisagreeError                                    ranks built different models
+    |-- NonFiniteGradientError                                a gradient is NaN or infinite, with ``nan_check``
+    |-- CollectiveFailedError                                 a rank died, hung or ran out of data
+    `-- RanksDisagreeError                                    ranks built or ran different models
 
 The extra bases are those that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
 keep working.
@@ -75,5 +77,13 @@ class CheckpointError(FairshardError, ValueError):
     """A checkpoint cannot be used: a file is missing or damaged, or it is another model's."""
 
 
+class NonFiniteGradientError(FairshardError):
+    """A gradient is NaN or infinite on some rank."""
+
+
+class CollectiveFailedError(FairshardError):
+    """A collective failed or timed out; the message says where every rank was, and who is silent."""
+
+
 class RanksDisagreeError(FairshardError):
-    """Ranks of one process group hold different models."""
+    """Ranks of one process group hold different models, or run their units in different orders."""

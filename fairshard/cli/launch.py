@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -20,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fairshard.cli.failure import first_failure
 from fairshard.cli.options import TrainOptions, check_options
 from fairshard.cli.ranks import Ranks, default_threads
+from fairshard.cli.resume import restarted_options
 from fairshard.cli.text import TextPlan
 
 # glibc then keeps freed memory instead of giving it back: units are gathered and freed all the time, and
@@ -36,11 +38,15 @@ def launch(options: TrainOptions) -> int:
     """
     nproc = options.num_ranks
     plan = check_options(options, nproc, nproc)
+    if options.max_restarts and options.out is None:
+        from fairshard.cli.metrics import make_run_folder  # here, for it imports the engine
+
+        options = replace(options, out=make_run_folder(None))  # that the ranks find again what they have begun
     threads = options.threads or default_threads(nproc)
     inherited = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="fairshard-") as logs, _environment(inherited), _own_messages():
         try:
-            elastic_launch(_launch_config(nproc, logs), run_rank)(options, plan)
+            elastic_launch(_launch_config(nproc, options.max_restarts, logs), run_rank)(options, plan)
         except ChildFailedError as error:
             return _report(error, Path(logs))
         except SignalException as error:
@@ -59,10 +65,10 @@ def run_rank(options: TrainOptions, plan: TextPlan) -> None:
 
     ranks = Ranks.from_environment()
     assert ranks is not None
-    train_rank(options, ranks, plan, quiet=True)
+    train_rank(restarted_options(options), ranks, plan, quiet=True)
 
 
-def _launch_config(nproc: int, logs: str) -> LaunchConfig:
+def _launch_config(nproc: int, max_restarts: int, logs: str) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -71,7 +77,7 @@ def _launch_config(nproc: int, logs: str) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
 

@@ -26,7 +26,7 @@ _AT_LEAST_ONE = (
     "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
     "keep_last", "resume_from",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every")
+_AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "max_restarts")
 
 
 class OptionError(ValueError):
@@ -77,6 +77,7 @@ class TrainOptions:
     keep_last: int = 3
     resume: bool = False
     resume_from: int | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -97,6 +98,11 @@ class TrainOptions:
             raise OptionError(f"--device must be one of {', '.join(DEVICES)}, but is {self.device}.")
         if self.optimizer not in OPTIMIZERS:
             raise OptionError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, but is {self.optimizer}.")
+        if self.max_restarts and self.resume_from is not None:
+            raise OptionError(
+                "--max-restarts goes on from the newest checkpoint, which with --resume-from may be of the steps that "
+                "are dropped. Leave one of them out."
+            )
         if self.cpu_offload and self.move_grads_to_cpu is False and self.optimizer != "cpu-adamw":
             raise OptionError(
                 "--cpu-offload --no-move-grads-to-cpu needs --optimizer cpu-adamw, which fetches the gradients, but "
@@ -164,6 +170,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on with the run in --out, or the newest; takes its other options"
     )
     _add(checkpoints, "--resume-from", int, "STEP", "go on from that checkpoint instead of the newest")
+    _add(checkpoints, "--max-restarts", int, "N", "when a rank fails, go on from the newest one (default: %(default)s)")
     model = parser.add_argument_group("model")
     _add(model, "--layers", int, "N", "transformer blocks, each a unit (default: %(default)s)")
     _add(model, "--dim", int, "N", "width (default: %(default)s)")

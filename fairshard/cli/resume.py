@@ -14,7 +14,7 @@ from fairshard.cli.options import OptionError, TrainOptions, parsed_options
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 # May differ from the run that is resumed; all else would make it another run.
-_FREE = ("nproc", "device", "threads", "out", "save_every", "keep_last", "resume", "resume_from")
+_FREE = ("nproc", "device", "threads", "out", "save_every", "keep_last", "resume", "resume_from", "max_restarts")
 
 
 def chosen_options(arguments: argparse.Namespace) -> TrainOptions:
@@ -44,6 +44,17 @@ def resumed_options(given: TrainOptions) -> TrainOptions:
             raise OptionError(f"--{flag} is {getattr(saved, name)} in the run in {folder}: leave it out to go on.")
     free = {name: getattr(given, name) for name in _FREE if getattr(given, name) != defaults[name]}
     return replace(saved, **{**free, "out": folder, "resume": True})
+
+
+def restarted_options(options: TrainOptions) -> TrainOptions:
+    """``options``, resuming where torch's elastic launcher has started this rank again after a failure.
+
+    Without a folder of its own a run cannot be found again; one that failed before it wrote anything starts anew.
+    """
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    if not is_restart or options.out is None or not (options.out / "config.json").exists():
+        return options
+    return replace(options, resume=True, resume_from=None)
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:

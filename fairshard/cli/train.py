@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fairshard import __version__
 from fairshard.checkpoint import Checkpointer
@@ -38,7 +40,7 @@ from fairshard.cli.options import (
 )
 from fairshard.cli.progress import say, size_text
 from fairshard.cli.ranks import Ranks, default_threads
-from fairshard.cli.resume import CHECKPOINTS, chosen_options
+from fairshard.cli.resume import CHECKPOINTS, chosen_options, restarted_options
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trainer import Trainer, TrainingStopped
@@ -56,13 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = OneLineParser("fairshard train", description="Train a GPT on bytes.", allow_abbrev=False)
         add_train_arguments(parser)
-        options = chosen_options(parser.parse_args(argv))
+        options = restarted_options(chosen_options(parser.parse_args(argv)))
         if ranks is None:
             from fairshard.cli.launch import launch
 
             return launch(options)
         if options.nproc is not None:
             raise OptionError("--nproc is for fairshard train: torchrun has launched the ranks already.")
+        if options.max_restarts:
+            raise OptionError("--max-restarts is for fairshard train: give it to torchrun, which launches the ranks.")
         plan = check_options(options, ranks.size, ranks.local_size)
     except OptionError as error:
         where = "" if ranks is None else f" (rank {ranks.rank})"
@@ -118,12 +122,24 @@ def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
     """Set threads and device, and meet the other ranks. **Collective.**"""
     torch.set_num_threads(options.threads or default_threads(ranks.local_size))
     if options.device_type == "cpu":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **_rendezvous())
         return torch.device("cpu")
     device = torch.device("cuda", ranks.local_rank)
     set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device, **_rendezvous())
     return device
+
+
+def _rendezvous() -> dict[str, Any]:
+    """How ranks that are started again on one host meet: torch's agent keeps one store for all attempts (2.13).
+
+    Without a prefix a rank may take the address of one that is gone for that of its successor.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if not attempt or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": world_size}
 
 
 def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.device) -> None:

@@ -174,13 +174,12 @@ class CPUOptimizer(Optimizer):
         The forward may be inside too. ``scaler`` is the `ShardedGradScaler` that scales the loss, if one does.
 
         Raises:
-            ValueError: ``overlap`` is not on, or a scaler without ``clip_mode="speculate"``.
+            ValueError: ``overlap`` is off, a scaler without ``clip_mode="speculate"``, or a model with ``nan_check``.
         """
         self._assert_whole()
         if not self.overlap:
             raise ValueError("`last_backward` needs CPUOptimizer(..., overlap=True), but `overlap` is False.")
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if scaler is not None and self.clip_mode != "speculate":
             raise ValueError(
                 '`last_backward(scaler)` needs `clip_mode="speculate"`, but it is "wait": whether a step overflowed is '
@@ -189,6 +188,11 @@ class CPUOptimizer(Optimizer):
         if self._early is not None:
             raise FairshardError("`last_backward` was entered twice without a step between. Call optimizer.step().")
         root = self._root()
+        if root.nan_check.is_on:
+            raise ValueError(
+                "`last_backward` must not be used on a model with `nan_check=True`: that looks at gradients after the "
+                "backward, when shards have been stepped. Step after the backward while you look for NaN."
+            )
         transfers = root.transfers
         early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
         transfers.listener = early.take

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.errors import FairshardError
-from fairshard.utils.messages import GroupMessages, backend_name
+from fairshard.utils.messages import GroupMessages, backend_name, timeout_of
+from fairshard.utils.watchdog import explain
 
 # Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
 # 2.13; the old names can go with support for torch < 2.13.
@@ -41,7 +41,7 @@ _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "order_check"]
 
 
 def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
@@ -130,9 +130,8 @@ class Communicator(GroupMessages):
         self.exchange: ProcessGroup | None = None
         self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
         if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
-            self.exchange = dist.new_group(
-                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-            )
+            ranks = dist.get_process_group_ranks(group)
+            self.exchange = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
 
     def new_id(self) -> int:
         """A number for one flat param; the same on every rank that builds its models in the same order."""
@@ -245,9 +244,8 @@ class Communicator(GroupMessages):
                 row = rows[source if source < self.rank else source - 1]
                 works.append(exchange.recv([row], source, tag))
                 works.append(exchange.send([bucket[target]], target, tag))
-        except Exception:
-            Transfer(works).wait()
-            raise
+        except Exception as error:
+            _wait_all(works, error)
         rows.insert(self.rank, bucket[self.rank])
         return works, rows
 
@@ -280,10 +278,11 @@ class Communicators:
 class RowGather:
     """An all-gather of the rows of one buffer, with everything prepared that is the same each time."""
 
-    __slots__ = ("_buffer", "_comm", "_exchange", "_line", "_nbytes", "_own", "_peers")
+    __slots__ = ("_buffer", "_comm", "_exchange", "_kind", "_line", "_nbytes", "_own", "_peers")
 
-    def __init__(self, comm: Communicator, buffer: Tensor) -> None:
+    def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
         self._comm = comm
+        self._kind: Kind = kind
         self._buffer = buffer
         self._line = buffer.view(-1)
         self._own = buffer[comm.rank]
@@ -300,7 +299,7 @@ class RowGather:
         comm = self._comm
         if comm.world_size == 1:
             return Transfer(result=self._buffer)
-        comm.count("all_gather", self._nbytes)
+        comm.count(self._kind, self._nbytes)
         exchange = self._exchange
         if exchange is None:
             return Transfer((getattr(comm.group, _GATHER)(self._line, self._own),), (self._buffer,), self._buffer)
@@ -309,9 +308,8 @@ class RowGather:
             for source, row, target in self._peers:
                 works.append(exchange.recv([row], source, tag))
                 works.append(exchange.send([self._own], target, tag))
-        except Exception:
-            Transfer(works).wait()
-            raise
+        except Exception as error:
+            _wait_all(works, error)
         return Transfer(works, (self._buffer,), self._buffer)
 
 
@@ -346,15 +344,15 @@ def reset_counters() -> None:
         comm.counts.clear()
 
 
-def _wait_all(works: Sequence[Any]) -> None:
-    failure: Exception | None = None
+def _wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
+    """Wait for every work, whatever happens to one of them; ``failure`` is that of one that could not start."""
     for work in works:
         try:
             work.wait()
         except Exception as error:
             failure = failure or error
     if failure is not None:
-        raise FairshardError(f"A collective failed: {failure}") from failure
+        raise explain(failure) from failure
 
 
 def _sum_in_order(rows: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from fairshard.errors import FairshardError
+from fairshard.utils.watchdog import explained
 
 
 class GroupMessages:
@@ -51,6 +52,7 @@ class GroupMessages:
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
 
+    @explained
     def scatter_rows(self, row: Tensor, line: Tensor | None) -> None:
         """Fill ``row`` from that of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""
         if self.world_size == 1:
@@ -85,6 +87,7 @@ class GroupMessages:
             if line is not value and self.rank != 0:
                 value.copy_(line)
 
+    @explained
     def broadcast_object(self, value: Any) -> Any:
         """``value`` of rank 0, pickled. **Collective.**"""
         if self.world_size == 1:
@@ -153,17 +156,18 @@ def host_group() -> ProcessGroup | None:
     world = default_group()
     found = _host_groups.get(world)
     if found is None:
-        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=_timeout_of(world))
+        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
         _set_pg_timeout(default_pg_timeout, found)
     return found
 
 
-def _timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
+def timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
     """How long an operation may take; None where the backend does not say."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
+@explained
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     """``value`` of every rank of ``group``, pickled; of this process alone if None. **Collective.**"""
     if group is None:
@@ -173,6 +177,7 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     return values
 
 
+@explained
 def gather_scalars(
     values: Sequence[float], group: ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[list[float]]:

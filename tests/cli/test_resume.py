@@ -1,5 +1,6 @@
 """A run that was cut off goes on where its last checkpoint was, with the options that it had."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,7 +16,7 @@ import pytest
 import fairshard
 from fairshard.cli.main import main
 from fairshard.cli.options import OptionError, TrainOptions
-from fairshard.cli.resume import kept_lines, resumed_options
+from fairshard.cli.resume import kept_lines, restarted_options, resumed_options
 
 COMMAND = [sys.executable, "-m", "fairshard.cli.main", "train"]
 TINY = shlex.split("--nproc 2 --layers 2 --dim 16 --heads 2 --context 16 --batch-size 8 --eval-every 15")
@@ -109,6 +110,60 @@ def _kill_session(leader):
                 os.kill(int(process.name), signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
+
+
+def _ranks_of(launcher):
+    """The processes that ``launcher`` has started, and those that these have."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == launcher and b"resource_tracker" not in (entry / "cmdline").read_bytes():
+                found += [int(entry.name), *_ranks_of(int(entry.name))]
+    return found
+
+
+@pytest.mark.parametrize("signalled", ["first", "last"])
+def test_a_rank_that_dies_is_started_again(tmp_path, signalled):
+    """With ``--max-restarts`` the run goes on from its newest checkpoint by itself, and ends as an unbroken one."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "long.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    (text / "short.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
+    of_run = [*TINY, "--data", str(text), "--steps", "60", "--save-every", "10"]
+    _train(*of_run, "--out", str(tmp_path / "unbroken"))
+    broken = tmp_path / "broken"
+    with subprocess.Popen(
+        [*COMMAND, *of_run, "--out", str(broken), "--max-restarts", "1"],
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while not (broken / "checkpoints" / "latest").exists() and process.poll() is None:
+            time.sleep(0.01)
+        ranks = sorted(_ranks_of(process.pid))
+        os.kill(ranks[0 if signalled == "first" else -1], signal.SIGKILL)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert "resumed after step" in printed
+    assert _losses(broken) == _losses(tmp_path / "unbroken")
+
+
+def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
+    """Started again, a rank resumes; what failed before it wrote anything, or has no folder, starts anew."""
+    options = TrainOptions(out=run_folder)
+    assert restarted_options(options) is options
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert restarted_options(options).resume
+    assert not restarted_options(TrainOptions(out=tmp_path / "other")).resume
+    assert not restarted_options(TrainOptions()).resume
+
+
+def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
+    """After ``--resume-from`` the newest one may be of steps that are dropped: both together are refused."""
+    with pytest.raises(OptionError, match="--max-restarts goes on from the newest checkpoint"):
+        TrainOptions(resume_from=20, max_restarts=1)
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):

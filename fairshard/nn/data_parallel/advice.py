@@ -17,13 +17,3 @@ def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
         "in tuples, lists, dicts or dataclasses.",
         stacklevel=_STACKLEVEL,
     )
-
-
-def warn_fp32_under_autocast() -> None:
-    """Parameters are gathered in fp32 and cast once more."""
-    warnings.warn(
-        "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
-        "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` gathers half "
-        "the bytes and keeps none.",
-        stacklevel=_STACKLEVEL,
-    )

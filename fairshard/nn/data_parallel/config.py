@@ -13,6 +13,8 @@ from fairshard.nn.data_parallel.late_options import DEFAULTS, LateOptions
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
 from fairshard.utils.reduce_scatter_bucketer import Division
 
+ORDER_CHECKS = ("always", "sampled", "off")
+
 
 class GradHome(Enum):
     """Where the gradient of a shard is kept once it is reduced."""
@@ -47,6 +49,8 @@ class UnitConfig:
     keeps_in_no_sync: bool
     late: LateOptions
     use_orig_params: bool
+    order_check: str = "sampled"
+    nan_check: bool = False
 
     @property
     def master_on_cpu(self) -> bool:
@@ -106,6 +110,8 @@ def resolve(
     gradient_predivide_factor: float | None = None,
     late: LateOptions = DEFAULTS,
     use_orig_params: bool = False,
+    order_check: str = "sampled",
+    nan_check: bool = False,
 ) -> UnitConfig:
     """Check the arguments of the wrapper against each other and fill in what depends on others.
 
@@ -125,6 +131,7 @@ def resolve(
         "limit_all_gathers": limit_all_gathers,
         "use_orig_params": use_orig_params,
         "forward_prefetch": forward_prefetch is True,
+        "nan_check": nan_check,
     }
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -151,6 +158,8 @@ def resolve(
             "`keep_low_precision_grads=True` must not go with `use_orig_params=True`: gradients of original parameters "
             "are in the parameters' dtype. Leave one of the two out."
         )
+    if order_check not in ORDER_CHECKS:
+        raise ValueError(f"`order_check` must be one of {', '.join(ORDER_CHECKS)}, but is {order_check!r}.")
     return UnitConfig(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -167,6 +176,8 @@ def resolve(
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         gradient_predivide_factor=gradient_predivide_factor,
+        order_check=order_check,
+        nan_check=nan_check,
         keeps_in_no_sync=sharding_strategy is not None and not strategy.reshards_after_forward,
         late=late,
         use_orig_params=use_orig_params,

@@ -101,6 +101,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             `fairshard.nn.wrap`, or PyTorch's.
         use_orig_params: register this rank's part of each original parameter, 1-D, under its own names: views of the
             shards, for param groups by original parameter.
+        order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
+            50th (``"sampled"``) or never (``"off"``). All wrappers of a model need the same value.
+        nan_check: after each backward, raise on all ranks if a gradient is not finite, and name it and its rank. All
+            wrappers of a model need the same value.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
@@ -148,6 +152,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         auto_wrap_policy: Any = None,
         use_orig_params: bool = False,
+        order_check: str = "sampled",
+        nan_check: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -179,6 +185,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             "limit_all_gathers": limit_all_gathers,
             "gradient_predivide_factor": gradient_predivide_factor,
             "use_orig_params": use_orig_params,
+            "order_check": order_check,
+            "nan_check": nan_check,
         }
         self.config = resolve(**settings, late=late)
         groups = find_groups(

@@ -62,6 +62,9 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
+    root = units[0].root
+    assert root is not None
+    root.nan_check.warn_once(total)
     if grads and exceeds(total, max_norm):
         factor = max_norm / (total + 1e-6)
         for device in dict.fromkeys(grad.device for grad in grads):

@@ -8,19 +8,22 @@ import torch
 from torch import nn
 
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel.advice import warn_fp32_under_autocast
 from fairshard.nn.data_parallel.agreement import check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.groups import check_pairs
 from fairshard.nn.data_parallel.join import Join
-from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
+from fairshard.nn.data_parallel.nan_check import NanCheck
+from fairshard.nn.data_parallel.order_check import OrderCheck, check_settings
+from fairshard.nn.data_parallel.placement import check_host_memory, compute_device, warn_autocast
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
-from fairshard.nn.data_parallel.training_state import TrainingState
+from fairshard.nn.data_parallel.training_state import TrainingState, assert_none_summoned
 from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy")
 
@@ -36,6 +39,7 @@ def claim(module: nn.Module) -> Root:
             unit.root.assert_idle("forward of an outer unit")
         unit.place(fqn)
     units = [unit for _, unit in found]
+    check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
     check_pairs(unit.groups for unit in units)
     device = compute_device(units)
@@ -45,7 +49,8 @@ def claim(module: nn.Module) -> Root:
                 check_agreement(comm, [unit for unit in units if comms[unit] == own], device)
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
-    root = Root(units, device)
+    shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
+    root = Root(units, device, list(dict.fromkeys(shared)))
     for part in module.modules():
         wrapped = unit_of(part)
         if wrapped is not None:
@@ -72,10 +77,12 @@ class Root:
     gathered.
     """
 
-    def __init__(self, units: list[Unit], device: torch.device) -> None:
+    def __init__(self, units: list[Unit], device: torch.device, comms: Sequence[Communicator]) -> None:
         self.units = units
         self.device = device
         self.order: ExecOrder[Unit] = ExecOrder()
+        self.order_check = OrderCheck(units, comms, device)
+        self.nan_check = NanCheck(units, comms)
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
@@ -100,6 +107,7 @@ class Root:
         self._depth += 1
         if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
             return ()
+        self.order_check.entered.append(unit)
         self._ahead.discard(unit)
         ahead = unit.prefetch.in_forward(self.order.enter(unit, torch.is_grad_enabled()))
         self._ahead.update(other for other in ahead if not other.is_gathered)
@@ -119,6 +127,7 @@ class Root:
         self._ahead.clear()
         if self.join is not None:
             self.join.end_pass()
+        self.order_check.end_forward(completed)
 
     def keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
@@ -128,7 +137,7 @@ class Root:
     def _begin_pass(self, unit: Unit) -> None:
         if self.in_backward:  # its end never came: it raised
             self.reset()
-        self._assert_none_summoned("forward")
+        assert_none_summoned(self.units, "forward")
         if self.join is not None:
             self.join.begin_pass()
         self.has_begun = True
@@ -137,20 +146,23 @@ class Root:
                 flat_param.begin_pass()
             other.is_stale = other.is_gathered and not other.is_kept_as_it_is
         self.order.begin_forward()
+        self.order_check.begin_forward(self.join is not None)
+        watch(self.order_check)
         self.unshard_stream.wait(now(self.device))  # the optimizer's step
-        self._warn_autocast()
+        self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
 
     # ---- backward
 
     def enter_backward(self, unit: Unit) -> Sequence[Unit]:
         """The backward has come to ``unit``; returns what to gather ahead, before its gradients are computed."""
         if not self.in_backward:
-            self._assert_none_summoned("backward")
+            assert_none_summoned(self.units, "backward")
             if self.join is not None:
                 self.join.check_all_compute("backward")
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
+            self.order_check.begin_backward()
             expected = self.order.begin_backward()
             for other, num_calls in expected.items():
                 other.num_calls = num_calls
@@ -166,6 +178,7 @@ class Root:
                     and flat_param.hook is None
                 ]
             )
+        self.order_check.entered.append(unit)
         return unit.prefetch.before_grads(self.order.reenter(unit))
 
     def check_live(self, unit: Unit, task: int) -> None:
@@ -180,9 +193,13 @@ class Root:
         if self.transfers.listener is None:  # else they land when they are stepped
             self._land_grads()
         self._wait_for_reads()
+        ends_step = self.has_grads and any(unit.sync for unit in self.units)
         self.has_grads = False
         self.order.end_backward()
         self.in_backward = False
+        self.order_check.end_backward(ends_step)
+        if ends_step and self.nan_check.is_on:
+            self.nan_check.end_backward()
 
     def reset(self) -> None:
         """Drop what a pass left behind that ended in an exception."""
@@ -193,19 +210,13 @@ class Root:
         self._wait_for_reads()
         for unit in self.units:
             unit.reset()
+        self.order_check.forget()
+        self.nan_check.forget()
         self.order.end_backward()
         self.in_backward = self.has_grads = False
         self._depth = 0
 
     # ---- memory, state
-
-    def _assert_none_summoned(self, what: str) -> None:
-        for unit in self.units:
-            if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-                raise TrainingStateError(
-                    f"A {what} must not run inside summon_full_params, but unit `{unit.fqn or 'root'}` is summoned. "
-                    "Leave the `with` block first."
-                )
 
     def _land_grads(self) -> None:
         for unit in self.units:
@@ -240,10 +251,3 @@ class Root:
                 )
         if self.join is not None and what not in _DONE_ALONE:
             self.join.check_all_compute(what)
-
-    def _warn_autocast(self) -> None:
-        if self._warned_autocast or not torch.is_autocast_enabled(self.device.type):
-            return
-        if any(fp.compute_dtype == torch.float32 for unit in self.units for fp in unit.flat_params):
-            self._warned_autocast = True
-            warn_fp32_under_autocast()

@@ -1,6 +1,10 @@
 """The phases that a unit goes through."""
 
+from collections.abc import Iterable
 from enum import Enum
+from typing import Protocol
+
+from fairshard.errors import TrainingStateError
 
 
 class TrainingState(Enum):
@@ -23,3 +27,22 @@ class TrainingState(Enum):
         if self is TrainingState.BACKWARD:
             return state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST, TrainingState.BACKWARD)
         return self is state
+
+
+class _HasState(Protocol):
+    fqn: str
+    state: TrainingState
+
+
+def assert_none_summoned(units: Iterable[_HasState], what: str) -> None:
+    """Raise if the parameters of one of ``units`` are summoned, now that a ``what`` begins.
+
+    Raises:
+        TrainingStateError: they are.
+    """
+    for unit in units:
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            raise TrainingStateError(
+                f"A {what} must not run inside summon_full_params, but unit `{unit.fqn or 'root'}` is summoned. "
+                "Leave the `with` block first."
+            )

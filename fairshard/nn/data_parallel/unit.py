@@ -268,6 +268,8 @@ class Unit:
         assert root is not None
         self.state = TrainingState.BACKWARD_POST
         self._owes = False
+        if root.nan_check.is_on:
+            root.nan_check.look(self)
         is_last = self._has_arrived and not self._is_partial
         for flat_param in self.flat_params:
             if flat_param.requires_grad and flat_param.shard_numel:

@@ -217,6 +217,8 @@ def test_the_exception_tree():
         "HostMemoryError": (MemoryError,),
         "StateDictTypesDifferError": (AssertionError,),
         "CheckpointError": (ValueError,),
+        "NonFiniteGradientError": (),
+        "CollectiveFailedError": (),
         "RanksDisagreeError": (),
     }
     ours = [kind for kind in FairshardError.__subclasses__() if kind.__module__ == errors.__name__]

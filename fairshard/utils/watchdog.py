@@ -1,0 +1,295 @@
+"""Where every rank stands, told through the store when a collective fails.
+
+Each rank has one thread beside its training, with a connection of its own to the store of the default group::
+
+    rank 0   a collective fails ---- asks ---------------------- reads the answers, raises with all of them
+    rank 1   stuck in a lock           `-> its thread answers -'
+    rank 2   killed                        (silent)
+
+The thread looks into the store only while training stands still, so that it costs nothing while all goes well. The
+ranks share nothing else: if the store is gone, because the rank or the agent that kept it is, a rank says what it
+knows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, zip_longest
+from types import FrameType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from fairshard.errors import CollectiveFailedError, FairshardError, RanksDisagreeError
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+_POLL_S = 0.4
+_ANSWERS_WITHIN_S = 2.0
+_OTHERS_READ_WITHIN_S = 1.0
+_LAST_WORD_WITHIN_S = 0.5
+_MAX_ENTERED = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands.
+
+    ``text`` follows "rank 3:" in a message. ``entered`` names what it ran in ``step``, in order, which all ranks that
+    run the same step should agree on as far as they have come. It ``is_final`` if the rank goes no further, because a
+    collective failed there or because it ``has_ended``.
+    """
+
+    text: str
+    step: int = 0
+    entered: tuple[str, ...] = ()
+    is_final: bool = False
+    has_ended: bool = False
+
+
+class Training(Protocol):
+    """What is watched; asked from the watchdog's thread."""
+
+    def place(self) -> Place:
+        """Where it is now."""
+
+    def progress(self) -> Hashable:
+        """Something that changes as it goes on."""
+
+
+class Watchdog:
+    """The thread of one rank, and what it knows; see `watch` and `explain`."""
+
+    def __init__(self, world: ProcessGroup, store: Any) -> None:
+        self._world = weakref.ref(world)
+        self._rank, self._world_size = dist.get_rank(world), dist.get_world_size(world)
+        self._store = store
+        store.set_timeout(datetime.timedelta(seconds=_ANSWERS_WITHIN_S))
+        # A store may outlive a default group: how often this rank has begun on it is the same on every rank.
+        self._prefix = f"fairshard/{store.add(f'fairshard/begun/{self._rank}', 1)}"
+        self._training: Callable[[], Training | None] = lambda: None
+        self._thread_id = threading.get_ident()
+        self._wake, self._has_report = threading.Event(), threading.Event()
+        self._is_asking = False
+        self._is_lost = False
+        self._last_word: Place | None = None
+        self._num_answered = 0
+        self._places: dict[int, Place] = {}
+        self._thread = threading.Thread(target=self._serve, name="fairshard watchdog", daemon=True)
+        self._thread.start()
+
+    def follow(self, training: Training) -> None:
+        """From now on tell the place of ``training``, as long as it lives, which runs on this thread."""
+        self._training = weakref.ref(training)
+        self._thread_id = threading.get_ident()
+
+    def explain(self, error: Exception) -> FairshardError:
+        """The error to raise for a collective that failed with ``error``; takes a few seconds, once."""
+        if not self._is_asking:
+            self._is_asking = True
+            self._places[self._rank] = self._own_place()
+            self._wake.set()
+        self._has_report.wait(_ANSWERS_WITHIN_S + _OTHERS_READ_WITHIN_S + _POLL_S)
+        places = dict(self._places)
+        difference = first_difference({rank: [place] for rank, place in places.items()})
+        text = f"A collective failed on rank {self._rank}: {_first_line(error)}\n{self._describe(places)}"
+        if difference:
+            return RanksDisagreeError(f"{text}\n{difference} Every rank must run the same units in the same order.")
+        return CollectiveFailedError(f"{text}\nEnd this process and restart all ranks from the last checkpoint.")
+
+    def leave(self, error: BaseException | None) -> None:
+        """This rank's process ends, by ``error`` if any: say so, for others may wait for it."""
+        if not self._thread.is_alive() or self._is_asking:
+            return
+        how = "its process has ended" + (f" by {type(error).__name__}: {_first_line(error)}," if error else "")
+        place = self._own_place(False)
+        self._last_word = replace(place, text=f"gone: {how} {place.text}", is_final=True, has_ended=True)
+        self._wake.set()
+        self._thread.join(_LAST_WORD_WITHIN_S)
+
+    def _own_place(self, with_line: bool = True) -> Place:
+        training = self._training()
+        place = Place("not training") if training is None else training.place()
+        line = _user_line(sys._current_frames().get(self._thread_id)) if with_line else ""
+        return replace(place, text=f"{place.text}{line}", entered=place.entered[:_MAX_ENTERED])
+
+    # ---- on the thread
+
+    def _serve(self) -> None:
+        before: Hashable = None
+        try:
+            while self._last_word is None and not self._is_over():
+                self._wake.wait(_POLL_S)
+                if self._is_asking:
+                    self._ask()
+                    return
+                training = self._training()
+                progress = None if training is None else training.progress()
+                del training
+                if progress == before and self._store.check([f"{self._prefix}/asked/{self._num_answered + 1}"]):
+                    self._num_answered = self._store.add(f"{self._prefix}/asked", 0)
+                    self._publish(self._own_place())
+                before = progress
+            if self._last_word is not None:
+                self._publish(self._last_word)
+        except Exception:  # of many kinds, by backend of the store: whoever kept it is gone
+            self._is_lost = True
+        finally:
+            self._has_report.set()
+
+    def _is_over(self) -> bool:
+        world = self._world()
+        return world is None or dist.group.WORLD is not world
+
+    def _ask(self) -> None:
+        self._num_answered = self._store.add(f"{self._prefix}/asked", 1)
+        self._store.set(f"{self._prefix}/asked/{self._num_answered}", "")
+        self._publish(replace(self._places[self._rank], is_final=True))
+        until = time.monotonic() + _ANSWERS_WITHIN_S
+        while len(self._places) < self._world_size and time.monotonic() < until:
+            self._read(self._num_answered)
+            time.sleep(0.02)
+        self._read(0)
+        self._store.set(f"{self._prefix}/read/{self._rank}", "")
+        # Rank 0 may keep the store, and its process may end by the error: let the others finish reading before.
+        others = [rank for rank, place in self._places.items() if rank != self._rank and not place.has_ended]
+        until = time.monotonic() + (_OTHERS_READ_WITHIN_S if self._rank == 0 else 0)
+        while time.monotonic() < until:
+            others = [rank for rank in others if not self._store.check([f"{self._prefix}/read/{rank}"])]
+            if not others:
+                return
+            time.sleep(0.02)
+
+    def _publish(self, place: Place) -> None:
+        entry = {"answers": self._num_answered, **asdict(place)}
+        self._store.set(f"{self._prefix}/place/{self._rank}", json.dumps(entry))
+
+    def _read(self, question: int) -> None:
+        """Take the places of other ranks that were told since ``question``, or for good."""
+        for rank in range(self._world_size):
+            key = f"{self._prefix}/place/{rank}"
+            if rank in self._places or not self._store.check([key]):
+                continue
+            entry = json.loads(self._store.get(key))
+            if entry.pop("answers") >= question or entry["is_final"]:
+                self._places[rank] = Place(**{**entry, "entered": tuple(entry["entered"])})
+
+    def _describe(self, places: dict[int, Place]) -> str:
+        by_text: dict[str, list[int]] = {}
+        for rank in range(self._world_size):
+            if rank in places:
+                text = places[rank].text
+            elif self._is_lost or not self._has_report.is_set():
+                text = "unknown: the store, which rank 0 or the launcher kept, does not answer"
+            else:
+                text = "silent: its process has ended or does not run"
+            by_text.setdefault(text, []).append(rank)
+        return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+
+
+def first_difference(told: dict[int, list[Place]], to_the_end: bool = False) -> str:
+    """The first place where the lowest rank and another have run different things in one step; empty if none.
+
+    ``to_the_end``: they have run all of it, so that it is also a difference if one has run more.
+    """
+    first, *others = sorted(told)
+    for rank in others:
+        theirs = {place.step: place.entered for place in told[rank]}
+        for place in told[first]:
+            if place.step not in theirs:
+                continue
+            for ours, other in zip_longest(place.entered, theirs[place.step]):
+                if ours != other and (to_the_end or (ours and other)):
+                    at = [entry or "the end" for entry in (ours, other)]
+                    return f"In step {place.step} rank {first} is at {at[0]}, rank {rank} at {at[1]}."
+    return ""
+
+
+_watchdogs: weakref.WeakKeyDictionary[ProcessGroup, Watchdog] = weakref.WeakKeyDictionary()
+
+
+def watch(training: Training) -> None:
+    """Let this rank's watchdog tell the place of ``training``; starts it at first.
+
+    There is none for a single rank, nor where the store has no second connection to give.
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size(world) == 1 or dist.get_backend(world) == "fake":
+        return
+    if world not in _watchdogs:
+        store = distributed_c10d._get_default_store()
+        if not hasattr(store, "clone"):  # torch < 2.7, some stores
+            return
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+        _watchdogs[world] = Watchdog(world, store.clone())
+    _watchdogs[world].follow(training)
+
+
+def explain(error: Exception) -> FairshardError:
+    """What to raise for a collective that failed with ``error``: with the place of every rank, where it is known."""
+    world = dist.group.WORLD
+    watchdog = _watchdogs.get(world) if world is not None else None
+    if watchdog is None:
+        return CollectiveFailedError(f"A collective failed: {error}")
+    return watchdog.explain(error)
+
+
+def explained(collective: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Let ``collective`` raise what `explain` makes of its failure; for those that do not return a work."""
+
+    @functools.wraps(collective)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        try:
+            return collective(*args, **kwargs)
+        except FairshardError:
+            raise
+        except RuntimeError as error:
+            raise explain(error) from error
+
+    return call
+
+
+def _at_exit() -> None:
+    with contextlib.suppress(Exception):
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        for watchdog in list(_watchdogs.values()):
+            watchdog.leave(error)
+
+
+_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__))
+
+
+def _user_line(frame: FrameType | None) -> str:
+    """Where in the user's own code a thread is, past the frames of torch, of fairshard and of the standard library."""
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, in {frame.f_code.co_name})"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2-4``."""
+    breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ranks)) if b != a + 1), len(ranks)]
+    runs = [ranks[start:stop] for start, stop in pairwise(breaks)]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,195 @@
+"""One rank of a training run that meets a fault: it trains, saves, and notes what it sees.
+
+Every block is a unit; ``experts`` has the shapes of ``blocks``, so that one can be taken for the other.
+"""
+
+import atexit
+import datetime
+import hashlib
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy.random  # noqa: F401 (this and the next are imported late else, by each process that is forked)
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.checkpoint import Checkpointer
+from fairshard.errors import FairshardError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+
+NUM_STEPS, EVERY, FAULT_STEP = 8, 2, 5
+DIM = 6
+
+FAULTS = {
+    "killed in forward": "a rank is killed in the forward",
+    "killed in backward": "a rank is killed in the backward",
+    "killed in a step": "a rank is killed while its optimizer steps",
+    "other module": "a rank runs another module of the same shape",
+    "one batch short": "a rank runs out of batches and ends",
+    "raises alone": "a rank raises in a forward",
+    "other model": "a rank has built another model",
+}
+KILLS = [fault for fault in FAULTS if fault.startswith("killed")]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of the program; ``fault`` None is a run without one, else that of rank ``victim``."""
+
+    root: str
+    notes: str
+    port: int
+    world_size: int
+    timeout_s: float
+    fault: str | None = None
+    victim: int = 0
+
+
+class Model(nn.Module):
+    """Blocks, and experts that nobody should run."""
+
+    def __init__(self, width=DIM):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(4)])
+        self.experts = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
+        self.head = nn.Linear(DIM, width)
+        self.meets = lambda place, x: x
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            layer = self.meets(index, block)
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Fault:
+    """What happens to the victim in one step."""
+
+    def __init__(self, run, rank, model, note):
+        self._fault = run.fault if rank == run.victim else None
+        self._model = model
+        self._note = note
+
+    def begin(self, step):
+        """A step begins; False when there is no batch for it."""
+        is_now = step == FAULT_STEP
+        if is_now:
+            self._note("fault")
+        self._model.meets = self._meets if is_now and self._fault else lambda place, layer: layer
+        return not (is_now and self._fault == "one batch short")
+
+    def step(self, step):
+        """The optimizer has stepped some of the parameters."""
+        if step == FAULT_STEP and self._fault == "killed in a step":
+            _die()
+
+    def _meets(self, place, layer):
+        if place == 2:
+            if self._fault == "killed in forward":
+                _die()
+            if self._fault == "raises alone":
+                raise KeyError("a rank of its own mind")
+            if self._fault == "other module":
+                return self._model.experts[1]
+            if self._fault == "killed in backward":
+                return lambda x: layer(_DiesInBackward.apply(x))
+        return layer
+
+
+class _DiesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _die()
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def main(rank, run, note):
+    """Train to the end, from the newest checkpoint if there is one."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=run.timeout_s)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{run.port}",  # rank 0 keeps the store
+        rank=rank,
+        world_size=run.world_size,
+        timeout=timeout,
+    )
+    if run.fault == "other model":
+        note("fault")
+    torch.manual_seed(1)
+    module = Model(DIM + 1 if run.fault == "other model" and rank == run.victim else DIM)
+    for layers in (module.blocks, module.experts):
+        for index, layer in enumerate(layers):
+            layers[index] = FSDP(layer)
+    model = FSDP(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    fault = Fault(run, rank, module, note)
+    saver = Checkpointer(run.root, every=EVERY, keep_last=2, async_save=False)
+    first = saver.load_latest(model, optimizer) or 0
+    note(f"resumed {first}")
+    optimizer.register_step_post_hook(lambda *_: fault.step(step))
+    for step in range(first + 1, NUM_STEPS + 1):
+        before = [(param, param.detach().clone()) for param in model.parameters()]
+        try:
+            if not fault.begin(step):
+                note(f"out of batches at {step}")
+                return
+            inputs = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
+            model(inputs).square().mean().backward()
+        except FairshardError:
+            same = all(torch.equal(param, old) for param, old in before)
+            note(f"unchanged {same}")
+            raise
+        optimizer.step()
+        optimizer.zero_grad()
+        saver.maybe_save(step, model, optimizer)
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.contiguous().numpy().tobytes())
+    note(f"final {digest.hexdigest()}")
+
+
+def play(rank, run, log):
+    """`main` in a process that was just forked, with the end that Python gives a program. Does not return."""
+    code = 1
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        main(rank, run, Notes(run.notes, rank))
+        code = 0
+    except BaseException as error:
+        sys.last_exc = error
+        Notes(run.notes, rank)(f"error {type(error).__name__}: {' / '.join(str(error).splitlines())}")
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+class Notes:
+    """A file that each rank appends lines to, with the time, which a kill cannot take back."""
+
+    def __init__(self, path, rank):
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._rank = rank
+
+    def __call__(self, text):
+        os.write(self._file, f"{self._rank} {time.monotonic():.3f} {text}\n".encode())

@@ -1,0 +1,203 @@
+"""Ranks that run other units, or in another order, are told so before an optimizer can step; who agrees pays little."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairshard.errors import RanksDisagreeError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils import collectives
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+
+
+class Path(nn.Module):
+    """Runs its layers in the order that ``path`` names; all have the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.path = self.usual
+        self.checkpointing = None
+
+    usual = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+    def forward(self, x):
+        for name in self.path:
+            layer = self.get_submodule(name)
+            if self.checkpointing is None:
+                x = torch.tanh(layer(x))
+            else:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant"))
+        return x
+
+
+OTHER_PATHS = {
+    "other modules": (("blocks.0", "blocks.1", "experts.1", "blocks.3"), "blocks.2", "experts.1"),
+    "other order": (("blocks.0", "blocks.2", "blocks.1", "blocks.3"), "blocks.1", "blocks.2"),
+    "one more": (("blocks.0", "blocks.1", "blocks.1", "blocks.2", "blocks.3"), "blocks.2", "blocks.1"),
+}
+
+
+def wrapped_path(**kwargs):
+    torch.manual_seed(1)
+    model = Path().to(rank_device())
+    for layers in (model.blocks, model.experts):
+        for index, layer in enumerate(layers):
+            layers[index] = FSDP(layer, **kwargs)
+    return FSDP(model, **kwargs)
+
+
+@contextlib.contextmanager
+def native_collectives():
+    """Gathers that are matched by order alone, as with NCCL: other modules of the same shape go unnoticed there."""
+    with mock.patch.object(collectives, "_EXCHANGE_RANKS", ()):
+        yield
+
+
+def train_step(model, key):
+    model(randn(3, 4, key=key).requires_grad_()).square().sum().backward()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("kind", "step"), [("other modules", 1), ("other order", 1), ("other order", 3), ("one more", 1), ("one more", 3)]
+)
+def test_ranks_that_run_other_units_are_told_before_they_can_step(kind, step):
+    """Every rank raises, with the step, both ranks and both names, and no weight has changed."""
+    path, ours, theirs = OTHER_PATHS[kind]
+    with native_collectives():
+        model = wrapped_path(reshard_after_forward=False)
+        optimizer = sgd(model)
+        for number in range(1, step):
+            train_step(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        before = [param.detach().clone() for param in model.parameters()]
+        if dist.get_rank() == 1:
+            model.module.path = path
+        with pytest.raises(RanksDisagreeError) as raised:
+            train_step(model, step)
+    assert f"In step {step} rank 0 is at `{ours}` (forward), rank 1 at `{theirs}` (forward)" in str(raised.value)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_a_step_that_is_not_checked_is_seen_in_the_next_that_is():
+    """With "sampled" the 50th step tells of the 10th, though the steps between were the same on all ranks."""
+    with native_collectives():
+        model = wrapped_path(order_check="sampled")
+        for step in range(1, 50):
+            model.module.path = OTHER_PATHS["other order"][0] if (step, dist.get_rank()) == (10, 1) else Path.usual
+            train_step(model, step)
+        with pytest.raises(RanksDisagreeError, match=r"In step 10 rank 0 is at `blocks\.1` .*, rank 1 at `blocks\.2`"):
+            train_step(model, 50)
+
+
+@on_ranks(2)
+def test_backwards_that_reach_other_units_are_noticed():
+    """The forwards agree, the backwards do not: it is the end of the backward that tells."""
+    branches = nn.ModuleList([FSDP(nn.Linear(4, 4), reshard_after_forward=False) for _ in range(2)])
+    model = FSDP(Branches(branches))
+    with pytest.raises(RanksDisagreeError) as raised:
+        sum(output.sum() for output in model(randn(3, 4))[dist.get_rank() :]).backward()
+    assert "In step 1 rank 0 is at `branches.0` (backward), rank 1 at the end." in str(raised.value)
+    assert "noticed after the backward of step 1" in str(raised.value)
+
+
+class Branches(nn.Module):
+    """The outputs of two branches."""
+
+    def __init__(self, branches):
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x):
+        return [branch(x) for branch in self.branches]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("mode", "checks"), [("off", 0), ("sampled", 2), ("always", 10)])
+def test_how_often_it_compares(mode, checks):
+    """Of steps 46 to 50: none, one, or all, each once after the forward and once after the backward."""
+    model = wrapped_path(order_check=mode)
+    reset_counters()
+    for step in range(1, 51):
+        if step == 46:
+            reset_counters()
+        train_step(model, step)
+        if step == 3:
+            first = counters().get("order_check", (0, 0))[0]
+    assert first == (0 if mode == "off" else 6)
+    assert counters().get("order_check", (0, 0))[0] == checks
+
+
+@on_ranks(1)
+def test_one_rank_compares_nothing():
+    """There is nobody to disagree with."""
+    model = wrapped_path(order_check="always")
+    reset_counters()
+    train_step(model, 0)
+    assert counters() == {}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not_reentrant"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_ranks_that_agree_are_left_alone(checkpointing, reshard):
+    """Accumulation, evaluation, several forwards for one backward, recomputation, a pass that raised: no alarm."""
+    model = wrapped_path(order_check="always", reshard_after_forward=reshard)
+    model.module.checkpointing = checkpointing
+    optimizer = sgd(model)
+    for step in range(4):
+        with model.no_sync():
+            train_step(model, (step, 0))
+        with torch.no_grad():
+            model(randn(3, 4))
+        first, second = (model(randn(3, 4, key=(step, key)).requires_grad_()) for key in (1, 2))
+        model(randn(3, 4))  # whose backward never comes
+        (first.sum() + second.sum()).backward()
+        model.module.path = ("blocks.0", "no such")
+        with pytest.raises(AttributeError):
+            model(randn(3, 4))
+        model.module.path = Path.usual
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_evaluation_is_not_compared():
+    """Without gradients ranks may run what they like, where that moves nothing between them, and train on."""
+    model = wrapped_path(order_check="always", reshard_after_forward=False)
+    train_step(model, 0)
+    with torch.no_grad(), native_collectives():
+        if dist.get_rank() == 1:
+            model.module.path = ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "blocks.3")
+        model(randn(3, 4))
+    model.module.path = Path.usual
+    train_step(model, 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "values"), [("order_check", ("always", "off")), ("nan_check", (True, False))])
+def test_inner_values_must_agree(name, values):
+    """What counts for the whole model is the same in all wrappers, or the first forward raises."""
+    inner = FSDP(nn.Linear(4, 4), **{name: values[0]})
+    model = FSDP(nn.Sequential(inner, nn.Linear(4, 4)), **{name: values[1]})
+    with pytest.raises(ValueError, match=f"`{name}` must be the same in all wrappers.*unit `0`"):
+        model(randn(3, 4))
+
+
+@on_ranks(1)
+def test_its_values_are_three():
+    """Anything else is refused at once."""
+    with pytest.raises(ValueError, match="`order_check` must be one of always, sampled, off, but is 'never'"):
+        FSDP(nn.Linear(4, 4), order_check="never")
