@@ -25,7 +25,7 @@ from fairshard.utils.bucket_plan import MB, PlannedSource, is_crowded, pack
 from fairshard.utils.chunk_bucket import ChunkBucket
 from fairshard.utils.collectives import Chain, Communicators, Transfer, communicator, exchange_tag
 from fairshard.utils.device import Event, Stream, now
-from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``, whole."""
@@ -113,13 +113,13 @@ class Bucket:
 
     def deliver(self, reduced: Tensor) -> None:
         """Divide ``reduced`` ``[width]``, a sum; give every source that wrote its part."""
-        factors = {source.division.after for source in self.sources}
-        if self.comms.num_ranks > 1 and reduced.untyped_storage().data_ptr() == self.data.untyped_storage().data_ptr():
+        if self.comms.shard.world_size == 1 < self.comms.num_ranks and is_same_memory(reduced, self.data[0]):
             reduced = reduced.clone()  # the bucket's memory serves again
-        if len(factors) == 1 and factors != {1.0}:
-            reduced.div_(factors.pop())
+        factor, *others = {source.division.after for source in self.sources}
+        if not others and factor != 1:
+            reduced.div_(factor)
         parts = reduced.split([source.shard_numel for source in self.sources])
-        for source, part in zip(self.sources, parts, strict=True) if len(factors) > 1 else ():
+        for source, part in zip(self.sources, parts, strict=True) if others else ():
             part.div_(source.division.after)
         for index, source in enumerate(self.sources):
             if index not in self._missing:
@@ -261,8 +261,9 @@ class ReduceScatterBucketer:
         self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def _is_crowded(self, bucket: Bucket) -> bool:
-        flying = [flying.nbytes for flying, _, _ in self._flying]
-        return not bucket.is_open and is_crowded(bucket.nbytes, flying, self.bucket_cap_mb)
+        if bucket.is_open:
+            return False
+        return is_crowded(bucket.nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
 
     def _launch(self, bucket: Bucket) -> None:
         written = now(bucket.data.device)

@@ -16,7 +16,7 @@ class ExecOrder(Generic[UnitT]):
     def __init__(self) -> None:
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
-        self._with_grad: list[UnitT] = []  # those of the running forward that a backward may come to
+        self._without_grad: set[int] = set()  # places in it that no backward comes to
         self._waiting: list[UnitT] = []  # for a backward, in the order of the forward ...
         self._is_left: list[bool] = []  # ... whether that has still to come to them ...
         self._places: dict[UnitT, list[int]] = {}  # ... and where each unit stands
@@ -26,14 +26,14 @@ class ExecOrder(Generic[UnitT]):
         """A pass through the model starts."""
         if self._this:
             self._last, self._this = self._this, []
-        self._with_grad = []
+        self._without_grad = set()
 
     def enter(self, unit: UnitT, with_grad: bool = True) -> UnitT | None:
         """``unit`` starts its forward, ``with_grad`` enabled or not; returns the one that followed it last time."""
         position = len(self._this)
         self._this.append(unit)
-        if with_grad:
-            self._with_grad.append(unit)
+        if not with_grad:
+            self._without_grad.add(position)
         if position + 1 < len(self._last) and self._last[position] is unit:
             return self._last[position + 1]
         return None
@@ -41,7 +41,8 @@ class ExecOrder(Generic[UnitT]):
     def end_forward(self, backward_follows: bool) -> None:
         """The pass is over; with ``backward_follows`` its order, reversed, is what that will be."""
         if backward_follows:
-            self._waiting += self._with_grad
+            left_out = self._without_grad
+            self._waiting += [unit for place, unit in enumerate(self._this) if place not in left_out]
             del self._waiting[:-_MAX_WAITING]
 
     def begin_backward(self) -> Mapping[UnitT, int]:
@@ -63,7 +64,7 @@ class ExecOrder(Generic[UnitT]):
             return None
         position = places.pop()
         self._is_left[position] = False
-        self._foreseen.pop(unit, None)
+        self._foreseen[unit] = position
         for start in (position, len(self._is_left)):
             for before in range(start - 1, -1, -1):
                 if self._is_left[before]:

@@ -54,6 +54,7 @@ class FlatParam(FlatLine):
         self.hook: Hook | None = None
         self.grad: Any = None
         self.nodes: list[Any] = []
+        self.has_frozen = False
         self.is_gathered = False
         self.is_complete = True  # what has been sent to be reduced is all that the running backward gives
         self.num_sent = 0  # sums under way
@@ -389,3 +390,4 @@ class FlatParam(FlatLine):
                 self.nodes.append(accumulate_node(slot.leaf))
             if not self.is_gathered:
                 slot.detach()
+        self.has_frozen = len(self.nodes) < len(self.slots)

@@ -17,6 +17,7 @@ class Prefetch(Generic[UnitT]):
     Attributes:
         forward: named by the user, to be gathered in place of the unit that followed this one in the last pass.
         backward: named by the user, to be gathered in place of the one that the backward should come to next.
+        waits_for_grads: whether in a backward the unit gathers others only once it has its gradients and is freed.
     """
 
     def __init__(self, config: UnitConfig) -> None:
@@ -26,7 +27,7 @@ class Prefetch(Generic[UnitT]):
         self._backward: tuple[UnitT, ...] = ()
         self._is_forward_on = config.forward_prefetch is not False
         self._is_backward_on = config.backward_prefetch is not None
-        self._waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        self.waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
     def settle(self, units: Collection[UnitT]) -> None:
         """Follow what was named, as far as it is among ``units``, those of one model."""
@@ -35,19 +36,12 @@ class Prefetch(Generic[UnitT]):
 
     def in_forward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
         """What to gather before the unit computes; ``foreseen`` followed it in the last pass."""
-        return self._forward or _one(foreseen if self._is_forward_on else None)
+        if self._forward or foreseen is None or not self._is_forward_on:
+            return self._forward
+        return (foreseen,)
 
-    def before_grads(self, foreseen: UnitT | None) -> Sequence[UnitT]:
-        """What to gather before the unit computes its gradients."""
-        return () if self._waits_for_grads else self._in_backward(foreseen)
-
-    def after_grads(self, foreseen: UnitT | None) -> Sequence[UnitT]:
-        """What to gather once the unit has its gradients and is freed."""
-        return self._in_backward(foreseen) if self._waits_for_grads else ()
-
-    def _in_backward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
-        return self._backward or _one(foreseen if self._is_backward_on else None)
-
-
-def _one(unit: UnitT | None) -> Sequence[UnitT]:
-    return () if unit is None else (unit,)
+    def in_backward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
+        """What to gather before the unit computes its gradients or, if that waits for them, after."""
+        if self._backward or foreseen is None or not self._is_backward_on:
+            return self._backward
+        return (foreseen,)

@@ -110,7 +110,9 @@ class Root:
         self.order_check.entered.append(unit)
         self._ahead.discard(unit)
         ahead = unit.prefetch.in_forward(self.order.enter(unit, torch.is_grad_enabled()))
-        self._ahead.update(other for other in ahead if not other.is_gathered)
+        for other in ahead:
+            if not other.is_gathered:
+                self._ahead.add(other)
         return ahead
 
     def exit_forward(self, completed: bool) -> None:
@@ -179,7 +181,8 @@ class Root:
                 ]
             )
         self.order_check.entered.append(unit)
-        return unit.prefetch.before_grads(self.order.reenter(unit))
+        foreseen = self.order.reenter(unit)
+        return () if unit.prefetch.waits_for_grads else unit.prefetch.in_backward(foreseen)
 
     def check_live(self, unit: Unit, task: int) -> None:
         """Drop a backward that raised, now that ``task`` comes to the outputs of ``unit``."""

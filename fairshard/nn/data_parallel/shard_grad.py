@@ -163,6 +163,8 @@ class ShardGrad:
     def _set(self, grad: Tensor | None) -> None:
         if self.is_held:
             self._held = grad
+        elif self._dtype == self._shard.dtype:
+            self._shard.grad = grad
         else:
             set_grad(self._shard, grad)
 

@@ -215,7 +215,7 @@ class Unit:
             # A leaf that is not reached is unused, or inside a reentrant segment that is still to come. Like frozen
             # parameters it may be read until the gradients of the unit's inputs are done.
             self._is_partial = reached < sum(len(flat_param.nodes) for flat_param in self.flat_params)
-            frozen = any(len(flat_param.nodes) < len(flat_param.slots) for flat_param in self.flat_params)
+            frozen = any(flat_param.has_frozen for flat_param in self.flat_params)
             self._hooks_inputs = frozen or self._is_partial
         if self._hooks_inputs:
             call.await_inputs()
@@ -331,8 +331,9 @@ class Unit:
                 self._kept_at = num_steps(), self._versions
             else:
                 self.reshard()
-            for other in self.prefetch.after_grads(root.order.still_ahead(self)):
-                other.unshard()
+            if self.prefetch.waits_for_grads:
+                for other in self.prefetch.in_backward(root.order.still_ahead(self)):
+                    other.unshard()
 
     @property
     def _has_arrived(self) -> bool:
@@ -388,12 +389,12 @@ class Unit:
             root.note_free()
 
     def _check_versions(self) -> None:
-        versions = iter(self._versions)
-        for flat_param in self.flat_params:
-            for param in flat_param.versioned:
-                if param._version != next(versions):
-                    raise ShardChangedError(
-                        f"The weights of a unit must not change between its forward and its backward, but those of "
-                        f"`{flat_param.name}` (rank {flat_param.rank}) did. Run the backward before the optimizer's "
-                        "step, load_state_dict or any other change, or run the forward again after it."
-                    )
+        versions = [param._version for fp in self.flat_params for param in fp.versioned]
+        if versions != self._versions:
+            names = [fp.name for fp in self.flat_params for _ in fp.versioned]
+            changed = [new != old for new, old in zip(versions, self._versions, strict=True)].index(True)
+            raise ShardChangedError(
+                "The weights of a unit must not change between its forward and its backward, but those of "
+                f"`{names[changed]}` (rank {self.group.rank}) did. Run the backward before the optimizer's step, "
+                "load_state_dict or any other change, or run the forward again after it."
+            )
