@@ -21,7 +21,7 @@ SHA256 = "b9c8ab8859a1813934e54d1390b8b0165a8b8837d30c10290ac12d14cdb27eec"
 
 # Rows that wait for a version; ``pytest --strict-features`` fails while there are any. One that names its test
 # fails as soon as the test is there: then the row is due.
-NUM_NOT_YET = {"0.4": 22, "0.5": 11}
+NUM_NOT_YET = {"0.5": 11}
 
 FSDP = "FullyShardedDataParallel"
 TEST, NOT_HERE = r"`(tests/[\w/]+\.py::\w+)`", r"not here: .{10}.*"
