@@ -29,12 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.messages import GroupMessages, backend_name, timeout_of
+from fairshard.utils.messages import GATHER, GroupMessages, backend_name, timeout_of
 from fairshard.utils.watchdog import explain
 
 # Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
 # 2.13; the old names can go with support for torch < 2.13.
-_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
 _SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 _EXCHANGE_RANKS = range(2, 5)
@@ -187,7 +186,7 @@ class Communicator(GroupMessages):
 
         def gather(part: Tensor) -> Transfer:
             line = part.new_empty(self.world_size * width)
-            work = getattr(self.group, _GATHER)(line, part)
+            work = getattr(self.group, GATHER)(line, part)
             return Transfer((work,), (part, line), line[: tensor.numel()])
 
         return Chain(Transfer(works, (sent,), finish=lambda: _sum_in_order(list(received))), gather)
@@ -302,7 +301,7 @@ class RowGather:
         comm.count(self._kind, self._nbytes)
         exchange = self._exchange
         if exchange is None:
-            return Transfer((getattr(comm.group, _GATHER)(self._line, self._own),), (self._buffer,), self._buffer)
+            return Transfer((getattr(comm.group, GATHER)(self._line, self._own),), (self._buffer,), self._buffer)
         works: list[Any] = []
         try:
             for source, row, target in self._peers:

@@ -14,6 +14,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeo
 from fairshard.errors import FairshardError
 from fairshard.utils.watchdog import explained
 
+GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+"""The method of a group that gathers tensors into one; renamed in torch 2.13, the old name can go with older torch."""
+
 
 class GroupMessages:
     """One process group: this rank's place in it, and messages between its ranks."""
@@ -185,7 +188,7 @@ def gather_scalars(
     group = group or default_group()
     own = torch.tensor(list(values), dtype=torch.float64, device=device)
     every = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather_into_tensor(every, own, group=group)
+    getattr(group, GATHER)(every, own).wait()
     return every.view(-1, max(own.numel(), 1)).tolist()
 
 

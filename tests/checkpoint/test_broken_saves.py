@@ -195,7 +195,9 @@ def save_to_own_disk(root):
     begin = CheckpointWriter.__init__
 
     def elsewhere(writer, folder, num_ranks):
-        begin(writer, folder.replace(root, f"{root}-{dist.get_rank()}") if dist.get_rank() else folder, num_ranks)
+        own = folder.replace(root, f"{root}-{dist.get_rank()}") if dist.get_rank() else folder
+        os.makedirs(own, exist_ok=True)
+        begin(writer, own, num_ranks)
 
     with mock.patch.object(CheckpointWriter, "__init__", elsewhere):
         return fail_to_save(root)
