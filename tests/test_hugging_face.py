@@ -1,0 +1,122 @@
+"""Models of Hugging Face, with random weights: wrapped by class they train as under DDP, are saved, and generate."""
+
+import copy
+import os
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fairshard.checkpoint import save
+from fairshard.nn import FSDP
+from fairshard.nn.wrap import ModuleWrapPolicy
+from fairshard.utils.testing import rank_device, run_ranks
+from tests.on_ranks import on_ranks
+
+pytest.importorskip("transformers")
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+
+VOCAB = 61
+SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+
+
+def gpt2():
+    """A GPT-2 of two blocks, whose embedding is its output layer."""
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **SPECIAL)), GPT2Block
+
+
+def llama():
+    """A Llama of two layers with grouped heads."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **SPECIAL)), LlamaDecoderLayer
+
+
+MODELS = {"gpt2": gpt2, "llama": llama}
+names = pytest.mark.parametrize("name", list(MODELS))
+
+
+def built(name):
+    """The model, the same on every rank, and the class of its blocks."""
+    torch.manual_seed(3)
+    model, block = MODELS[name]()
+    return model.to(rank_device()), block
+
+
+def tokens(*key):
+    """Two sequences that depend on ``key`` only."""
+    random = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.randint(2, VOCAB, (2, 9), generator=random).to(rank_device())
+
+
+def train(model):
+    """Losses of four steps of AdamW, on this rank's tokens."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    ids = tokens(dist.get_rank())
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@on_ranks(2)
+@names
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
+def test_it_trains_as_under_ddp(name, options):
+    """Each block a unit: the losses are DDP's, to the bit."""
+    model, block = built(name)
+    expected = train(DistributedDataParallel(copy.deepcopy(model)))
+    losses = train(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}), **options))
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+    assert losses[-1] < losses[0]
+
+
+def _train_and_save(name, folder):
+    """Train sharded and save; what the sharded model says of some tokens, and how it goes on with them."""
+    model, block = built(name)
+    wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}))
+    train(wrapped)
+    save(f"{folder}/step", wrapped)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(f"{folder}/config")
+    prompt = tokens("prompt")
+    with torch.no_grad():
+        logits = wrapped.eval()(input_ids=prompt).logits
+        text = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
+    return logits.cpu(), text.cpu()
+
+
+@names
+def test_what_is_consolidated_is_loaded_by_from_pretrained(name, tmp_path):
+    """``fairshard consolidate`` writes what Hugging Face reads: the same logits, and the same text, without shards."""
+    sharded = run_ranks(2, _train_and_save, name, str(tmp_path))
+    command = [sys.executable, "-m", "fairshard.cli.main", "consolidate", str(tmp_path / "step"), str(tmp_path / "out")]
+    options = ["--format", "safetensors", "--config", str(tmp_path / "config")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, *options], check=True, capture_output=True, env=environment)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.device("cpu"), torch.no_grad():
+        prompt = tokens("prompt").cpu()
+        logits = model(input_ids=prompt).logits
+        text = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
+    for own_logits, own_text in sharded:
+        torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-6)
+        assert own_text.tolist() == text.tolist()
