@@ -238,8 +238,9 @@ class _Peers:
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self.comm = comm
-        self._hashes = torch.zeros(comm.world_size, 1, dtype=torch.int64, device=device)
-        self._gather = RowGather(comm, self._hashes, "order_check")
+        with torch.inference_mode(False):  # the first pass may be in it
+            self._hashes = torch.zeros(comm.world_size, 1, dtype=torch.int64, device=device)
+            self._gather = RowGather(comm, self._hashes, "order_check")
         self._id = comm.new_id()
         self._uses = 0
         self._transfer: Transfer | None = None
