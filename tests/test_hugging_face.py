@@ -18,15 +18,15 @@ from fairshard.utils.testing import rank_device, run_ranks
 from tests.on_ranks import on_ranks
 
 pytest.importorskip("transformers")
-from transformers import (  # noqa: E402
+from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 VOCAB = 61
 SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}

@@ -22,11 +22,11 @@ from tests.reference import assert_same_state, sgd
 NUM_STEPS, NUM_MICRO, MAX_NORM = 20, 2, 0.3
 
 
-def train(model, accumulate, clip):
-    """Losses of a whole run; ``clip(optimizer)`` is called before each step."""
+def train(model, accumulate, clip, num_steps=NUM_STEPS):
+    """Losses of a whole run; ``clip(model)`` is called before each step."""
     optimizer = sgd(model)
     losses = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         num_micro = NUM_MICRO if accumulate else 1
         for micro in range(num_micro):
             *inputs, targets = tiny_batch(dist.get_rank(), step, micro)

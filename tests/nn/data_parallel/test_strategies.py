@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fairshard.optim import ShardedGradScaler
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.nn.data_parallel.test_ddp_parity import train as train_whole_run
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
 
@@ -22,21 +24,7 @@ plain = pytest.mark.parametrize("strategy", PLAIN, ids=lambda strategy: strategy
 MAX_NORM = 0.3
 
 
-def train(model, accumulate, clip, num_steps=5):
-    """Losses of a few steps, with two micro-batches each if ``accumulate``; ``clip(model)`` before each step."""
-    optimizer = sgd(model)
-    losses = []
-    for step in range(num_steps):
-        for micro in range(1 + accumulate):
-            *inputs, targets = tiny_batch(dist.get_rank(), step, micro)
-            with model.no_sync() if micro < accumulate else contextlib.nullcontext():
-                loss = tiny_loss(model(*inputs), targets)
-                loss.backward()
-            losses.append(loss.detach())
-        clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses)
+train = functools.partial(train_whole_run, num_steps=5)
 
 
 def clips(clip):
