@@ -16,7 +16,6 @@ class ExecOrder(Generic[UnitT]):
     def __init__(self) -> None:
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
-        self._without_grad: set[int] = set()  # places in it that no backward comes to
         self._waiting: list[UnitT] = []  # for a backward, in the order of the forward ...
         self._is_left: list[bool] = []  # ... whether that has still to come to them ...
         self._places: dict[UnitT, list[int]] = {}  # ... and where each unit stands
@@ -26,14 +25,11 @@ class ExecOrder(Generic[UnitT]):
         """A pass through the model starts."""
         if self._this:
             self._last, self._this = self._this, []
-        self._without_grad = set()
 
-    def enter(self, unit: UnitT, with_grad: bool = True) -> UnitT | None:
-        """``unit`` starts its forward, ``with_grad`` enabled or not; returns the one that followed it last time."""
+    def enter(self, unit: UnitT) -> UnitT | None:
+        """``unit`` starts its forward; returns the one that followed it in the last pass."""
         position = len(self._this)
         self._this.append(unit)
-        if not with_grad:
-            self._without_grad.add(position)
         if position + 1 < len(self._last) and self._last[position] is unit:
             return self._last[position + 1]
         return None
@@ -41,8 +37,7 @@ class ExecOrder(Generic[UnitT]):
     def end_forward(self, backward_follows: bool) -> None:
         """The pass is over; with ``backward_follows`` its order, reversed, is what that will be."""
         if backward_follows:
-            left_out = self._without_grad
-            self._waiting += [unit for place, unit in enumerate(self._this) if place not in left_out]
+            self._waiting += self._this
             del self._waiting[:-_MAX_WAITING]
 
     def begin_backward(self) -> Mapping[UnitT, int]:

@@ -59,7 +59,14 @@ class OrderCheck:
             if _num_ranks(unit) > 1 and any(flat_param.shard_numel for flat_param in unit.flat_params)
         }
         self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
-        self._peers = [_Peers(comm, device) for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._peers = [
+            _Peers(comm, device, self._shared & {self._numbers[unit] for unit in units if _talks_in(unit, comm)})
+            for comm in comms
+            if comm.world_size > 1 and comm.is_real
+        ]
+        is_in_several = len(self._peers) > 1
+        for peers in self._peers:
+            peers.tells = any(peers.comm.gather_objects(is_in_several))
         self._is_sent = False
         self._is_on_host = device.type == "cpu"
         self.step = 1
@@ -155,9 +162,8 @@ class OrderCheck:
     def _send(self) -> None:
         if self._peers:
             self._is_sent = True
-            digest = self._digest()
             for peers in self._peers:
-                peers.send(digest)
+                peers.send(self._digest(peers.numbers))
 
     def _look(self) -> None:
         """Wait for what was sent last.
@@ -171,22 +177,22 @@ class OrderCheck:
         differs = False
         for peers in self._peers:
             differs = not peers.agree() or differs
-        if len(self._peers) > 1:  # a rank that raises alone leaves those of its other groups waiting
-            for peers in self._peers:
+        for peers in self._peers:
+            if peers.tells:
                 differs = peers.any_says(differs)
         if differs:
             self._raise()
 
-    def _digest(self) -> int:
+    def _digest(self, numbers: set[int]) -> int:
         steps = [*self._unchecked, (self.step, self._trained)]
         whole = hashlib.blake2b(digest_size=7)
         for step, entered in steps:
-            whole.update(array("q", [step, *self._compared(entered)]).tobytes())
+            whole.update(array("q", [step, *self._compared(entered, numbers)]).tobytes())
         return int.from_bytes(whole.digest(), "big")
 
-    def _compared(self, entered: list[Unit | int]) -> list[int]:
+    def _compared(self, entered: list[Unit | int], among: set[int]) -> list[int]:
         numbers = [entry if isinstance(entry, int) else self._numbers[entry] for entry in entered]
-        return [number for number in numbers if number < 0 or number in self._shared]
+        return [number for number in numbers if number < 0 or number in among]
 
     def _raise(self) -> None:
         steps = [*self._unchecked, (self.step, self._trained)]
@@ -219,7 +225,7 @@ class OrderCheck:
         """``entered`` as names, which say of which pass they are."""
         words: list[str] = []
         kind = "forward"
-        for number in self._compared(entered):
+        for number in self._compared(entered, self._shared):
             if number < 0:
                 kind = "forward" if number == _FORWARD else "backward"
                 words.append(f"the beginning of a {kind}")
@@ -233,17 +239,24 @@ def _num_ranks(unit: Unit) -> int:
     return groups.shard.world_size * (1 if groups.replicas is None else groups.replicas.world_size)
 
 
-class _Peers:
-    """The ranks of one process group, and what they sent last."""
+def _talks_in(unit: Unit, comm: Communicator) -> bool:
+    replicas = unit.groups.replicas
+    return comm.group in (unit.groups.shard.group, None if replicas is None else replicas.group)
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
+
+class _Peers:
+    """The ranks of one process group, what they sent last, and the ``numbers`` of the units that they share."""
+
+    def __init__(self, comm: Communicator, device: torch.device, numbers: set[int]) -> None:
         self.comm = comm
+        self.numbers = numbers
         with torch.inference_mode(False):  # the first pass may be in it
             self._hashes = torch.zeros(comm.world_size, 1, dtype=torch.int64, device=device)
             self._gather = RowGather(comm, self._hashes, "order_check")
         self._id = comm.new_id()
         self._uses = 0
         self._transfer: Transfer | None = None
+        self.tells = False  # whether a rank is in other groups too, whose ranks would wait if it raised alone
 
     def send(self, number: int) -> None:
         """Let the other ranks know a 63-bit ``number``."""

@@ -109,7 +109,7 @@ class Root:
             return ()
         self.order_check.entered.append(unit)
         self._ahead.discard(unit)
-        ahead = unit.prefetch.in_forward(self.order.enter(unit, torch.is_grad_enabled()))
+        ahead = unit.prefetch.in_forward(self.order.enter(unit))
         for other in ahead:
             if not other.is_gathered:
                 self._ahead.add(other)

@@ -86,14 +86,3 @@ def test_what_is_ahead_is_so_until_the_backward_comes_to_it():
     assert order.still_ahead("b") == "a"
     order.end_backward()
     assert order.still_ahead("b") is None
-
-
-def test_what_ran_without_grad_inside_a_forward_is_not_waited_for():
-    """A teacher, or a generation, inside of a pass with a backward: that comes to the calls with grad only."""
-    order = ExecOrder()
-    order.begin_forward()
-    for unit, with_grad in [("root", True), ("a", False), ("b", False), ("a", True), ("b", True)]:
-        order.enter(unit, with_grad)
-    order.end_forward(backward_follows=True)
-    assert order.begin_backward() == {"root": 1, "a": 1, "b": 1}
-    assert [order.reenter(unit) for unit in ("root", "b", "a")] == ["b", "a", None]
