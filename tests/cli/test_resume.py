@@ -123,7 +123,7 @@ def _ranks_of(launcher):
     return found
 
 
-@pytest.mark.parametrize("signalled", ["first", "last"])
+@pytest.mark.parametrize("signalled", ["first", pytest.param("last", marks=pytest.mark.full)])
 def test_a_rank_that_dies_is_started_again(tmp_path, signalled):
     """With ``--max-restarts`` the run goes on from its newest checkpoint by itself, and ends as an unbroken one."""
     text = tmp_path / "text"
