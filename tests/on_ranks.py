@@ -31,6 +31,11 @@ def _explain_asserts():
     install_importhook(get_config())
 
 
+def in_full(world_size):
+    """So many ranks for `on_ranks`, but in ``make test-all`` only."""
+    return pytest.param(world_size, marks=pytest.mark.full)
+
+
 def on_ranks(*world_sizes, timeout=60.0):
     """Run the decorated function on that many ranks, once for each of ``world_sizes``.
 

@@ -11,7 +11,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel.summary import state_bytes
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from tests.models import mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn
 
 HELD = {"cpu_offload": True, "move_grads_to_cpu": False}
@@ -39,7 +39,7 @@ def backward(model, step, scaler=None):
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @PLACEMENTS
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_param_groups_by_original_parameter_in_every_placement(placement, clip):
@@ -66,7 +66,7 @@ def test_param_groups_by_original_parameter_in_every_placement(placement, clip):
         assert_same_state(ours_state, state, rtol=1e-6, atol=1e-7)
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @PLACEMENTS
 @pytest.mark.parametrize("scaled", [False, True])
 def test_steps_during_the_backward(placement, scaled):
@@ -120,7 +120,7 @@ def test_half_moments_and_a_part_on_the_device():
     assert kept.device + kept.pinned + kept.pageable > 0
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_a_scaled_step_is_skipped_on_all_ranks():
     """An overflow in the view of one rank skips the plain optimizer's step on every rank."""
     model = FSDP(mlp(4, 9, 5), use_orig_params=True)

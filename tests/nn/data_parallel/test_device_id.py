@@ -19,7 +19,7 @@ from fairshard.nn.data_parallel.construction import resolve_construction
 from fairshard.nn.data_parallel.origin import move_inputs
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn, train_alike
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def device_of(device_id=None, compute_device=None):
     return resolve_construction(None, device_id, compute_device, False).device
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("kwargs", [{}, {"cpu_offload": True}, {"flatten_parameters": False}], ids=str)
 @pytest.mark.parametrize("name", ["device_id", "compute_device"])
 def test_training_is_the_same(name, kwargs):
@@ -113,7 +113,7 @@ def test_two_devices_are_refused():
     assert len(FSDP(model, ignored_modules=[model[1]]).params) == 1
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_a_module_on_the_host_is_never_whole_on_the_device(offload):
     """Shards go there, and buffers, but no parameter; with offload not even those."""
@@ -168,7 +168,7 @@ def test_moved_inputs_get_their_gradients_where_they_are():
     assert moved.grad_fn is not None
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("name", ["device_id", "compute_device", None])
 def test_the_outermost_unit_moves_inputs(name):
     """Once a forward, to where the model computes; with `device_id` only."""

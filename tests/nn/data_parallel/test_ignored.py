@@ -19,7 +19,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import DIM, tiny, tiny_batch, tiny_loss, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, mean_over_ranks, randn, sgd
 
 
@@ -90,7 +90,7 @@ def train_both(plain, wrapped, num_steps=2):
     assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("how", ["modules", "states", "parameters", "states of parameters"])
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
 def test_training_equals_that_of_a_replica(how, flatten):
@@ -126,7 +126,7 @@ def test_parity_with_ddp_that_ignores_the_same():
     assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_nothing_of_them_travels():
     """Gathers and reductions carry the other parameters only, and gradients stay what this rank made."""
     model = gated()
@@ -152,7 +152,7 @@ def ignored_params_of(wrapped):
     return [param for gate in gates_of(wrapped) for param in gate.parameters()]
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_they_are_neither_cast_nor_moved():
     """Under mixed precision ignored weights and buffers keep their dtype and their memory."""
     model = gated()
@@ -169,7 +169,7 @@ def test_they_are_neither_cast_nor_moved():
     assert all(param.grad.dtype == torch.float32 for param in ignored_params_of(wrapped))
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")], ids=str)
 def test_the_norm_counts_them_once(norm_type):
     """With equal gradients on all ranks the norm is that of the plain model, and all are scaled by one factor."""
@@ -188,7 +188,7 @@ def test_the_norm_counts_them_once(norm_type):
     torch.testing.assert_close(again, torch.tensor(0.5), rtol=1e-4, atol=0.0)
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_the_norm_is_the_same_on_ranks_whose_ignored_gradients_differ():
     """Their mean contribution counts: every rank scales by the same factor."""
     wrapped = wrap_ignoring(gated())
@@ -273,7 +273,7 @@ def by_pickle(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, by_pickle])
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_copies_ignore_their_own(copied_by, num_steps):
@@ -303,7 +303,7 @@ def test_half_before_the_first_forward_takes_them_along():
     assert ignored_params_of(wrapped)[0].dtype == torch.float64
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_frozen_weights_before_ignored_ones():
     """Gradients of ignored weights may pass frozen sharded ones after all inputs have theirs: these are there then."""
 
@@ -329,7 +329,7 @@ def test_frozen_weights_before_ignored_ones():
     assert torch.equal(model.prompt.grad, plain.prompt.grad)
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_a_shared_weight_is_ignored_under_all_its_names():
     """An ignored embedding that the output layer shares stays whole in both."""
     plain, model = tiny(), tiny()
@@ -394,7 +394,7 @@ def test_accumulation_adds_their_gradients_up():
     assert {id(p) for p in ignored_params_of(wrapped)} <= {id(p) for p in wrapped.params_with_grad}
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_summoned_they_are_what_they_are():
     """Inside `summon_full_params` all names and shapes of the plain model are there."""
     wrapped = wrap_ignoring(gated())
@@ -448,7 +448,7 @@ def test_modules_are_no_parameters():
     assert [name for name, _ in wrapped.named_parameters()] == ["flat_param_0", "0.weight", "0.bias", "1.bias"]
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_units_are_not_ignored():
     """Neither a wrapper, nor a module with one inside, nor what is inside of one."""
     model = gated()
@@ -467,7 +467,7 @@ def test_units_are_not_ignored():
         FSDP(model, ignored_parameters=[leaf])
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_the_module_itself_is_ignored_with_a_warning():
     """Nothing is sharded then, and the model still runs."""
     plain, model = gated(), gated()

@@ -14,7 +14,7 @@ from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import Block, Tiny, mlp, tiny_batch, tiny_loss, wrap_each, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd
 
 
@@ -123,7 +123,7 @@ class Parent(nn.Module):
         return self.child(x).sum() * self.scale.sum() + self.table.sum() + self.count
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_children_first_as_constructors_run():
     """A parent's reset sees its children with their values, and what it sets in them stays; real values stay too."""
     model = on_meta(Parent)
@@ -208,7 +208,7 @@ class Silent(nn.Module):
         self.gain = nn.Parameter(torch.empty(3))
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_a_module_without_reset_parameters_is_named():
     """And nothing has been done by then."""
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
@@ -255,7 +255,7 @@ WIDTHS = [512, 1024, 512, 1024, 512, 1024, 512]
 
 
 @pytest.mark.cpu_only
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_one_unit_at_a_time_has_memory(offload):
     """The most bytes alive while a model is wrapped are those of its shards and of the largest unit, whole."""
@@ -277,7 +277,7 @@ def test_one_unit_at_a_time_has_memory(offload):
     assert shards <= peak <= shards + largest + slack
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
 def test_reset_parameters_of_a_wrapper(flatten):
     """Allowed, it gives a sharded module new values, those of the seed; else it is the module's, which has shards."""

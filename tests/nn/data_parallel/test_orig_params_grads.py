@@ -12,7 +12,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn
 
 SETTINGS = {
@@ -52,7 +52,7 @@ def assert_same_grads(wrapped, plain):
             torch.testing.assert_close(found[name], param.grad.flatten().float(), rtol=1e-6, atol=1e-6)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("offload", [False, True])
 def test_gradients_are_views_of_one_memory(offload):
     """After a backward each view has its run of the mean gradient; all of a unit share one storage."""
@@ -70,7 +70,7 @@ def test_gradients_are_views_of_one_memory(offload):
     assert flat_param.grad.value is None
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_unused_parameters_of_a_used_unit_have_zeros():
     """One rank cannot know whether another used a parameter: in a unit that has gradients, all parameters have."""
     model = nn.ModuleDict({"used": nn.Linear(4, 5), "unused": nn.Linear(4, 5), "apart": FSDP(nn.Linear(4, 5))})
@@ -83,7 +83,7 @@ def test_unused_parameters_of_a_used_unit_have_zeros():
     assert [name for name, grad in grads.items() if grad is None] == ["apart.flat_param_0"]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 def test_frozen_parameters_of_a_mixed_unit_cost_no_gradient():
     """Frozen and trainable in one unit: nothing of the frozen is reduced, kept, or put beside them."""
     plain = mlp(4, 50, 5)
@@ -103,7 +103,7 @@ def test_frozen_parameters_of_a_mixed_unit_cost_no_gradient():
     assert all(slot.leaf.grad is None for fp in wrapped._unit.flat_params for slot in fp.slots)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("which", ["0.weight", "2.bias", "all"])
 def test_requires_grad_can_change_between_passes(which):
     """A parameter frozen after wrapping gets no gradient and lets its neighbours train; unfrozen it trains again."""
@@ -155,7 +155,7 @@ def test_one_of_two_optimizers_may_drop_what_was_accumulated(settings, to_none, 
                 assert not torch.equal(ours.weight.grad, other.weight.grad)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("synced", [True, False])
 def test_all_gradients_dropped_by_the_views_are_dropped(synced):
     """``optimizer.zero_grad`` after a backward, reduced or not, leaves nothing of it; memory goes with the forward."""
@@ -176,7 +176,7 @@ def test_all_gradients_dropped_by_the_views_are_dropped(synced):
     assert_same_grads(wrapped, plain)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 def test_gradients_that_the_user_puts_there_count():
     """Assigned, edited in place or taken off, a gradient is what the next backward adds to, and what is clipped."""
     plain, wrapped = build()
@@ -201,7 +201,7 @@ def test_gradients_that_the_user_puts_there_count():
     assert_same_grads(wrapped, plain)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 def test_hooks_on_views_see_the_reduced_gradient():
     """A post-accumulate-grad hook runs once a backward, with the view's run of the mean there; it may drop it."""
     plain, wrapped = build(wrap=wrap_each)
@@ -226,7 +226,7 @@ def test_hooks_on_views_see_the_reduced_gradient():
     assert wrapped.params_with_grad == []
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 def test_a_change_between_forward_and_backward_is_refused():
     """A write into one view is a change of the weights that the backward would use."""
     _, wrapped = build()
@@ -237,7 +237,7 @@ def test_a_change_between_forward_and_backward_is_refused():
         loss.backward()
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("how", ["in place", "data in place", "data assigned", "vector"])
 @pytest.mark.parametrize("settings", ["device", "offload"])
 def test_a_written_view_is_seen_by_the_next_forward(how, settings):
@@ -278,7 +278,7 @@ def test_data_of_another_size_is_refused_by_name():
         wrapped(randn(3, 4))
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_an_interrupted_backward_leaves_no_gradient():
     """After an exception in a backward the next step is that of the plain model."""
     plain, wrapped = build(wrap=wrap_each)
@@ -296,7 +296,7 @@ def test_an_interrupted_backward_leaves_no_gradient():
     assert_same_grads(wrapped, plain)
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("placement", [{}, {"cpu_offload": True}, {"cpu_offload": True, "move_grads_to_cpu": False}])
 def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
     """A unit that ran a backward on its own, then as part of a model: its gradients add up, view by view."""

@@ -12,7 +12,7 @@ from fairshard.checkpoint import load, save
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import StateDictType
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn
 
 LAYOUTS = {
@@ -55,7 +55,7 @@ def assert_same_optim_state(one, other):
         assert all(torch.equal(value, other[name][key]) for key, value in entries.items()), name
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("into", LAYOUTS)
 @pytest.mark.parametrize("way", ["full", "rank0", "sharded"])
 def test_optimizer_state_goes_to_every_layout_and_back(into, way):
@@ -86,7 +86,7 @@ def test_optimizer_state_goes_to_every_layout_and_back(into, way):
         assert_same_state(other.state_dict(), model.state_dict())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 def test_state_dicts_of_all_forms(kind):
     """Model and optimizer, saved and loaded in one form into a model with views; local ones also into a flat one."""
@@ -125,7 +125,7 @@ def test_checkpoints_across_layouts(into, tmp_path):
         assert_same_state(other.state_dict(), model.state_dict())
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_groups_that_cut_through_a_unit_are_saved_by_name(tmp_path):
     """Two rates in one unit, in a checkpoint and in a whole state dict: each parameter keeps its own."""
     folder = [str(tmp_path)]
@@ -153,7 +153,7 @@ def test_groups_that_cut_through_a_unit_are_saved_by_name(tmp_path):
         assert_same_state(other.state_dict(), twin.state_dict())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 def test_whole_parameters_and_gradients_are_shown_and_written_back():
     """Inside ``summon_full_params`` names and shapes are the original ones; what is written there arrives."""
     plain = mlp(4, 9, 5)
@@ -216,7 +216,7 @@ def test_a_copy_trains_on_its_own(by, when):
         loss.backward()
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("through", ["wrapper", "module"])
 def test_conversions_before_the_first_forward(through):
     """``.double()`` on the wrapper, or on the module inside it: views, shard and optimizer follow."""

@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision
 from fairshard.utils.testing import fake_group, rank_device
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import Reference, assert_same_state, average_grads_, randn, sgd
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -40,7 +40,7 @@ def spy(**kwargs):
 PAIRS = [(BF16, None), (None, BF16), (BF16, FP32), (FP16, BF16), (FP32, None), (None, FP16)]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize(
     ("kind", "pair"), [*((MixedPrecision, pair) for pair in PAIRS), *((TorchMixedPrecision, p) for p in PAIRS[:2])]
 )
@@ -72,7 +72,7 @@ def test_parameters_and_gradients_have_the_dtypes_asked_for(kind, pair):
     assert_same_state(wrapped.state_dict(), reference.master.state_dict())
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
 def test_which_inputs_are_cast(root, inner):
@@ -95,7 +95,7 @@ def test_which_inputs_are_cast(root, inner):
     assert wrapped.module.inner.seen[0][0] == (BF16 if inner else FP32)
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_buffers_have_a_dtype_of_their_own():
     """``buffer_dtype`` counts alone, with another ``param_dtype``, and as fairscale's argument; without it none."""
     cases = [
@@ -113,7 +113,7 @@ def test_buffers_have_a_dtype_of_their_own():
         assert torch.equal(wrapped.table, torch.full_like(wrapped.table, 1 + 2**-12))
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_a_reduce_dtype_alone_casts_nothing_in_forward():
     """Inputs, parameters and buffers stay as they are; only gradients are rounded, once, on their way."""
     wrapped = spy(mixed_precision=MixedPrecision(reduce_dtype=BF16))
@@ -132,7 +132,7 @@ def test_full_precision_units_cast_inputs_up_when_asked():
         assert spy(**kwargs)(randn(2, 4).bfloat16()).dtype == FP32
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_batch_norm_computes_in_its_own_dtype(flatten):
     """Weights, biases and statistics of BatchNorm are not cast; their gradients travel in fp32, or as asked."""
@@ -166,7 +166,7 @@ def mixed():
     return Mixed().to(rank_device())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_parameters_of_several_dtypes_in_one_unit(flatten):
     """Each keeps its dtype and has the gradient that it has unwrapped; the state dict shows each as it is."""
@@ -188,7 +188,7 @@ def test_parameters_of_several_dtypes_in_one_unit(flatten):
     assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_clipping_gradients_of_several_dtypes():
     """The norm is that of all of them, in fp32; each is scaled in its own dtype."""
     plain, wrapped = mixed(), FSDP(mixed())
@@ -201,7 +201,7 @@ def test_clipping_gradients_of_several_dtypes():
     torch.testing.assert_close(again, torch.full_like(again, 0.1), rtol=1e-2, atol=0.0)
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_parameters_of_several_dtypes_compute_in_one():
     """With a ``param_dtype`` all compute in it; shards and their gradients keep their own."""
     wrapped = FSDP(mixed(), mixed_precision=MixedPrecision(BF16, FP32))

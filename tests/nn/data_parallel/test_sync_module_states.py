@@ -13,7 +13,7 @@ from fairshard.nn import ShardingStrategy
 from fairshard.utils.collectives import communicator
 from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd
 
 
@@ -37,7 +37,7 @@ class Buffers(nn.Module):
         return self.conv(x).sum()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_all_ranks_have_what_rank_0_has(flatten, offload):
@@ -54,7 +54,7 @@ def test_all_ranks_have_what_rank_0_has(flatten, offload):
     assert wrapped.count.item() == 10
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, in_full(2), 3)
 def test_it_trains_as_ddp_does():
     """Seeded differently, units in units train as a replica of rank 0's model."""
     plain, wrapped = tiny(seed=0), wrap_tiny(tiny(seed=dist.get_rank()), sync_module_states=True)
@@ -82,7 +82,7 @@ def test_each_tensor_is_sent_once():
     assert sum(sent) == nbytes
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("cap", [1, 7, 40, 64, 10**6])
 def test_buckets_hold_at_most_their_cap(cap):
     """Tensors longer than a bucket travel in parts, shorter ones together, wherever the cuts fall."""
@@ -144,7 +144,7 @@ def test_a_module_that_receives_needs_no_reset_parameters():
     assert FSDP(model, sync_module_states=True).state_dict()["gain"].tolist() == [1.0] * 3
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_a_rank_that_cannot_initialise_makes_all_raise():
     """Nobody waits for rank 0, which has nothing to send."""
     with torch.device("meta"):
@@ -186,7 +186,7 @@ def warnings_of(model, *inputs):
     return [str(warning.message) for warning in caught if "same weights" in str(warning.message)]
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("kwargs", [{}, {"cpu_offload": True}, {"flatten_parameters": False}], ids=str)
 def test_ranks_that_begin_with_other_weights_are_told(kwargs):
     """The first forward warns once, on every rank, and names a parameter that differs."""
@@ -207,7 +207,7 @@ def test_other_weights_of_any_dtype_are_told(dtype):
     assert len(warnings_of(FSDP(model), randn(2, 3).to(dtype))) == 1
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 def test_nothing_is_said_where_all_is_well():
     """Ranks that were seeded alike, that were synced, or that have loaded weights since."""
     rank = dist.get_rank()
