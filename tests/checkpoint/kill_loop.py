@@ -12,6 +12,7 @@ process forks the ranks: so torch is imported once. It starts no thread.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.checkpoint.killed_run import ANY_RANK, EVERY, KEEP_LAST, NUM_STEPS, POINTS, WORLD_SIZE, Kill, Run, play
+from tests.forked import fork
 
 MOST_KILLS = 4
 LIMIT_S = 60.0
@@ -131,7 +133,7 @@ class Life:
         notes.touch()
         inside = kill if isinstance(kill, Kill) else None
         run = replace(self._run, notes=str(notes), store=str(self._folder / f"store-{number}"), kill=inside)
-        pids = [_fork(rank, run, log) for rank in range(WORLD_SIZE)]
+        pids = [fork(functools.partial(play, rank, run, log)) for rank in range(WORLD_SIZE)]
         codes = {}
         kill_at = died_at = None
         gives_up_at = time.monotonic() + LIMIT_S
@@ -162,14 +164,6 @@ class Life:
         by_rank = tuple(tuple(text for own, text in lines if own == str(rank)) for rank in range(WORLD_SIZE))
         survived_s = time.monotonic() - died_at
         return Ending(tuple(codes[rank] for rank in range(WORLD_SIZE)), by_rank, survived_s)
-
-
-def _fork(rank, run, log):
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        play(rank, run, log)
-    return pid
 
 
 class Loop:

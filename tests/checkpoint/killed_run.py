@@ -21,6 +21,7 @@ from torch import nn
 
 from fairshard.checkpoint import Checkpointer, checkpointer, writer
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from tests.forked import Notes
 from tests.models import DIM, VOCAB, Block
 
 WORLD_SIZE, NUM_STEPS, EVERY, KEEP_LAST = 2, 36, 3, 2
@@ -74,17 +75,6 @@ class Run:
     cpu_offload: bool
     end: str = "wait"
     kill: Kill | None = None
-
-
-class Notes:
-    """A file that each rank appends lines to, which a kill cannot take back."""
-
-    def __init__(self, path, rank):
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._rank = rank
-
-    def __call__(self, text):
-        os.write(self._file, f"{self._rank} {text}\n".encode())
 
 
 class Model(nn.Module):

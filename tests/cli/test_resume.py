@@ -123,15 +123,23 @@ def _ranks_of(launcher):
     return found
 
 
-@pytest.mark.parametrize("signalled", ["first", pytest.param("last", marks=pytest.mark.full)])
-def test_a_rank_that_dies_is_started_again(tmp_path, signalled):
-    """With ``--max-restarts`` the run goes on from its newest checkpoint by itself, and ends as an unbroken one."""
-    text = tmp_path / "text"
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The arguments of a run on two ranks that nothing breaks, and its losses."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    text = folder / "text"
     text.mkdir()
     (text / "long.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     (text / "short.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
     of_run = [*TINY, "--data", str(text), "--steps", "60", "--save-every", "10"]
-    _train(*of_run, "--out", str(tmp_path / "unbroken"))
+    _train(*of_run, "--out", str(folder / "run"))
+    return of_run, _losses(folder / "run")
+
+
+@pytest.mark.parametrize("signalled", ["first", pytest.param("last", marks=pytest.mark.full)])
+def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
+    """With ``--max-restarts`` the run goes on from its newest checkpoint by itself, and ends as an unbroken one."""
+    of_run, expected = unbroken
     broken = tmp_path / "broken"
     with subprocess.Popen(
         [*COMMAND, *of_run, "--out", str(broken), "--max-restarts", "1"],
@@ -147,7 +155,7 @@ def test_a_rank_that_dies_is_started_again(tmp_path, signalled):
         printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0, printed
     assert "resumed after step" in printed
-    assert _losses(broken) == _losses(tmp_path / "unbroken")
+    assert _losses(broken) == expected
 
 
 def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
@@ -166,14 +174,9 @@ def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
         TrainOptions(resume_from=20, max_restarts=1)
 
 
-def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):
+def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
     """All processes killed after a checkpoint: resumed, every loss is that of the unbroken run, to the bit."""
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "long.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    (text / "short.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
-    of_run = [*TINY, "--data", str(text), "--steps", "60", "--save-every", "10"]
-    _train(*of_run, "--out", str(tmp_path / "unbroken"))
+    of_run, expected = unbroken
     broken = tmp_path / "broken"
     with subprocess.Popen(
         [*COMMAND, *of_run, "--out", str(broken)],
@@ -185,11 +188,10 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):
         while not (broken / "checkpoints" / "latest").exists() and process.poll() is None:
             time.sleep(0.01)
         _kill_session(process.pid)
-    assert len(_losses(broken)) < len(_losses(tmp_path / "unbroken"))
+    assert len(_losses(broken)) < len(expected)
     assert "resumed after step" in _train("--resume", "--out", str(broken))
-    assert _losses(broken) == _losses(tmp_path / "unbroken")
+    assert _losses(broken) == expected
     # On one rank instead of two gradients are summed in another order: fp32's last bits, over ten steps.
     _train("--resume-from", "50", "--out", str(broken), "--nproc", "1")
-    losses = _losses(tmp_path / "unbroken")
-    assert _losses(broken) == pytest.approx(losses, rel=1e-4)
-    assert _losses(broken) != losses
+    assert _losses(broken) == pytest.approx(expected, rel=1e-4)
+    assert _losses(broken) != expected

@@ -11,6 +11,7 @@ This process forks the ranks, so that torch is imported once. It starts no threa
 """
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import fork
 from tests.nn.data_parallel.drill_run import FAULT_STEP, FAULTS, KILLS, Run, play
 
 WORLD_SIZE = 3
@@ -125,7 +127,8 @@ class Drill:
 
     def _play(self, run, expect_all=True):
         began = time.monotonic()
-        pids = [_fork(rank, run, self._folder / f"log-{self._num_runs}") for rank in range(run.world_size)]
+        log = self._folder / f"log-{self._num_runs}"
+        pids = [fork(functools.partial(play, rank, run, log)) for rank in range(run.world_size)]
         codes = {}
         while len(codes) < run.world_size:
             for rank, pid in enumerate(pids):
@@ -153,14 +156,6 @@ class Drill:
             for fault, seconds in self.seconds.items()
         ]
         return "\n".join([f"{self.num_rounds} rounds; every restart went on from the newest checkpoint:", *rows])
-
-
-def _fork(rank, run, log):
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        play(rank, run, log)
-    return pid
 
 
 def main():

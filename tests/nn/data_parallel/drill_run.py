@@ -21,6 +21,7 @@ from torch import nn
 from fairshard.checkpoint import Checkpointer
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from tests.forked import Notes
 
 NUM_STEPS, EVERY, FAULT_STEP = 8, 2, 5
 DIM = 6
@@ -169,11 +170,11 @@ def play(rank, run, log):
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        main(rank, run, Notes(run.notes, rank))
+        main(rank, run, Notes(run.notes, rank, is_timed=True))
         code = 0
     except BaseException as error:
         sys.last_exc = error
-        Notes(run.notes, rank)(f"error {type(error).__name__}: {' / '.join(str(error).splitlines())}")
+        Notes(run.notes, rank, is_timed=True)(f"error {type(error).__name__}: {' / '.join(str(error).splitlines())}")
         sys.excepthook(*sys.exc_info())
     finally:
         try:
@@ -182,14 +183,3 @@ def play(rank, run, log):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-
-
-class Notes:
-    """A file that each rank appends lines to, with the time, which a kill cannot take back."""
-
-    def __init__(self, path, rank):
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._rank = rank
-
-    def __call__(self, text):
-        os.write(self._file, f"{self._rank} {time.monotonic():.3f} {text}\n".encode())

@@ -77,8 +77,13 @@ def assert_right_unless(twin, actual, expected):
         assert not torch.equal(actual, expected), "the wait that was taken away is not needed"
 
 
-def two_steps(model):
-    """A wrapped model whose weights have changed since they were last gathered, and a plain one with the same."""
+def two_steps(seed):
+    """A wrapped model whose weights have changed since they were last gathered, and a plain one with the same.
+
+    Each test has a ``seed`` of its own: memory that another has freed may still hold its numbers, and a twin that does
+    not wait would find them right.
+    """
+    model = mlp(4, 5, seed=seed)
     plain = copy.deepcopy(model)
     wrapped = FSDP(model, order_check="off")  # which waits for the other ranks too
     for one in (plain, wrapped):
@@ -91,7 +96,7 @@ def two_steps(model):
 @pytest.mark.parametrize("twin", [False, True])
 def test_forward_waits_for_a_late_all_gather(twin):
     """Rank 1 sends its shard late; rank 0 computes with it all the same."""
-    plain, wrapped = two_steps(mlp(4, 5))
+    plain, wrapped = two_steps(seed=2 + twin)
     sgd(plain).step()
     sgd(wrapped).step()
     with late(RowGather, "start", twin), without_wait("all_gather" if twin else None):
@@ -104,7 +109,7 @@ def test_forward_waits_for_a_late_all_gather(twin):
 @pytest.mark.parametrize("twin", [False, True])
 def test_forward_waits_for_a_late_optimizer(twin):
     """Rank 1 steps its shard late; rank 0 computes with the weights after that step."""
-    plain, wrapped = two_steps(mlp(4, 5))
+    plain, wrapped = two_steps(seed=4 + twin)
     sgd(plain).step()
     optimizer = sgd(wrapped)
     with late(optimizer, "step", twin), without_wait("all_gather" if twin else None):
@@ -118,7 +123,7 @@ def test_forward_waits_for_a_late_optimizer(twin):
 @pytest.mark.parametrize("twin", [False, True])
 def test_step_waits_for_a_late_reduce_scatter(twin):
     """Rank 1 sends its gradients late; after the backward rank 0 has their mean."""
-    plain, wrapped = two_steps(mlp(4, 5))
+    plain, wrapped = two_steps(seed=6 + twin)
     for one in (plain, wrapped):
         one.zero_grad()
     plain(randn(3, 4, key=1)).sum().backward()
@@ -137,7 +142,7 @@ def test_step_waits_for_a_late_reduce_scatter(twin):
 @pytest.mark.parametrize("twin", [False, True])
 def test_clip_waits_for_a_late_all_reduce(twin):
     """Rank 1 gives its part of the norm late; rank 0 returns the norm of all parts."""
-    plain, wrapped = two_steps(mlp(4, 5))
+    plain, wrapped = two_steps(seed=8 + twin)
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, float("inf"))
     with late(Communicator, "all_reduce", twin), without_wait("all_reduce" if twin else None):
         wrapped.params[0].grad.mul_(dist.get_rank())  # so that rank 0's own part is not the largest
