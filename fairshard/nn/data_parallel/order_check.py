@@ -275,3 +275,8 @@ class _Peers:
         """Whether any rank's ``flag`` is True. **Collective.**"""
         self.send(int(flag))
         return not self.agree() or flag
+
+    def __del__(self) -> None:
+        """A model may be dropped between forward and backward; what is still to arrive needs its memory."""
+        if self._transfer is not None:
+            self.comm.keep(self._transfer)

@@ -1,6 +1,7 @@
 """Ranks that run other units, or in another order, are told so before an optimizer can step; who agrees pays little."""
 
 import contextlib
+import gc
 from unittest import mock
 
 import pytest
@@ -11,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel import order_check
 from fairshard.utils import collectives
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from fairshard.utils.testing import delayed, rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
@@ -184,6 +186,22 @@ def test_evaluation_is_not_compared():
         model(randn(3, 4))
     model.module.path = Path.usual
     train_step(model, 1)
+
+
+@on_ranks(2, timeout=20)
+def test_a_model_may_be_dropped_after_a_forward():
+    """Rank 0 drops its model while rank 1 has yet to send; the next model trains."""
+    store = dist.distributed_c10d._get_default_store()
+    model = wrapped_path()
+    with delayed(order_check._Peers, "send", rank=1, delay=lambda: store.wait(["dropped"])):
+        model(randn(2, 4))
+    del model
+    gc.collect()
+    if dist.get_rank() == 0:
+        store.set("dropped", "")
+    model = wrapped_path()
+    model(randn(2, 4)).sum().backward()
+    assert any(param.grad.any() for param in model.parameters())
 
 
 @on_ranks(2)
