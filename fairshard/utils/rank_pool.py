@@ -272,7 +272,7 @@ def _serve(fd: int, port: int) -> None:
     torch.set_num_threads(1)
     pipe = connection.Connection(fd)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    gc.freeze()
+    num_modules = 0
     try:
         while True:
             call = pickle.loads(pipe.recv_bytes())
@@ -281,6 +281,9 @@ def _serve(fd: int, port: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
+            if num_modules != len(sys.modules):  # imported modules live on: no later collection need look at them
+                num_modules = len(sys.modules)
+                gc.freeze()
     except (EOFError, ConnectionResetError):
         _exit(0)
     except BaseException:
