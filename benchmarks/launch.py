@@ -19,9 +19,12 @@ class RunFailed(RuntimeError):
     """A rank failed or took too long; the message is the last line that it wrote."""
 
 
-def launch(script: str, job: Mapping[str, Any], world: int, timeout_s: float) -> list[dict[str, Any]]:
+def launch(
+    script: str, job: Mapping[str, Any], world: int, timeout_s: float, tree: Path | None = None
+) -> list[dict[str, Any]]:
     """Run ``script`` on ``world`` ranks of a gloo group on this machine and return one result a rank.
 
+    What it imports comes from ``tree`` first, where there is one.
     Each rank is handed ``job`` as JSON, with its ``rank``, the ``store`` to meet at and the path of its
     ``result``. What the ranks print (torch's warnings, mostly) is shown only as the reason of a failure.
     """
@@ -31,7 +34,7 @@ def launch(script: str, job: Mapping[str, Any], world: int, timeout_s: float) ->
             for rank in range(world)
         ]
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
-        ranks = [_start(script, *pair) for pair in zip(jobs, logs, strict=True)]
+        ranks = [_start(script, *pair, tree) for pair in zip(jobs, logs, strict=True)]
         try:
             failed = _wait(ranks, timeout_s)
         finally:
@@ -43,7 +46,7 @@ def launch(script: str, job: Mapping[str, Any], world: int, timeout_s: float) ->
         return [json.loads(Path(job["result"]).read_text()) for job in jobs]
 
 
-def _start(script: str, job: Mapping[str, Any], log: Path) -> subprocess.Popen[bytes]:
+def _start(script: str, job: Mapping[str, Any], log: Path, tree: Path | None) -> subprocess.Popen[bytes]:
     environment = {
         # A rank must not look for its peers beyond this machine, nor take the other rank's core.
         "GLOO_SOCKET_IFNAME": "lo",
@@ -51,6 +54,7 @@ def _start(script: str, job: Mapping[str, Any], log: Path) -> subprocess.Popen[b
         # Warnings are work on the host, and some peers raise torch's deprecation warnings all the time.
         "PYTHONWARNINGS": "ignore",
         **os.environ,
+        **({} if tree is None else {"PYTHONPATH": str(tree)}),
     }
     command = [sys.executable, str(HERE / script), json.dumps(job)]
     with log.open("wb") as stream:

@@ -107,30 +107,34 @@ def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequen
     return f"{table(rows)}\n\n{table(ratios)}\n{note}"
 
 
+OVERHEADS = {"us per unit": "us_per_unit", "calls per unit": "calls_per_unit"}
+"""What is added to plain torch, and its name in what overhead.py wrote."""
+
+
 def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequence[str]) -> str:
-    """Render the microseconds that each engine adds to plain torch, per unit."""
-    figure = "us per unit"
-    measured = overheads(runs, plain, figure)
-    rows = [["engine", f"{figure} over plain torch", "fairshard over it"]]
+    """Render the microseconds and the calls that each engine adds to plain torch, per unit."""
+    measured = overheads(runs, plain)
+    rows = [["added to plain torch", *(cell for figure in OVERHEADS for cell in (figure, "fairshard over it"))]]
+    best = {peer: {figure: ratio(measured, peer, figure) for figure in OVERHEADS} for peer in peers}
     for engine, repeats in measured.items():
-        rows.append([engine, Spread.of(repeat[figure] for repeat in repeats.values()).show(0), ""])
-    for peer in peers:
-        compared = ratio(measured, peer, figure)
-        for row in rows:
-            if compared and row[0] == compared.variant:
-                row[2] = compared.spread.show(2)
+        row = [engine]
+        for figure in OVERHEADS:
+            compared = [one[figure] for one in best.values() if one[figure] and one[figure].variant == engine]
+            row.append(Spread.of(repeat[figure] for repeat in repeats.values()).show(0))
+            row.append(compared[0].spread.show(2) if compared else "")
+        rows.append(row)
     plain_spread = Spread.of(run["us_per_unit"] for run in runs if run["engine"] == plain)
     return f"{table(rows)}\nplain torch: {plain_spread.show(0)} us per unit"
 
 
-def overheads(runs: Sequence[Mapping[str, Any]], plain: str, figure: str) -> Figures:
+def overheads(runs: Sequence[Mapping[str, Any]], plain: str) -> Figures:
     """Subtract each repeat's plain torch from the engines'."""
-    base = {run["repeat"]: run["us_per_unit"] for run in runs if run["engine"] == plain}
+    base = {run["repeat"]: run for run in runs if run["engine"] == plain}
     result: Figures = {}
     for run in runs:
         if run["engine"] != plain and run["repeat"] in base:
-            added = run["us_per_unit"] - base[run["repeat"]]
-            result.setdefault(run["engine"], {})[run["repeat"]] = {figure: added}
+            added = {figure: run[key] - base[run["repeat"]][key] for figure, key in OVERHEADS.items()}
+            result.setdefault(run["engine"], {})[run["repeat"]] = added
     return result
 
 

@@ -3,6 +3,7 @@
     python benchmarks/run.py                                  # gpt-29m, all engines, 9 repeats
     python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
     python benchmarks/run.py --overhead                       # host overhead only
+    python benchmarks/run.py --engines fairshard --against v0.1.0    # with fairshard as it was
 
 See README.md beside this file for what is measured and how to read it.
 """
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import io
 import json
 import os
 import platform
+import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +40,9 @@ OVERHEAD_PASSES = 20
 class Session:
     """One run of the benchmark: what was asked for, and everything measured so far."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace, trees: Mapping[str, Path]):
         self.options = options
+        self.trees = trees
         self.failures: dict[str, str] = {}
         self.checks: dict[str, dict[str, Any]] = {}
         self.runs: list[dict[str, Any]] = []
@@ -135,7 +141,7 @@ class Session:
         if engine in self.failures:
             return None
         try:
-            return launch(script, job, world, self.options.timeout)
+            return launch(script, job, world, self.options.timeout, self.trees.get(engine))
         except RunFailed as error:
             self.failures[engine] = str(error)
             print(f"{engine}: failed: {error}", flush=True)
@@ -153,6 +159,16 @@ def hardware() -> dict[str, Any]:
     return {"cpu": cpu, "visible_cpus": len(os.sched_getaffinity(0)), "memory_bytes": memory}
 
 
+def check_out(revision: str, folder: Path) -> Path:
+    """Put the package as it was at a commit into ``folder``."""
+    archive = subprocess.run(
+        ["git", "archive", revision, "fairshard"], cwd=HERE.parent, check=True, capture_output=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verbatim = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
@@ -165,6 +181,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=9, help="runs of each engine, interleaved")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--precision", choices=list(report.LOSS_TOLERANCE), default="fp32")
+    parser.add_argument("--against", metavar="REV", help="another commit of fairshard, as one more engine")
     parser.add_argument("--overhead", action="store_true", help="measure host overhead only, train nothing")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run has failed")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-MODEL-wWORLD.json")
@@ -174,6 +191,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.engines if name not in known]
     if unknown:
         parser.error(f"unknown engines {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.against is not None:
+        options.engines.append(f"fairshard-{options.against}")
     if options.steps <= max(options.warmup, 2):
         parser.error(f"--steps {options.steps} leaves nothing to measure: memory needs 3, time --warmup + 1")
     if min(options.world, options.repeat, options.threads) < 1:
@@ -187,11 +206,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    session = Session(options)
-    if not options.overhead:
-        session.check_losses()
-        session.measure_training()
-    session.measure_overhead()
+    with tempfile.TemporaryDirectory(prefix="fairshard-tree-") as folder:
+        trees = {}
+        if options.against is not None:
+            trees[options.engines[-1]] = check_out(options.against, Path(folder))
+        session = Session(options, trees)
+        if not options.overhead:
+            session.check_losses()
+            session.measure_training()
+        session.measure_overhead()
     session.show()
     return 1 if "fairshard" in session.failures else 0
 

@@ -282,7 +282,7 @@ class Communicators:
 class RowGather:
     """An all-gather of the rows of one buffer, with everything prepared that is the same each time."""
 
-    __slots__ = ("_buffer", "_comm", "_exchange", "_kind", "_line", "_nbytes", "_own", "_peers")
+    __slots__ = ("_buffer", "_comm", "_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers")
 
     def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
         self._comm = comm
@@ -293,6 +293,7 @@ class RowGather:
         self._nbytes = buffer.nbytes - buffer.nbytes // comm.world_size
         small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
         self._exchange = None if small or not buffer.is_cpu else comm.exchange
+        self._native = getattr(comm.group, GATHER)
         distances = range(1, comm.world_size)
         sources = [(comm.rank - distance) % comm.world_size for distance in distances]
         targets = [(comm.rank + distance) % comm.world_size for distance in distances]
@@ -306,7 +307,7 @@ class RowGather:
         comm.count(self._kind, self._nbytes)
         exchange = self._exchange
         if exchange is None:
-            return Transfer((getattr(comm.group, GATHER)(self._line, self._own),), (self._buffer,), self._buffer)
+            return Transfer((self._native(self._line, self._own),), (self._buffer,), self._buffer)
         works: list[Any] = []
         try:
             for source, row, target in self._peers:
