@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fairshard.nn.data_parallel.autograd_hooks import current_task, input_node, num_reached
+from fairshard.nn.data_parallel.autograd_hooks import at_end_of_task, current_task, input_node, num_reached
 
 
 class _FlatParam(Protocol):
@@ -41,12 +41,13 @@ class CalledUnit(Protocol):
 class Call:
     """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs."""
 
-    __slots__ = ("__weakref__", "_awaited", "_input_nodes", "_task", "num_outputs", "unit")
+    __slots__ = ("__weakref__", "_awaited", "_awaited_nodes", "_input_nodes", "_task", "num_outputs", "unit")
 
     def __init__(self, unit: CalledUnit) -> None:
         self.unit = unit
         self.num_outputs = 0
         self._input_nodes: list[Any] = []
+        self._awaited_nodes: list[Any] = []  # those whose gradient is the last thing that the call computes
         self._awaited = 0
         self._task: int | None = None
 
@@ -58,8 +59,15 @@ class Call:
         return tensor
 
     def watch_input(self, tensor: Tensor) -> Tensor:
-        """Tell the unit when the gradient of ``tensor`` is done."""
+        """Tell the unit when the gradient of ``tensor`` is done.
+
+        That of a leaf tells nothing: autograd runs what is ready from the newest node to the oldest, so that nodes
+        from before the call come after all of the call's, but it hands leaves their gradients at once.
+        """
         if tensor.requires_grad:
+            self._input_nodes.append(input_node(tensor))
+            if tensor.is_leaf:
+                return tensor
             # Weak: the hook belongs to the node that is kept here, a cycle which the garbage collector cannot see.
             call = weakref.ref(self)
 
@@ -69,7 +77,7 @@ class Call:
                     known.close_input()
 
             tensor.register_hook(on_input)
-            self._input_nodes.append(input_node(tensor))
+            self._awaited_nodes.append(self._input_nodes[-1])
         return tensor
 
     @property
@@ -79,11 +87,13 @@ class Call:
         return not self.num_outputs and (trainable or bool(self._input_nodes))
 
     def await_inputs(self) -> None:
-        """Count the inputs that the running backward computes gradients of; without any, its end closes the call.
+        """Count the inputs that the running graph task computes gradients of; without any, its end closes the call.
 
         Gradients of what the unit ignores, which it does not see, may come after those: its end does, too.
         """
-        self._awaited = 0 if self.unit.origin.trains_ignored else num_reached(self._input_nodes)
+        self._awaited = 0 if self.unit.origin.trains_ignored else num_reached(self._awaited_nodes)
+        if not self._awaited:
+            at_end_of_task(lambda: self.unit.close_call(self))
 
     def _on_output(self, grad: Tensor) -> None:
         task = current_task()

@@ -1,18 +1,22 @@
 """Frozen parameters are sharded apart, cost no gradient and no reduction, and let gradients through."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.models import Block, mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd, train_alike
+
+FULL = pytest.mark.full
 
 
 def loss_of(model, key):
@@ -104,6 +108,111 @@ def test_low_rank_adapters():
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         name for name in before if "base" not in name
     }
+
+
+class Offset(nn.Module):
+    """A weight that is returned, whatever comes in, or added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x=None):
+        return torch.tanh(self.weight if x is None else x + self.weight)
+
+
+class Around(nn.Module):
+    """A short way through one Linear, and a long one through an inner module and, several times, another Linear."""
+
+    def __init__(self, inner_takes, frozen):
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner_takes = inner_takes
+        self.short, self.long = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inner = Offset()
+        for name in frozen:
+            getattr(self, name).requires_grad_(False)
+
+    def forward(self, x):
+        inputs = {"nothing": [], "detached": [x.detach()], "input": [x]}[self.inner_takes]
+        y = self.inner(*inputs)
+        for _ in range(3):
+            y = torch.tanh(self.long(y))
+        return self.short(x) + y
+
+
+FROZEN = [("short", "long"), *(pytest.param(frozen, marks=FULL) for frozen in (("long",), ("short",), ()))]
+OFFLOAD = pytest.param({"cpu_offload": True, "reshard_after_forward": False}, marks=FULL)
+
+
+@on_ranks(in_full(1), 2, in_full(3))
+@pytest.mark.parametrize("frozen", FROZEN, ids=str)
+@pytest.mark.parametrize("kwargs", [{}, OFFLOAD], ids=str)
+def test_frozen_weights_around_a_trainable_unit(kwargs, frozen):
+    """They stay until gradients have gone through them to the inner unit, whether it depends on the input or not.
+
+    Inputs: a leaf that wants a gradient; computed from one; without; a leaf of a reentrant checkpoint's own.
+    """
+    inputs = {
+        "leaf": lambda model, x: model(x),
+        "computed": lambda model, x: model(x * 2),
+        "constant": lambda model, x: model(x.detach()),
+        "reentrant": lambda model, x: checkpoint(model, x * 2, use_reentrant=True),
+    }
+
+    def wrap(model):
+        model.inner = FSDP(model.inner, **kwargs)
+        return FSDP(model, **kwargs)
+
+    for takes, call in itertools.product(("nothing", "detached", "input"), inputs.values()):
+        plain = Around(takes, frozen).to(rank_device())
+        wrapped = wrap(copy.deepcopy(plain))
+        for _ in range(2):
+            of_inputs = []
+            for model in (plain, wrapped):
+                model.zero_grad()
+                x = randn(3, 4).requires_grad_()
+                y = call(model, x)
+                if y.requires_grad:
+                    y.square().sum().backward()
+                of_inputs.append(torch.zeros_like(x) if x.grad is None else x.grad)
+            assert torch.equal(*of_inputs)
+            average_grads_(plain.parameters())
+            with FSDP.summon_full_params(wrapped, with_grads=True):
+                for param, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+                    grad = torch.zeros_like(param) if other.grad is None else other.grad
+                    assert not param.requires_grad or torch.equal(param.grad, grad), takes
+            assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [None, "reentrant"])
+def test_frozen_units_are_freed_on_the_way(checkpointing):
+    """A unit whose gradients are done waits for no other: at most it and the next one are gathered then."""
+    wrapped = wrap_each(frozen_mlp(0, 2, 4))
+    units = [unit for _, unit in units_below(wrapped)][1:]
+    gathered = []
+
+    def count(x):
+        if x.requires_grad:
+            x.register_hook(lambda _: gathered.append(sum(unit.is_gathered for unit in units)))
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([wrapped.module[index] for index in (0, 2, 4)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x) if checkpointing is None else checkpoint(layer, x, use_reentrant=True))
+                count(x)
+            return x
+
+    model = FSDP(Chain())
+    for _ in range(2):
+        model(randn(3, 4).requires_grad_() * 1).square().sum().backward()
+    assert len(gathered) == 6
+    assert max(gathered) <= 2
 
 
 @on_ranks(2)
