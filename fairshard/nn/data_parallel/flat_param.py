@@ -315,7 +315,7 @@ class FlatParam(FlatLine):
         """Drop accumulated gradients if the user has zeroed the shard's since; called before a pass adds to them."""
         if self._marker is None:
             return
-        if self.grad.is_zeroed_since(self._marker):
+        if self.grad.is_zeroed_since(self._marker, self.name):
             self._marker = None
             self.drop_grads()
 

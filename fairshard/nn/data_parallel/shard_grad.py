@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.config import GradHome
 from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.pinned import host_empty_like
@@ -63,6 +64,31 @@ class GradTransfers:
 
     def _num_kept_bytes(self) -> int:
         return sum(source.nbytes for source, _ in self._reads)
+
+
+def sign_zeros_(heads: Tensor) -> None:
+    """Let zeros among ``heads`` be -0.0: equal to 0.0 in every sum, kept by a scaling, but not by `zero_`."""
+    heads.masked_fill_(heads == 0, -0.0)
+
+
+def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str) -> bool:
+    """Whether ``grad``, whose first element had its zero signed when ``mark`` was made, was dropped or zeroed since.
+
+    Raises:
+        FairshardError: something else was done to it.
+    """
+    kept, version = mark
+    if grad is None:
+        return True
+    if grad is kept and grad._version == version:
+        return False
+    if grad.any() or grad[:1].signbit().any():
+        raise FairshardError(
+            f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
+            "for the change would not be made to those, but it was scaled, written or replaced. Change gradients (clip "
+            "or unscale them) after a backward outside of no_sync, or drop all of them with zero_grad()."
+        )
+    return True
 
 
 @dataclass(frozen=True)
@@ -142,15 +168,15 @@ class ShardGrad:
         return self.value
 
     def mark(self) -> Any:
-        """The gradient, of zeros if there is none, as it is now, for `is_zeroed_since`."""
+        """The gradient, of zeros if there is none, as it is now, for `is_zeroed_since`; nothing is on its way."""
+        self.land()
         grad = self.value_or_zeros()
+        sign_zeros_(grad.detach()[:1])
         return grad, grad._version
 
-    def is_zeroed_since(self, mark: Any) -> bool:
-        """Whether the gradient was dropped or zeroed after `mark`."""
-        kept, version = mark
-        grad = self.value
-        return grad is None or ((grad is not kept or grad._version != version) and not grad.any())
+    def is_zeroed_since(self, mark: Any, name: str) -> bool:
+        """Whether the gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
+        return is_zeroed(self.value, mark, name)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradient, or write zeros over it, and drop what is under way."""

@@ -100,7 +100,7 @@ class ViewedFlatParam(FlatParam):
         """Drop what was accumulated for each parameter whose gradient the user has zeroed since."""
         if self._marker is None:
             return
-        zeroed = self.grad.zeroed_since(self._marker)
+        zeroed = self.grad.zeroed_since(self._marker, [slot.fqn for slot in self.slots])
         if len(zeroed) == len(self.slots):
             self._marker = None
             self.drop_grads()

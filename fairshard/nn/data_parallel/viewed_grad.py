@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
+from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad, is_zeroed, sign_zeros_
 from fairshard.utils.storage import is_same_memory
 
 
@@ -100,16 +101,19 @@ class ViewedGrad(ShardGrad):
 
     def mark(self) -> Any:
         """The gradient of each parameter, of zeros if there is none, as it is now, for `zeroed_since`."""
-        self.value_or_zeros()
+        self.land()
+        whole = self.value_or_zeros()
+        starts = itertools.accumulate(self._lengths, initial=0)
+        heads = [start for start, length in zip(starts, self._lengths, strict=False) if length]
+        first = whole[heads]
+        sign_zeros_(first)
+        whole[heads] = first
         return [None if grad is None else (grad, grad._version) for grad in self._shown()]
 
-    def zeroed_since(self, marks: Any) -> list[int]:
-        """The parameters whose gradient was dropped or zeroed after `mark`."""
-        found = []
-        for index, (mark, grad) in enumerate(zip(marks, self._shown(), strict=True)):
-            if grad is None or mark is None or ((grad is not mark[0] or grad._version != mark[1]) and not grad.any()):
-                found.append(index)
-        return found
+    def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
+        """The parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
+        shown = zip(marks, self._shown(), names, strict=True)
+        return [i for i, (mark, grad, name) in enumerate(shown) if mark is None or is_zeroed(grad, mark, name)]
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -1,16 +1,19 @@
 """``no_sync`` keeps gradients local and whole until a pass outside of it reduces the sum."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd
 
 
@@ -142,6 +145,49 @@ def test_zero_grad_drops_what_was_accumulated(set_to_none):
     loss_of(wrapped, 1).backward()
     loss_of(plain, 1).backward()
     step_both(plain, wrapped)
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}, {"cpu_offload": True}], ids=str)
+def test_gradients_changed_in_between(kwargs):
+    """What is done to ``.grad`` while gradients wait here: zeroing means those too, anything else raises on all ranks.
+
+    Also where it is zero, or this rank owns nothing but padding: before a reduced pass, and after one.
+    """
+
+    def each(change):
+        return lambda params: [change(param) for param in params]
+
+    def assign(param, value):
+        param.grad = value
+
+    zeroings = [
+        each(lambda param: param.grad.zero_()),
+        each(lambda param: assign(param, torch.zeros_like(param))),
+        lambda params: torch._foreach_zero_([param.grad for param in params]),
+    ]
+    changes = [
+        each(lambda param: param.grad.mul_(0.5)),
+        each(lambda param: assign(param, torch.ones_like(param))),
+        lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True),
+    ]
+    for is_reduced, (number, change) in itertools.product((False, True), enumerate([*zeroings, *changes])):
+        plain = torch.nn.Sequential(mlp(4, 1), torch.nn.LayerNorm(1), mlp(1, 5)).to(rank_device())
+        wrapped = copy.deepcopy(plain)
+        wrapped[1] = FSDP(wrapped[1], flatten_parameters=False, **kwargs)  # a rank with padding only
+        wrapped = FSDP(wrapped, **kwargs)
+        if is_reduced:
+            (loss_of(wrapped, 0) * 0).backward()
+        with wrapped.no_sync():
+            loss_of(wrapped, 1).backward()
+        change([param for param in wrapped.parameters() if param.grad is not None])
+        if number >= len(zeroings):
+            with pytest.raises(FairshardError, match="while gradients of no_sync passes wait"):
+                loss_of(wrapped, 2).backward()
+            wrapped.zero_grad()
+        loss_of(wrapped, 3).backward()
+        loss_of(plain, 3).backward()
+        step_both(plain, wrapped)
 
 
 @on_ranks(2)
