@@ -61,6 +61,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.optimizer_check",
         f"{DATA_PARALLEL}.unit_plan",
         f"{DATA_PARALLEL}.memory_plan",
+        f"{DATA_PARALLEL}.method_calls",
         f"{DATA_PARALLEL}.unit_attributes",
         "fairshard.nn.checkpoint",
         "fairshard.nn.flatten_params_wrapper",

@@ -15,8 +15,8 @@ def register_forward_method(module: FullyShardedDataParallel, method_name: str) 
     not run. The call is **collective**. Parameters of units inside are gathered when those are called. Call it under
     ``torch.no_grad()`` if no backward follows: else the parameters stay gathered for that until the next pass.
 
-    Some methods look for a parameter first (``generate`` asks for the device). There is one below the wrapper if
-    there are units inside, or with ``flatten_parameters=False``.
+    Some methods look for a parameter first (``generate`` asks for the device). While such a method runs, the wrapped
+    module lists whole parameters where it has been flattened, and shards elsewhere.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method

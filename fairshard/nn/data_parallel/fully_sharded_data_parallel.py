@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from fairshard.nn.data_parallel.groups import Groups, find_groups
 from fairshard.nn.data_parallel.ignored import resolve_ignored
 from fairshard.nn.data_parallel.join_methods import JoinMethods
 from fairshard.nn.data_parallel.late_options import late_options, offload_of
+from fairshard.nn.data_parallel.method_calls import gathering, naming_cure
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -343,19 +343,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         except AttributeError:
             if name == "module":
                 raise
-            found = getattr(self.module, name)
             if name in self.forward_methods:
-                return self._gathering(found)
+                return gathering(self._unit, getattr(self.module, name), self._run)
+            found = naming_cure(self.module, name)
             return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
-
-    def _gathering(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
-                return method(*args, **kwargs)
-            return self._run(method, args, kwargs)
-
-        return run
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""

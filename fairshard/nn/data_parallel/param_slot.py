@@ -114,13 +114,11 @@ class ParamSlot:
 
     def register(self, shard: nn.Parameter | None) -> None:
         """Take the parameter out of its modules; put ``shard`` in its place, or a placeholder that raises."""
-        self._registered = shard
+        self._register(shard)
         _slots[self.leaf] = weakref.ref(self)
         if shard is not None:
             self._placeholder = None
         self.leaf.grad = None
-        for module, name in self.owners:
-            module._parameters[name] = shard  # None keeps the name's place in the module's order
         self.detach()
 
     def move_to(self, device: torch.device) -> None:
@@ -167,6 +165,18 @@ class ParamSlot:
                 )
 
         return conceal
+
+    def list_leaf(self) -> Callable[[], None]:
+        """Register the leaf, which is gathered, if nothing is registered; the function returned undoes it."""
+        if self._registered is not None:
+            return lambda: None
+        self._register(self.leaf)
+        return lambda: self._register(None)
+
+    def _register(self, param: nn.Parameter | None) -> None:
+        self._registered = param
+        for module, name in self.owners:
+            module._parameters[name] = param  # None keeps the name's place in the module's order
 
     def __getstate__(self) -> dict[str, Any]:
         state = copy.copy(self.__dict__)

@@ -162,6 +162,44 @@ def test_unregistered_ways_in_raise():
             wrapped(randn(2, 6)).sum().backward()
 
 
+class Asking(Coder):
+    """Looks for a parameter of its own before it does anything."""
+
+    @property
+    def device(self):
+        return next(self.parameters()).device
+
+    def place(self, x):
+        named = {name: tuple(param.shape) for name, param in self.named_parameters()}
+        return x.to(self.device), named
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+def test_methods_that_look_for_parameters(kwargs):
+    """Registered, they find whole ones, or what is registered anyway; else the error names the cure."""
+    model = Asking().to(rank_device())
+    whole = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    wrapped, x = FSDP(model, **kwargs), randn(2, 6)
+    names = [name for name, _ in wrapped.named_parameters()]
+    if not kwargs:
+        for name, look in (("device", lambda: wrapped.device), ("place", lambda: wrapped.place(x))):
+            with pytest.raises(ParameterShardedError, match=rf'`{name}` of the wrapped Asking.*wrapper, "{name}"'):
+                look()
+    register_forward_method(wrapped, "place")
+    for _ in range(2):
+        with torch.no_grad():
+            placed, named = wrapped.place(x)
+        assert torch.equal(placed, x)
+        assert list(named) == list(whole)
+        assert kwargs or named == whole
+        assert [name for name, _ in wrapped.named_parameters()] == names
+        wrapped(x).sum().backward()
+    if not kwargs:
+        with pytest.raises(ParameterShardedError):
+            model.up.weight.sum()
+
+
 @on_ranks(2)
 def test_copies_keep_their_methods():
     """deepcopy and pickle carry the names of registered methods."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import register_forward_method
 from fairshard.utils.testing import rank_device
@@ -34,17 +35,21 @@ def language_model(kind):
 def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
     """Ranks generate different numbers of tokens from prompts of different lengths, then train, then again.
 
-    Without inner units the model is not flattened: ``generate`` looks for a parameter below the wrapper.
+    ``generate`` looks for a parameter in the model, where there is none while one unit has flattened all of them: until
+    it is registered it says so.
     """
     model, blocks = language_model(kind)
     plain = copy.deepcopy(model)
     for index in range(num_units):
         blocks[index] = FSDP(blocks[index])
-    wrapped = FSDP(model, flatten_parameters=num_units > 0)
-    register_forward_method(wrapped, "generate")
+    wrapped = FSDP(model)
     rank = dist.get_rank()
     prompt = torch.randint(3, 32, (2, 3 + rank), generator=torch.Generator().manual_seed(rank)).to(rank_device())
     new = {"max_new_tokens": 4 + 5 * rank, "do_sample": False}
+    if not num_units:
+        with pytest.raises(ParameterShardedError, match=r"`generate` of .*GPT2LM.*register_forward_method"):
+            wrapped.generate(prompt, **new)
+    register_forward_method(wrapped, "generate")
     for _ in range(2):
         texts = [plain.generate(prompt, **new), wrapped.generate(prompt, **new, synced_gpus=True)]
         assert torch.equal(*texts)
