@@ -23,7 +23,7 @@ from fairshard.nn.data_parallel.join_methods import JoinMethods
 from fairshard.nn.data_parallel.late_options import late_options, offload_of
 from fairshard.nn.data_parallel.method_calls import gathering, naming_cure
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
-from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
+from fairshard.nn.data_parallel.optimizer_check import watch_copy, watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.origin import move_inputs
 from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
@@ -363,6 +363,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         if unit.is_gathered:
             unit.reshard()
         return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_copy(self._unit)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         if self._unit.root is not None:

@@ -23,6 +23,7 @@ _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that a deepcopy or an unpickling has made since
 _num_sharded = 0
 _is_installed = False
 
@@ -35,16 +36,33 @@ _NEEDS_WHOLE = {"LBFGS"}
 
 def watch_optimizers(flat_params: list[FlatParam], config: UnitConfig) -> None:
     """From now on, check each optimizer that holds shards or original parameters of ``flat_params``."""
-    global _num_sharded, _is_installed
+    global _num_sharded
     for flat_param in flat_params:
         for slot in flat_param.slots:
             _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
             _num_sharded += 1
         for stepped in flat_param.stepped:
             _shards[stepped.shard] = weakref.ref(stepped), config.grad_home
+    _install()
+
+
+def watch_copy(unit: Unit) -> None:
+    """From the next check on, watch the optimizers of ``unit`` too, a copy that is still being put together."""
+    _copies.add(unit)
+    _install()
+
+
+def _install() -> None:
+    global _is_installed
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
         _is_installed = True
+
+
+def _watch_copies() -> None:
+    for unit in list(_copies):
+        _copies.discard(unit)
+        watch_optimizers(unit.flat_params, unit.config)
 
 
 def allow_held_gradients(optimizer: Optimizer) -> None:
@@ -54,6 +72,7 @@ def allow_held_gradients(optimizer: Optimizer) -> None:
 
 def name_of_shard(param: nn.Parameter) -> str | None:
     """The name of the flat param whose shard ``param`` is; None if it is not one."""
+    _watch_copies()
     entry: tuple[weakref.ref[FlatParam], GradHome] | None = _shards.get(param)
     flat_param = entry[0]() if entry else None
     return flat_param.name if flat_param is not None else None
@@ -97,6 +116,7 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _watch_copies()
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
     if _clean.get(optimizer) == seen:
         return

@@ -182,3 +182,7 @@ class ParamSlot:
         state = copy.copy(self.__dict__)
         state["_empty"] = None
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _slots[self.leaf] = weakref.ref(self)

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.errors import HeldGradientError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.optim import CPUOptimizer
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
@@ -59,6 +61,23 @@ def test_a_copy_trains_like_the_original(copied_by, num_steps, kwargs):
     assert train(wrapped) == losses
     assert_same_state(copied.state_dict(), wrapped.state_dict())
     assert repr(copied) == repr(wrapped)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}], ids=str)
+def test_optimizers_of_a_copy_are_checked(kwargs):
+    """One that would skip gradients which units hold, or needs whole parameters, is refused as the original's is."""
+    wrapped = wrap_each(mlp(4, 9, 5), cpu_offload=True, move_grads_to_cpu=False, **kwargs)
+    for copied_by in (copy.deepcopy, by_pickle, by_torch_save):
+        copied = copied_by(wrapped)
+        copied(randn(3, 4)).sum().backward()
+        with pytest.raises(HeldGradientError, match=r"CPUOptimizer"):
+            sgd(copied).step()
+        with pytest.raises(ShardOptimizerError, match="LBFGS needs all parameters"):
+            torch.optim.LBFGS(copied.parameters()).step(lambda: 0.0)
+        before = copied.state_dict()
+        CPUOptimizer(copied, torch.optim.SGD, lr=0.1).step()
+        assert not torch.equal(copied.state_dict()["0.weight"], before["0.weight"])
 
 
 @on_ranks(2)
