@@ -76,7 +76,7 @@ LAYERS = [
     ],
     [f"{DATA_PARALLEL}.unit"],
     [f"{DATA_PARALLEL}.materialize", f"{DATA_PARALLEL}.origin"],
-    [f"{DATA_PARALLEL}.ignored"],
+    [f"{DATA_PARALLEL}.ignored", f"{DATA_PARALLEL}.shared_params"],
     [f"{DATA_PARALLEL}.wrap_choice"],
     [f"{DATA_PARALLEL}.tree"],
     [f"{DATA_PARALLEL}.groups"],

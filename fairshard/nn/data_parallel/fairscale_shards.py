@@ -122,11 +122,12 @@ def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any],
     for unit in metadata["param_metadata"]:
         prefix = _clean(unit["fsdp_path"])
         found = [_parse_param(prefix, name, param) for name, param in unit["params"].items()]
-        found = [param for param in found if strict or param.key in tensors]
-        names = {name for param in found for name in param.names}
+        params += [param for param in found if strict or param.key in tensors]
+    names = {name for param in params for name in param.names}
+    for unit in metadata["param_metadata"]:
+        prefix = _clean(unit["fsdp_path"])
         for first, other in unit.get("shared_param_info", ()):
             aliases.update(_parse_alias(_below(prefix, first), _below(prefix, other), names, strict))
-        params += found
     for param in params:
         if param.key not in tensors:
             raise ValueError(f"its weights lack `{param.key}`, which its metadata describe")

@@ -37,12 +37,20 @@ class Showing:
 
 @contextmanager
 def summon(units: list[Unit], how: Showing) -> Iterator[None]:
-    """`show` all of ``units`` at once; what is written to a unit of one rank is kept in any case. **Collective.**"""
+    """`show` all of ``units`` at once; what is written to a unit of one rank is kept in any case. **Collective.**
+
+    With those that own what ``units`` share of others.
+    """
     with ExitStack() as stack:
-        for unit in units:
+        for unit in with_owners(units):
             is_whole = unit.group.world_size == 1
             stack.enter_context(show(unit, replace(how, writeback=how.writeback or is_whole)))
         yield
+
+
+def with_owners(units: Sequence[Unit]) -> list[Unit]:
+    """``units``, each once, and the units that own parameters which modules of theirs use too."""
+    return list(dict.fromkeys([*units, *(owner for unit in units for owner in unit.origin.shared.owners)]))
 
 
 @contextmanager

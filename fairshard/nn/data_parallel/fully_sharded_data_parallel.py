@@ -15,7 +15,7 @@ from fairshard.nn.data_parallel import grad_norm
 from fairshard.nn.data_parallel.agreement import warn_of_other_values
 from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
-from fairshard.nn.data_parallel.full_params import Showing, show
+from fairshard.nn.data_parallel.full_params import Showing, summon
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
 from fairshard.nn.data_parallel.ignored import resolve_ignored
@@ -250,6 +250,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             warn_of_other_values(claim(self).units)
         if unit.origin.moves_inputs and not unit.is_inner:
             args, kwargs = move_inputs((args, kwargs), unit.device)
+        if unit.origin.shared.owners:
+            function = unit.origin.shared.computing_with(function)
         args, kwargs, call = unit.pre_forward(args, kwargs)
         try:
             outputs = function(*args, **kwargs)
@@ -297,12 +299,12 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return super().apply(fn)
         self._claimed()
-        with show(unit, Showing(writeback=True)):
+        with summon([unit], Showing(writeback=True)):
             return super().apply(fn)
 
     def _reset_whole(self) -> None:
         self._claimed()
-        with show(self._unit, Showing(writeback=True)):
+        with summon([self._unit], Showing(writeback=True)):
             self.module.reset_parameters()  # type: ignore[operator]
 
     # ---- what it looks like

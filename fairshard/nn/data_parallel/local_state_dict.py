@@ -74,8 +74,10 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict
 def local_metadata(module: nn.Module) -> dict[str, Any]:
     """What this rank's shards below ``module`` are shards of, as fairscale describes it. No communication."""
     units = [(fqn, unit, part) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
+    described = [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units]
+    described[0]["shared_param_info"] += _shared_beside(module, units)
     return {
-        "param_metadata": [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units],
+        "param_metadata": described,
         "buffer_names": [clean_tensor_name(name) for name, _ in module.named_buffers()],
     }
 
@@ -170,6 +172,20 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
         "no_broadcast_optim_state": unit.config.late.no_broadcast_optim_state,
         "shared_param_info": shared,
     }
+
+
+def _shared_beside(module: nn.Module, units: list[tuple[str, Unit, nn.Module]]) -> list[tuple[str, str]]:
+    """The names, below ``module``, of parameters of one unit that modules outside of it use."""
+    fqns = {id(part): fqn for fqn, part in walk(module)}
+    shared = []
+    for fqn, unit, wrapper in units:
+        inside = {id(part) for part in wrapper.modules()}
+        for slot in (slot for flat_param in unit.flat_params for slot in flat_param.slots):
+            own = join(fqn, slot.fqn.removeprefix(f"{unit.fqn}.") if unit.fqn else slot.fqn)
+            outside = [pair for pair in slot.owners if id(pair[0]) in fqns.keys() - inside]
+            names = [clean_tensor_name(join(fqns[id(part)], name)) for part, name in outside]
+            shared += [_swapped(clean_tensor_name(own), name) for name in names]
+    return shared
 
 
 def _swapped(first: str, other: str) -> tuple[str, str]:

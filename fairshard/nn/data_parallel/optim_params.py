@@ -52,10 +52,15 @@ class OptimParams:
         self._by_param: dict[nn.Parameter, NamedParam] = {}
         self._by_name: dict[str, NamedParam] = {}
         fqns = {id(module): fqn for fqn, module in walk(model)}
+        places = {key: place for place, key in enumerate(fqns)}
         for _, unit in units_below(model):
             for flat_param in unit.flat_params:
                 for stepped in flat_param.stepped:
-                    names = [[(fqns[id(module)], name) for module, name in slot.owners] for slot in stepped.slots]
+                    names = []
+                    for slot in stepped.slots:  # other units may share it, before this one or outside of ``model``
+                        inside = [pair for pair in slot.owners if id(pair[0]) in fqns]
+                        inside.sort(key=lambda pair: places[id(pair[0])])
+                        names.append([(fqns[id(part)], name) for part, name in inside])
                     self._add(stepped.shard, stepped, names)
         whole: dict[nn.Parameter, list[tuple[str, str]]] = {}
         for fqn, module in walk(model):

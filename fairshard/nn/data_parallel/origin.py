@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.nn.data_parallel.ignored import Ignored
+from fairshard.nn.data_parallel.shared_params import SharedParams
 from fairshard.utils.containers import apply_to_tensors
 
 
@@ -23,7 +24,7 @@ class Origin:
 
     ``is_placed``: the user has named that device. ``moves_inputs``: what a forward is called with goes there too.
     ``sums`` has a checksum for each parameter where ranks may have begun with different values; until they are
-    compared.
+    compared. ``shared``: what its modules use of other units.
     """
 
     device: torch.device
@@ -31,6 +32,7 @@ class Origin:
     is_placed: bool
     moves_inputs: bool
     sums: dict[str, Tensor]
+    shared: SharedParams = field(default_factory=SharedParams)
     _versions: list[int] = field(default_factory=list)
 
     def note_cut(self, flat_params: Sequence[_Sharded]) -> None:

@@ -101,6 +101,19 @@ class ParamSlot:
         """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
         self.owners.append((module, name))
 
+    def stands_for(self, param: Any) -> bool:
+        """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
+        return any(param is own for own in (self.leaf, self._registered, self._placeholder) if own is not None)
+
+    def share_with(self, module: nn.Module, name: str) -> None:
+        """Let ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
+        is_gathered = self.leaf.shape == self.shape
+        self.add_owner(module, name)
+        module._parameters[name] = self._registered
+        shown = self.leaf if is_gathered else self._placeholder
+        if shown is not None:
+            module.__dict__[name] = shown
+
     @property
     def keeps_dtype(self) -> bool:
         """Whether the parameter is not cast for compute: BatchNorm takes low-precision inputs, but fp32 weights."""

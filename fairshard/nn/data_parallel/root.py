@@ -39,6 +39,8 @@ def claim(module: nn.Module) -> Root:
             unit.root.assert_idle("forward of an outer unit")
         unit.place(fqn)
     units = [unit for _, unit in found]
+    for unit in units:
+        unit.origin.shared.settle(unit, units)
     check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
     check_pairs(unit.groups for unit in units)

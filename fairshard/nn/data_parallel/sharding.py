@@ -12,6 +12,7 @@ from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.ignored import Ignored
 from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
+from fairshard.nn.data_parallel.shared_params import SharedParams, refusal
 from fairshard.nn.data_parallel.tree import join, units_below, walk
 from fairshard.nn.data_parallel.viewed_flat_param import ViewedFlatParam
 
@@ -39,7 +40,7 @@ def shard_parameters(
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
     inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
-    slots = collect_slots(walk(module), inner, origin.ignored.ids)
+    slots = collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
     flat_params = []
@@ -74,30 +75,33 @@ def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSl
 
 
 def collect_slots(
-    parts: Iterable[tuple[str, nn.Module]], inner: Sequence[FlatParam] = (), skip: Collection[int] = ()
+    parts: Iterable[tuple[str, nn.Module]],
+    inner: Sequence[FlatParam] = (),
+    skip: Collection[int] = (),
+    shared: SharedParams | None = None,
 ) -> list[ParamSlot]:
     """The parameters of ``parts``, modules with their fqns, each once under all its names.
 
-    Those of ``inner`` units are left out, and those whose ``id`` is in ``skip``.
+    Those of ``inner`` units are left out, and those whose ``id`` is in ``skip``. What units beside these modules have
+    taken is noted in ``shared``.
 
     Raises:
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
     left_out = {id(stepped.shard) for flat_param in inner for stepped in flat_param.stepped} | set(skip)
-    leaves = {id(slot.leaf): slot for flat_param in inner for slot in flat_param.slots}
+    leaves = {id(slot.leaf) for flat_param in inner for slot in flat_param.slots}
     slots: dict[int, ParamSlot] = {}
     for fqn, part in parts:
         for name, param in part._parameters.items():
             if param is None or id(param) in left_out:
                 continue
             full_name = join(fqn, name)
-            other = leaves.get(id(param)) or slot_of(param)
+            other = slot_of(param)
             if other is not None:
-                raise ValueError(
-                    f"A parameter must belong to one unit, but `{full_name}` is shared with `{other.fqn}` "
-                    "of a unit that is wrapped already. Wrap the two modules together in one unit, or wrap neither "
-                    "on its own."
-                )
+                if shared is None or id(param) in leaves:
+                    raise ValueError(refusal(full_name, other.fqn))
+                shared.note(other, part, name, full_name)
+                continue
             slots.setdefault(id(param), ParamSlot(param, full_name)).add_owner(part, name)
     return list(slots.values())
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.errors import FairshardError, MixedGroupsError
 from fairshard.nn.data_parallel.agreement import raise_together
-from fairshard.nn.data_parallel.full_params import Showing, show, show_spans
+from fairshard.nn.data_parallel.full_params import Showing, show, show_spans, with_owners
 from fairshard.nn.data_parallel.state_dict_config import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.nn.data_parallel.tree import COMPILED, clean_tensor_name, join, modules_of, paths_of, walk
 from fairshard.nn.data_parallel.unit import Unit
@@ -74,7 +74,7 @@ def _clean_names(prefix: str, added: list[str], state: Any) -> None:
 def _own(wrapper: nn.Module, unit: Unit, added: list[str], state: Any) -> None:
     """Copy those of the values ``added`` to ``state`` that are memory of the model."""
     offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
-    live = {_memory(flat_param.shard.detach()) for flat_param in unit.flat_params}
+    live = {_memory(fp.shard.detach()) for each in with_owners([unit]) for fp in each.flat_params}
     for part in modules_of(wrapper):
         live |= {_memory(own) for own in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
     for key in added:
@@ -87,13 +87,18 @@ def _memory(value: Tensor) -> int:
     return (value.run if isinstance(value, SpanTensor) else value).untyped_storage().data_ptr()
 
 
-def _showing(unit: Unit, writeback: bool) -> AbstractContextManager[None]:
+@contextmanager
+def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
+    """Show what the modules of ``unit`` use: its own parameters, and those of others that it shares."""
     settings = unit.state_dict_settings
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return show_spans(unit)
     config = settings.state_dict_config
     from_first = takes_from_first(config)
-    return show(unit, Showing(writeback, from_first, from_first, config.offload_to_cpu and not writeback))
+    how = Showing(writeback, from_first, from_first, config.offload_to_cpu and not writeback)
+    with ExitStack() as stack:
+        for each in with_owners([unit]):
+            is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+            stack.enter_context(show_spans(each) if is_sharded else show(each, how))
+        yield
 
 
 class Loading:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.groups import Groups
 from fairshard.nn.data_parallel.late_options import LateOptions
@@ -86,15 +87,32 @@ class UnitAttributes(nn.Module):
         return not self._unit.is_inner
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Refused: a parameter belongs to one unit, whichever modules use it.
+        """Let a module of this unit use ``p``, which a unit beside it, wrapped before, has taken as its own.
+
+        Tie the modules, wrap each, then call this on the second; ``p`` is the parameter as either module has it. The
+        unit that has it is gathered whenever this one computes, and the gradients of all uses add up there. Both must
+        be inside one outer wrapper, neither inside the other, and compute in the same precision.
+
+        >>> from torch import nn
+        >>> from fairshard.nn import FullyShardedDataParallel as FSDP
+        >>> a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+        >>> b.weight = a.weight
+        >>> a, b = FSDP(a), FSDP(b)
+        >>> b.append_shared_param(a.module.weight)
+        >>> model = FSDP(nn.Sequential(a, nn.Tanh(), b))
 
         Raises:
-            NotImplementedError: always.
+            ValueError: no module of this unit uses it, or no other unit has it.
+            TrainingStateError: the model has run already.
+
+        Source: fairscale's method of the same name, which needs ``flatten_parameters=False``.
         """
-        raise NotImplementedError(
-            "`append_shared_param` must not be used: a parameter belongs to one unit here, which has to be gathered "
-            "wherever it is used. Wrap the modules that share it together, in one unit, and neither on its own."
-        )
+        if self._unit.root is not None:
+            raise TrainingStateError(
+                "`append_shared_param` must be called before the first forward or state dict, but unit "
+                f"`{self._unit.fqn or 'root'}` has been set up. Call it where the model is wrapped."
+            )
+        self._unit.origin.shared.append(p)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:

@@ -1,5 +1,7 @@
 """A weight with several names is one parameter: gathered once, its gradients added, saved under all names."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,13 +76,17 @@ def test_a_weight_shared_with_an_inner_unit_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
-    """It has been taken: what the other module still holds has no elements. fairscale's way out is refused too."""
+    """It has been taken: what the other module still holds has no elements, in a copy too. The error names the cure."""
     model = Tied()
     model.first = FSDP(model.first, flatten_parameters=flatten)
-    with pytest.raises(ValueError, match="`weight` is shared with `weight` of a unit that is wrapped already"):
-        FSDP(model.second, flatten_parameters=flatten)
-    with pytest.raises(NotImplementedError, match="Wrap the modules that share it together"):
-        model.first.append_shared_param(model.second.weight)
+    for tied in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"`third\.bias` is shared with `bias` of a unit that is wrapped already"):
+            FSDP(nn.ModuleDict({"third": tied.third}), flatten_parameters=flatten).state_dict()
+        tied.second = FSDP(tied.second, flatten_parameters=flatten)
+        with pytest.raises(ValueError, match=r"`weight` is shared with `weight`.*append_shared_param"):
+            tied.second(randn(3, 4))
+        with pytest.raises(ValueError, match=r"`second\.weight` is shared with `weight`.*append_shared_param"):
+            FSDP(tied)
 
 
 @on_ranks(2)
