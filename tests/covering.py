@@ -31,6 +31,12 @@ def covering_array(axes, seed=0, num_candidates=30):
     return cells
 
 
+def random_cells(axes, num_cells, seed=0):
+    """So many cells of a matrix that has too many to run them all, drawn with ``seed``."""
+    rng = random.Random(seed)
+    return [{name: rng.choice(values) for name, values in axes.items()} for _ in range(num_cells)]
+
+
 def over_cells(cells):
     """Parametrize a test by ``world_size`` and by the rest of each of ``cells``, as ``cell``."""
     values = [(cell["world_size"], {k: v for k, v in cell.items() if k != "world_size"}) for cell in cells]

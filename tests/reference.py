@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import zlib
 
 import torch
@@ -10,20 +11,38 @@ import torch.distributed as dist
 from fairshard.utils.testing import rank_device
 
 
-def mean_over_ranks(tensor, group=None):
-    """The sum over ranks, taken in rank order in fp32 (or wider), then divided by their number."""
+def mean_over_ranks(tensor, group=None, num_shards=None):
+    """The sum over ranks, taken in rank order in fp32 (or wider), then divided by their number.
+
+    With ``num_shards``, over so many consecutive ranks first, then over the sums of these.
+    """
     wide = torch.promote_types(tensor.dtype, torch.float32)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor.contiguous(), group=group)
-    return functools.reduce(torch.add, [part.to(wide) for part in parts]) / len(parts)
+    parts = [part.to(wide) for part in parts]
+    step = num_shards or len(parts)
+    sums = [functools.reduce(torch.add, parts[first : first + step]) for first in range(0, len(parts), step)]
+    return functools.reduce(torch.add, sums) / len(parts)
+
+
+def means_of(grads, mean):
+    """The ``mean`` over ranks of each of ``grads``, as their elements laid end to end have it: few messages."""
+    found = dict.fromkeys(range(len(grads)))
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        own = [number for number, grad in enumerate(grads) if grad.dtype == dtype]
+        line = mean(torch.cat([grads[number].reshape(-1) for number in own]))
+        for number, part in zip(own, line.split([grads[number].numel() for number in own]), strict=True):
+            found[number] = part.reshape(grads[number].shape).clone()
+    return list(found.values())
 
 
 def average_grads_(params, group=None):
     """Replace every gradient by its `mean_over_ranks`; a missing one counts as zeros."""
-    for param in params:
-        if param.requires_grad:
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            param.grad = mean_over_ranks(grad, group).to(param.dtype)
+    params = [param for param in params if param.requires_grad]
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+    means = means_of(grads, functools.partial(mean_over_ranks, group=group))
+    for param, mean in zip(params, means, strict=True):
+        param.grad = mean.to(param.dtype)
 
 
 class Reference:
@@ -31,19 +50,27 @@ class Reference:
 
     Term by term: masters are cast, the local gradient is in the compute dtype, it is cast to the reduce
     dtype, summed over ranks in rank order in fp32, divided by their number, added to the master's gradient.
+
+    ``mean`` takes another one over the ranks. The submodules named in ``alone`` are neither cast nor reduced.
     """
 
-    def __init__(self, model, compute_dtype=torch.float32, reduce_dtype=None):
+    def __init__(self, model, compute_dtype=torch.float32, reduce_dtype=None, mean=mean_over_ranks, alone=()):
         self.compute_dtype = compute_dtype
         self.reduce_dtype = reduce_dtype or compute_dtype
         self.master = copy.deepcopy(model)
         self.replica = copy.deepcopy(model).to(compute_dtype)
-        self._pairs = list(zip(self.master.parameters(), self.replica.parameters(), strict=True))
+        for name in alone:
+            setattr(self.replica, name, getattr(self.master, name))
+        both = zip(self.master.parameters(), self.replica.parameters(), strict=True)
+        self._copied = [(master, replica) for master, replica in both if master is not replica]
+        self._pairs = [pair for pair in self._copied if pair[0].requires_grad]
+        self._alone = [param for name in alone for param in getattr(self.master, name).parameters()]
+        self._mean = mean
         self._kept = {}
 
     def __call__(self, *inputs):
         with torch.no_grad():
-            for master, replica in self._pairs:
+            for master, replica in self._copied:
                 replica.copy_(master)
         return self.replica(*(x.to(self.compute_dtype) if x.is_floating_point() else x for x in inputs))
 
@@ -58,25 +85,44 @@ class Reference:
                 replica.grad = None
 
     def reduce_grads(self):
-        """The end of any other backward."""
+        """The end of any other backward; a missing gradient counts as zeros."""
         if self._kept:
             self.keep_grads()
-        for master, replica in self._pairs:
-            grad = self._kept.get(master, replica.grad)
-            mean = mean_over_ranks(grad.to(self.reduce_dtype)).to(master.dtype)
-            master.grad = mean if master.grad is None else master.grad + mean
+        grads = [self._kept.get(master, replica.grad) for master, replica in self._pairs]
+        for number, (_, replica) in enumerate(self._pairs):
+            own = torch.zeros_like(replica) if grads[number] is None else grads[number]
+            grads[number] = own.to(self.reduce_dtype)
+        for (master, replica), mean in zip(self._pairs, means_of(grads, self._mean), strict=True):
+            own = mean.to(master.dtype)
+            master.grad = own if master.grad is None else master.grad + own
             replica.grad = None
         self._kept.clear()
 
     def grad_norm(self, norm_type):
-        """The norm of all gradients as one vector, in fp64."""
-        grads = torch.cat([master.grad.double().flatten() for master, _ in self._pairs])
-        return torch.linalg.vector_norm(grads, norm_type)
+        """The norm of all gradients as one vector, in fp64.
+
+        Of those that each rank has alone counts the mean of what they add to the power.
+        """
+        norm = _norm([master.grad for master, _ in self._pairs], norm_type)
+        alone = _norm([param.grad for param in self._alone if param.grad is not None], norm_type)
+        if math.isinf(norm_type):
+            dist.all_reduce(alone, dist.ReduceOp.MAX)
+            return torch.maximum(norm, alone)
+        power = alone**norm_type
+        dist.all_reduce(power)
+        return (norm**norm_type + power / dist.get_world_size()) ** (1 / norm_type)
 
     def scale_grads(self, factor):
         """Multiply every gradient by ``factor``, a 0-d tensor."""
-        for master, _ in self._pairs:
-            master.grad.mul_(factor)
+        for param in self.master.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+
+def _norm(grads, norm_type):
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=rank_device())
+    return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), norm_type)
 
 
 def assert_same_state(actual, expected, rtol=0.0, atol=0.0):

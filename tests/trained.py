@@ -15,6 +15,7 @@ PLACEMENTS = {
     "offload": {"cpu_offload": True},
     "master_on_cpu": {"move_grads_to_cpu": True},
 }
+FLATTEN = [True, False, "orig"]
 OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=False),
@@ -38,10 +39,20 @@ def _wrap_blocks(model, **kwargs):
     return model
 
 
+def layout_of(flatten):
+    """The arguments that one of `FLATTEN` stands for: flattened, not flattened, or with original parameters."""
+    return {"use_orig_params": True} if flatten == "orig" else {"flatten_parameters": flatten}
+
+
+def another(flatten):
+    """The next of `FLATTEN`."""
+    return FLATTEN[(FLATTEN.index(flatten) + 1) % len(FLATTEN)]
+
+
 def settings_of(cell):
     """The arguments that a cell of a matrix asks for."""
     return {
-        "flatten_parameters": cell["flatten"],
+        **layout_of(cell["flatten"]),
         **PRECISIONS[cell["precision"]],
         **PLACEMENTS[cell["placement"]],
     }

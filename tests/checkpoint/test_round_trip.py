@@ -20,11 +20,11 @@ from tests.covering import all_cells, covering_array
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state
-from tests.trained import OPTIMIZERS, PLACEMENTS, PRECISIONS, WRAPPINGS, odd, trained, wrap_odd, wrapped_tiny
+from tests.trained import FLATTEN, OPTIMIZERS, PLACEMENTS, PRECISIONS, WRAPPINGS, odd, trained, wrap_odd, wrapped_tiny
 
 SIDES = {
     "wrapping": [*WRAPPINGS, "plain"],
-    "flatten": [True, False],
+    "flatten": FLATTEN,
     "placement": list(PLACEMENTS),
 }
 AXES = {

@@ -15,7 +15,7 @@ from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
-from tests.reference import assert_same_state, randn, sgd
+from tests.reference import assert_same_state, mean_over_ranks, randn, sgd
 
 HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
@@ -32,19 +32,6 @@ def pairs(num_shards):
         group = dist.new_group(ranks)
         found += [group] if rank in ranks else []
     return tuple(found)
-
-
-def nested_mean(grad, num_shards):
-    """The sum over shards, in rank order, of each replica; then over replicas; divided by all."""
-    parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, grad)
-    total = None
-    for start in range(0, len(parts), num_shards):
-        own = parts[start]
-        for part in parts[start + 1 : start + num_shards]:
-            own = own + part
-        total = own if total is None else total + own
-    return total / len(parts)
 
 
 @on_ranks(4)
@@ -68,7 +55,7 @@ def test_hybrid_takes_the_mean_over_shards_and_replicas(strategy, num_shards, bu
                 with wrapped.no_sync():
                     tiny_loss(wrapped(*inputs), targets).backward()
         for param in plain.parameters():
-            param.grad = nested_mean(param.grad, num_shards)
+            param.grad = mean_over_ranks(param.grad, num_shards=num_shards)
         for optimizer in (of_plain, of_wrapped):
             optimizer.step()
             optimizer.zero_grad()

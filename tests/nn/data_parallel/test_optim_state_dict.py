@@ -14,14 +14,27 @@ from tests.covering import all_cells, covering_array, over_cells
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn
-from tests.trained import OPTIMIZERS, PLACEMENTS, PRECISIONS, WRAPPINGS, odd, train, trained, wrap_odd, wrapped_tiny
+from tests.trained import (
+    FLATTEN,
+    OPTIMIZERS,
+    PLACEMENTS,
+    PRECISIONS,
+    WRAPPINGS,
+    another,
+    layout_of,
+    odd,
+    train,
+    trained,
+    wrap_odd,
+    wrapped_tiny,
+)
 
 IDS, NAMES = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
 AXES = {
     "world_size": [1, 2, 3],
     "way": ["full", "scatter", "sharded", "set_full", "set_rank0", "set_sharded", "set_local", "fairscale"],
     "optimizer": ["adamw", "fused", "momentum", "adagrad"],
-    "flatten": [True, False],
+    "flatten": FLATTEN,
     "precision": list(PRECISIONS),
     "placement": list(PLACEMENTS),
     "wrapping": list(WRAPPINGS),
@@ -79,7 +92,7 @@ def check(cell):
     is_cut = way in ("sharded", "set_sharded", "set_local")  # loads only where the shards are the same
     into, flatten = cell["into"], cell["flatten"]
     if is_cut or into == "other_flatten":
-        into, flatten = wrapping, flatten if is_cut else not flatten
+        into, flatten = wrapping, flatten if is_cut else another(flatten)
     if way == "fairscale" and into == "inner":
         into = "nested"
     other = wrapped_tiny({**cell, "flatten": flatten}, into, seed=7)
@@ -119,13 +132,13 @@ def test_every_combination_of_settings_goes_on_to_the_bit(cell):
     check(cell)
 
 
-@over_cells(covering_array({"world_size": [1, 2, 3], "optimizer": list(OPTIMIZERS), "flatten": [True, False]}))
+@over_cells(covering_array({"world_size": [1, 2, 3], "optimizer": list(OPTIMIZERS), "flatten": FLATTEN}))
 @on_ranks()
 def test_it_is_the_plain_optimizers_own_and_back(cell):
     """Equal to the plain optimizer's ``state_dict()`` key by key; loads into it, and its own loads into ours."""
     make, flatten = OPTIMIZERS[cell["optimizer"]], cell["flatten"]
     plain, of_plain = trained(tiny(), make)
-    model, of_model = trained(wrap_tiny(tiny(), flatten_parameters=flatten), make)
+    model, of_model = trained(wrap_tiny(tiny(), **layout_of(flatten)), make)
     full = FSDP.full_optim_state_dict(model, of_model, rank0_only=False)
     numbered = FSDP.rekey_optim_state_dict(full, IDS, plain, optim=of_plain)
     expected = of_plain.state_dict()
@@ -142,7 +155,7 @@ def test_it_is_the_plain_optimizers_own_and_back(cell):
     of_fresh.load_state_dict(copy.deepcopy(numbered))
     assert_same_state(dict(enumerate(_moments(of_fresh))), dict(enumerate(_moments_of_state(numbered))))
     train(fresh, of_fresh, range(2, 4))
-    back = wrap_tiny(tiny(seed=8), flatten_parameters=not flatten)
+    back = wrap_tiny(tiny(seed=8), **layout_of(another(flatten)))
     back.load_state_dict(fresh.state_dict())
     of_back = make(back.parameters())
     named = FSDP.rekey_optim_state_dict(of_fresh.state_dict(), NAMES, fresh)
@@ -217,7 +230,7 @@ def test_settings_that_differ_within_a_unit_are_refused():
         FSDP.shard_full_optim_state_dict(state, model, optim=torch.optim.AdamW(model.parameters()))
 
 
-@over_cells(covering_array({"world_size": [1, 2, 3], "flatten": [True, False], "given": ["all", "trainable"]}))
+@over_cells(covering_array({"world_size": [1, 2, 3], "flatten": FLATTEN, "given": ["all", "trainable"]}))
 @on_ranks()
 def test_odd_parameters(cell):
     """No dimension, one element on three ranks, tied, frozen in the optimizer or not: as in the plain optimizer."""
@@ -235,7 +248,7 @@ def test_odd_parameters(cell):
             optimizer.step()
             optimizer.zero_grad()
 
-    plain, model = odd(), wrap_odd(odd(), flatten_parameters=flatten)
+    plain, model = odd(), wrap_odd(odd(), **layout_of(flatten))
     of_plain, of_model = make(plain), make(model)
     run(plain, of_plain, range(2))
     run(model, of_model, range(2))
@@ -250,7 +263,7 @@ def test_odd_parameters(cell):
         }
         for key, value in expected["state"][name].items():
             torch.testing.assert_close(entry[key], value, rtol=1e-6, atol=1e-9)
-    other = wrap_odd(odd(2), flatten_parameters=not flatten)
+    other = wrap_odd(odd(2), **layout_of(another(flatten)))
     other.load_state_dict(model.state_dict())
     resumed = make(other)
     for state in (full, FSDP.full_optim_state_dict(model, of_model)):

@@ -16,12 +16,22 @@ from tests.covering import all_cells, covering_array, over_cells
 from tests.models import tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state
-from tests.trained import PLACEMENTS, PRECISIONS, WRAPPINGS, odd, wrap_odd, wrapped_tiny
+from tests.trained import (
+    FLATTEN,
+    PLACEMENTS,
+    PRECISIONS,
+    WRAPPINGS,
+    another,
+    layout_of,
+    odd,
+    wrap_odd,
+    wrapped_tiny,
+)
 
 AXES = {
     "world_size": [1, 2, 3],
     "form": ["full", "cpu", "rank0", "sharded", "local"],
-    "flatten": [True, False],
+    "flatten": FLATTEN,
     "precision": list(PRECISIONS),
     "placement": list(PLACEMENTS),
     "wrapping": list(WRAPPINGS),
@@ -44,7 +54,7 @@ def target_of(cell):
     if into == "plain":
         return tiny(seed=7)
     if into == "other_flatten":
-        return wrapped_tiny({**cell, "flatten": not cell["flatten"]}, cell["wrapping"], seed=7)
+        return wrapped_tiny({**cell, "flatten": another(cell["flatten"])}, cell["wrapping"], seed=7)
     return wrapped_tiny(cell, into, seed=7)
 
 
@@ -98,13 +108,13 @@ def test_every_combination_of_settings_keeps_the_weights(cell):
     check(cell)
 
 
-@over_cells(covering_array({"world_size": [1, 2, 3], "flatten": [True, False], "form": list(FORMS)}))
+@over_cells(covering_array({"world_size": [1, 2, 3], "flatten": FLATTEN, "form": list(FORMS)}))
 @on_ranks()
 def test_odd_parameters_and_buffers(cell):
     """One element, none, no dimension, tied, frozen; buffers persistent or not: as in the plain model's dict."""
     form, flatten = cell["form"], cell["flatten"]
     plain = odd().state_dict()
-    source, target = (wrap_odd(odd(seed), flatten_parameters=flatten) for seed in (1, 2))
+    source, target = (wrap_odd(odd(seed), **layout_of(flatten)) for seed in (1, 2))
     names = [name for name, _ in source.named_parameters()]
     for model in (source, target):
         FSDP.set_state_dict_type(model, *FORMS[form])
