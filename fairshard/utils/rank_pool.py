@@ -43,6 +43,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 _TIMEOUT_S = 60.0
 """How long a call may take. The groups' own timeout is longer, so that it is the pool that reports a hang."""
 
+_START_S = 120.0
+"""How long a new worker may take to import torch; no part of the first call's time."""
+
 _GRACE_S = 5.0
 """After one rank failed, how long the others get to come back before they count as hung."""
 
@@ -86,6 +89,8 @@ class RankPool:
         body = pickle.dumps((fn, args, kwargs))
         self.start(world_size)
         workers = self._workers[:world_size]
+        for worker in workers:
+            worker.await_start()
         for rank, worker in enumerate(workers):
             worker.send(_Call(self._num_calls, rank, world_size, self.device, sys.path, body))
         waiting = _Waiting(workers, timeout)
@@ -184,6 +189,14 @@ class _Worker:
         )
         theirs.close()
         self._log_start = 0
+        self._is_up = False
+
+    def await_start(self) -> None:
+        """Wait until the process has imported torch: a call's time begins then. If it dies, the call says so."""
+        if not self._is_up and self.pipe.poll(_START_S):
+            with contextlib.suppress(EOFError, OSError):
+                self.pipe.recv_bytes()
+            self._is_up = True
 
     def send(self, call: _Call) -> None:
         """Start ``call``; what the worker prints from here on belongs to it."""
@@ -273,6 +286,7 @@ def _serve(fd: int, port: int) -> None:
     pipe = connection.Connection(fd)
     store = TCPStore("127.0.0.1", port, is_master=False)
     num_modules = 0
+    pipe.send_bytes(b"")  # it is up
     try:
         while True:
             call = pickle.loads(pipe.recv_bytes())
