@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device
 from tests.models import Block, Tiny, mlp, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
@@ -254,27 +255,43 @@ def test_torchdistx_is_refused_by_name():
 WIDTHS = [512, 1024, 512, 1024, 512, 1024, 512]
 
 
-@pytest.mark.cpu_only
-@on_ranks(in_full(1), 2)
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-def test_one_unit_at_a_time_has_memory(offload):
-    """The most bytes alive while a model is wrapped are those of its shards and of the largest unit, whole."""
-    model = meta_mlp(*WIDTHS)
-    units = [param.nbytes for layer in model if isinstance(layer, nn.Linear) for param in [layer.weight, layer.bias]]
-    total, largest = sum(units), 4 * (512 * 1024 + 1024)
-    assert total > 5 * largest
+def wrap_by_policy(model, **kwargs):
+    """As `wrap_each`, by the outermost wrapper."""
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
+
+
+def alive_and_peak(wrap):
+    """The bytes that ``wrap()`` leaves alive, and the most that were alive meanwhile; and what it returns."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        wrapped = wrap_each(model, cpu_offload=offload)
+        wrapped = wrap()
     alive = peak = 0
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
+    return alive, peak, wrapped
+
+
+@pytest.mark.cpu_only
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("wrap", [wrap_each, wrap_by_policy])
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+def test_one_unit_at_a_time_has_memory(wrap, offload):
+    """The most bytes alive while a model is wrapped are those of its shards and of the largest unit, whole.
+
+    Wrapped as a single unit the same model has all of them at a time.
+    """
+    model = meta_mlp(*WIDTHS)
+    units = [param.nbytes for layer in model if isinstance(layer, nn.Linear) for param in [layer.weight, layer.bias]]
+    total, largest = sum(units), 4 * (512 * 1024 + 1024)
+    assert total > 5 * largest
+    alive, peak, wrapped = alive_and_peak(lambda: wrap(model, cpu_offload=offload))
     shards = sum(param.nbytes for param in wrapped.parameters())
     assert shards * dist.get_world_size() >= total
     slack = 2**18  # names, checksums and what torch keeps beside
     assert shards <= alive <= shards + slack
     assert shards <= peak <= shards + largest + slack
+    assert alive_and_peak(lambda: FSDP(meta_mlp(*WIDTHS), cpu_offload=offload))[1] >= shards + total
 
 
 @on_ranks(1, in_full(2), 3)
