@@ -19,6 +19,7 @@ from fairshard.cli.options import COMPUTE_DTYPES, DEVICES, PRECISIONS, OptionErr
 
 _GPT_FLAGS = ("layers", "dim", "heads", "context")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _RESHARD = "free a unit's full weights between forward and backward (default: yes)"
 
 
@@ -52,12 +53,15 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
         "(default: %(default)s)",
     )
     wrapping.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks to shard over")
+    wrapping.add_argument("--sharding-strategy", choices=_STRATEGIES, help="(default: FULL_SHARD)")
+    wrapping.add_argument("--replicas", type=int, metavar="N", help="of the shards, with a hybrid strategy")
     wrapping.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of compute (default: %(default)s)")
     wrapping.add_argument(
         "--bucket-cap-mb", type=float, default=TrainOptions.bucket_cap_mb, metavar="X", help="size of a reduce-scatter"
     )
     reshard = argparse.BooleanOptionalAction
     wrapping.add_argument("--reshard-after-forward", action=reshard, default=True, help=_RESHARD)
+    wrapping.add_argument("--reshard-to", type=int, metavar="N", help="keep them cut over N ranks between the two")
     wrapping.add_argument("--cpu-offload", action="store_true", help="keep the weights' shards in host memory")
     wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="and gradients (default: as --cpu-offload)")
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
@@ -69,8 +73,11 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.world_size < 1:
         raise OptionError(f"--world-size must be at least 1, but is {arguments.world_size}.")
+    if arguments.reshard_to is not None and not arguments.reshard_after_forward:
+        raise OptionError("--reshard-to must not go with --no-reshard-after-forward. Leave one of them out.")
     size = _size_in(arguments.policy)
     build = _builder(arguments)
+    from fairshard.nn import ShardingStrategy
     from fairshard.nn.wrap import describe
 
     try:
@@ -82,6 +89,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not isinstance(model, nn.Module):
         raise OptionError(f"--factory {arguments.factory} must return a module, but returned {type(model).__name__}.")
     dtype = COMPUTE_DTYPES.get(arguments.precision)
+    strategy = arguments.sharding_strategy
+    reshard = arguments.reshard_after_forward
     try:
         plan = describe(
             model,
@@ -92,7 +101,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             mixed_precision=dtype is not None,
             compute_dtype=dtype,
             bucket_cap_mb=arguments.bucket_cap_mb,
-            reshard_after_forward=arguments.reshard_after_forward,
+            num_replicas=arguments.replicas,
+            sharding_strategy=None if strategy is None else ShardingStrategy[strategy],
+            reshard_after_forward=reshard if arguments.reshard_to is None else arguments.reshard_to,
             cpu_offload=arguments.cpu_offload,
             move_grads_to_cpu=arguments.move_grads_to_cpu,
         )

@@ -189,6 +189,7 @@ def describe(
     policy: Any = None,
     world_size: int = 1,
     *,
+    num_replicas: int | None = None,
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw",
     device: str | None = None,
     ignored_modules: Iterable[nn.Module] = (),
@@ -202,7 +203,8 @@ def describe(
     Args:
         module: the model, not wrapped.
         policy: as ``auto_wrap_policy``; None puts all into one unit.
-        world_size: the ranks to shard over.
+        world_size: the ranks to shard over, or, with NO_SHARD, to average gradients over.
+        num_replicas: with hybrid strategies, how many groups of ``world_size`` ranks there are.
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
         device: where it computes, ``"cpu"`` with gloo or ``"cuda"`` with NCCL; where this process would if None.
         ignored_modules: left alone, with all below them.
@@ -218,4 +220,4 @@ def describe(
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("module", "auto_wrap_policy")}
     units = UnitPlan(module, policy, arguments, ignored_modules).units
-    return plan_memory(units, world_size, optimizer, device or default_device_type())
+    return plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())

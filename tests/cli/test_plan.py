@@ -9,6 +9,7 @@ from torch import nn
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.main import main
+from fairshard.nn import ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe, size_based_auto_wrap_policy
 
 FACTORY = """
@@ -64,6 +65,13 @@ def run(line, capfd):
         ("--policy size:1e4", partial(size_based_auto_wrap_policy, min_num_params=10_000), {}),
         ("--precision bf16", None, {"mixed_precision": True, "compute_dtype": torch.bfloat16}),
         ("--no-reshard-after-forward", None, {"reshard_after_forward": False}),
+        ("--reshard-to 3 --sharding-strategy FULL_SHARD", None, {"reshard_after_forward": 3}),
+        ("--sharding-strategy NO_SHARD", None, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        (
+            "--sharding-strategy HYBRID_SHARD --replicas 2",
+            None,
+            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "num_replicas": 2},
+        ),
         ("--cpu-offload --no-move-grads-to-cpu", None, {"cpu_offload": True, "move_grads_to_cpu": False}),
         ("--optimizer sgd --bucket-cap-mb 0.5", None, {"optimizer": "sgd", "bucket_cap_mb": 0.5}),
     ],
@@ -97,6 +105,8 @@ def test_the_plan_of_a_hugging_face_model(folder, capfd):
 BAD = {
     "no world size": ("", "--world-size"),
     "no ranks": ("--world-size 0", "--world-size must be at least 1, but is 0"),
+    "hybrid without replicas": ("--world-size 2 --sharding-strategy HYBRID_SHARD", "`num_replicas`"),
+    "two ways to reshard": ("--world-size 2 --reshard-to 2 --no-reshard-after-forward", "Leave one of them out"),
     "unknown policy": ("--world-size 2 --policy blocks", "--policy must be size:N, class:NAME or none"),
     "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME or none"),
     "size without a number": ("--world-size 2 --policy size:big", "but N is 'big'"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
@@ -88,6 +89,18 @@ def full(*values):
         (2, BLOCKS, "sgd", False, {"reshard_after_forward": False, "bucket_cap_mb": 0}),
         (2, BLOCKS, "sgd", False, {**BF16, "bucket_cap_mb": 0}),
         (2, BLOCKS, "adamw", True, {"cpu_offload": True}),
+        (2, BLOCKS, "sgd", False, {"sharding_strategy": ShardingStrategy.NO_SHARD, "bucket_cap_mb": 1}),
+        full(2, BLOCKS, "adamw", False, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        full(2, BLOCKS, "adamw", False, {"sharding_strategy": ShardingStrategy.NO_SHARD, **BF16}),
+        full(3, BLOCKS, "sgd", True, {"sharding_strategy": ShardingStrategy.NO_SHARD, "bucket_cap_mb": 0}),
+        full(1, BLOCKS, "sgd", False, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        full(4, BLOCKS, "sgd", False, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "bucket_cap_mb": 0}),
+        full(4, BLOCKS, "adamw", False, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "cpu_offload": True}),
+        full(4, BLOCKS, "sgd", False, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, **BF16}),
+        full(4, BLOCKS, "sgd", False, {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "bucket_cap_mb": 1}),
+        full(4, BLOCKS, "sgd", False, {"reshard_after_forward": 2, "bucket_cap_mb": 0}),
+        full(4, BLOCKS, "adamw", False, {"reshard_after_forward": 2, **BF16}),
+        full(4, BLOCKS, "sgd", False, {"reshard_after_forward": 4, "bucket_cap_mb": 1}),
         full(1, BLOCKS, "adamw", False, {}),
         full(1, BLOCKS, "sgd", False, BF16),
         full(2, None, "adamw", False, {}),
@@ -103,20 +116,31 @@ def full(*values):
     ],
 )
 def test_the_predicted_peak_is_what_is_measured(policy, optimizer, frozen, kwargs):
-    """Within 5 %, against every allocation of the process from the second step on."""
+    """Within 5 %, against every allocation of the process from the second step on; hybrid: two replicas."""
+    world_size, hybrid = dist.get_world_size(), {}
+    if getattr(kwargs.get("sharding_strategy"), "is_hybrid", False):
+        world_size //= 2
+        hybrid = {"device_mesh": init_device_mesh("cpu", (2, world_size))}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        model = FSDP(gpt(frozen=frozen), auto_wrap_policy=policy, **kwargs)
+        model = FSDP(gpt(frozen=frozen), auto_wrap_policy=policy, **kwargs, **hybrid)
         steps = OPTIMIZERS[optimizer](model.parameters())
         train(model, steps, 1)
         since = time.time_ns()
         train(model, steps, 1)
-    world_size = dist.get_world_size()
-    plan = describe(gpt("meta", frozen), policy, world_size, optimizer=optimizer, device="cpu", **kwargs)
+    how = {"optimizer": optimizer, "device": "cpu", "num_replicas": 2 if hybrid else None}
+    plan = describe(gpt("meta", frozen), policy, world_size, **how, **kwargs)
     assert plan.peak_nbytes == pytest.approx(peak_of(prof, since), rel=0.05), str(plan)
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, BF16, {"flatten_parameters": False}, {"mixed_precision": MixedPrecision(torch.bfloat16)}]
+    "kwargs",
+    [
+        {},
+        BF16,
+        {"flatten_parameters": False},
+        {"mixed_precision": MixedPrecision(torch.bfloat16)},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    ],
 )
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -217,9 +241,10 @@ def test_a_large_model_takes_no_memory():
         ({"optimizer": "lion"}, ValueError, "`optimizer` must be one of adamw, adam, sgd, sgd-momentum"),
         ({"device": "tpu"}, ValueError, '`device` must be "cpu" or "cuda"'),
         ({"world_size": 0}, ValueError, "`world_size` must be at least 1"),
-        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "has HYBRID_SHARD"),
-        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, ValueError, "has NO_SHARD"),
-        ({"reshard_after_forward": 2}, ValueError, "but it is 2 for unit `root`"),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "is None where unit `root` has HYB"),
+        ({"num_replicas": 2}, ValueError, "is 2 where unit `root` has FULL_SHARD"),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "num_replicas": 0}, ValueError, "must be at least 1"),
+        ({"reshard_after_forward": 3}, ValueError, "must divide the number of ranks, 2, but is 3 for unit `root`"),
         ({"compute_type": torch.bfloat16}, TypeError, "compute_type"),
         ({"fp32_reduce_scatter": True}, ValueError, "must go with `mixed_precision=True`"),
     ],

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from fairshard.nn.data_parallel.bucket_bytes import BucketBytes, SourceBytes
 from fairshard.nn.data_parallel.config import GradHome
 from fairshard.nn.data_parallel.exec_order import ExecOrder
-from fairshard.nn.data_parallel.options import BackwardPrefetch, ShardingStrategy
-from fairshard.nn.data_parallel.summary import FlatSizes, UnitRow, unit_lines
+from fairshard.nn.data_parallel.options import BackwardPrefetch
+from fairshard.nn.data_parallel.summary import UnitRow, unit_lines
 from fairshard.nn.data_parallel.unit_plan import PlannedUnit
 from fairshard.utils.bucket_plan import is_crowded, pack
 from fairshard.utils.table import table
@@ -33,7 +34,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 """Optimizers that a plan knows by name."""
 
-GATHERED, WHOLE_GRADS, BUCKETS, GRADS = "gathered units", "whole gradients", "buckets", "gradients"
+GATHERED, PARTS, WHOLE_GRADS = "gathered units", "parts kept for the backward", "whole gradients"
+BUCKETS, GRADS = "buckets", "gradients"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class WrapPlan:
 def plan_memory(
     units: Sequence[PlannedUnit],
     world_size: int,
+    num_replicas: int | None,
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer],
     device: str,
 ) -> WrapPlan:
@@ -109,15 +112,17 @@ def plan_memory(
         raise ValueError(f'`device` must be "cpu" or "cuda", but is {device!r}.')
     if world_size < 1:
         raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
+    if num_replicas is not None and num_replicas < 1:
+        raise ValueError(f"`num_replicas` must be at least 1, but is {num_replicas}.")
     for unit in units:
-        _check_strategy(unit)
+        _check_strategy(unit, world_size, num_replicas)
     make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if make is None:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(OPTIMIZERS)} or a function from parameters to an optimizer, but is "
             f"{optimizer!r}."
         )
-    step = _Step(units, world_size, device)
+    step = _Step(units, world_size, num_replicas or 1, device)
     step.play()
     step.play()  # the first has recorded the order that the second looks ahead by
     sources = [source for every in step.sources.values() for source in every]
@@ -131,21 +136,21 @@ def plan_memory(
     )
 
 
-def _check_strategy(unit: PlannedUnit) -> None:
-    config = unit.config
-    if config.sharding_strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+def _check_strategy(unit: PlannedUnit, world_size: int, num_replicas: int | None) -> None:
+    strategy, part = unit.config.sharding_strategy, unit.config.reshard_after_forward
+    where = f"unit `{unit.fqn or 'root'}`"
+    if strategy.is_hybrid != (num_replicas is not None):
         raise ValueError(
-            f"Memory is planned for FULL_SHARD and SHARD_GRAD_OP, but unit `{unit.fqn or 'root'}` has "
-            f"{config.sharding_strategy.name}. For hybrid strategies plan FULL_SHARD over the ranks of one shard group."
+            "`num_replicas`, of groups of `world_size` ranks, must be given with hybrid strategies and no others, but "
+            f"is {num_replicas} where {where} has {strategy.name}."
         )
-    if not isinstance(config.reshard_after_forward, bool):
+    if not isinstance(part, bool) and world_size % part:
         raise ValueError(
-            "Memory is planned for `reshard_after_forward` True or False, but it is "
-            f"{config.reshard_after_forward} for unit `{unit.fqn or 'root'}`."
+            f"`reshard_after_forward` must divide the number of ranks, {world_size}, but is {part} for {where}."
         )
 
 
-def _lasting_terms(sources: Iterable[_Source], make: Callable[[list[nn.Parameter]], Optimizer]) -> list[MemoryTerm]:
+def _lasting_terms(sources: Iterable[SourceBytes], make: Callable[[list[nn.Parameter]], Optimizer]) -> list[MemoryTerm]:
     """What is there all through a step."""
     nbytes: Counter[tuple[str, bool]] = Counter()
     for source in sources:
@@ -160,7 +165,7 @@ def _lasting_terms(sources: Iterable[_Source], make: Callable[[list[nn.Parameter
     return [MemoryTerm(name, total, on_host) for (name, on_host), total in nbytes.items()]
 
 
-def _state_nbytes(source: _Source, make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
+def _state_nbytes(source: SourceBytes, make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
     """Bytes of an optimizer's state for one shard: what a step on the meta device makes."""
     shard = nn.Parameter(torch.empty(source.shard_numel, dtype=source.flat.param_dtype, device="meta"))
     shard.grad = torch.empty_like(shard)
@@ -169,70 +174,20 @@ def _state_nbytes(source: _Source, make: Callable[[list[nn.Parameter]], Optimize
     return sum(value.nbytes for value in optimizer.state[shard].values() if isinstance(value, Tensor))
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    world_size: int
-
-
-@dataclass(frozen=True)
-class _Comms:
-    shard: _Ranks
-
-
-class _Source:
-    """A flat param as the bucketer sees it, in bytes."""
-
-    def __init__(self, unit: PlannedUnit, index: int, flat: FlatSizes, device: str) -> None:
-        self.unit = unit
-        self.flat = flat
-        self.config = unit.config
-        self.params = [slot.leaf for slot in unit.slots[index]]
-        self.comms: Any = _Comms(_Ranks(flat.layout.world_size))
-        self.reduce_dtype = unit.config.reduce_dtype_of(flat.compute_dtype)
-        self.compute_device = torch.device(device)
-        self.shard_numel = flat.layout.shard_numel
-
-    @property
-    def gathered_nbytes(self) -> int:
-        """Of the buffer; one rank computes on the shard itself where the dtype allows it."""
-        on_shard = self.flat.layout.world_size == 1 and self.flat.compute_dtype == self.flat.param_dtype
-        return 0 if on_shard and not self.config.master_on_cpu else self.flat.full_nbytes
-
-    @property
-    def grad_stays(self) -> bool:
-        """Whether the reduced gradient is kept on the device that computes."""
-        return not self.config.master_on_cpu or self.config.grad_home is not GradHome.HOST
-
-
-class _Bucket:
-    """A bucket in bytes."""
-
-    def __init__(self, sources: Sequence[_Source], device: str) -> None:
-        self.sources = sources
-        world_size = sources[0].comms.shard.world_size
-        dtype = sources[0].reduce_dtype
-        self.width = sum(source.shard_numel for source in sources)
-        self.nbytes = self.width * world_size * dtype.itemsize
-        self.missing = set(sources)
-        self.is_open = False
-        sums_in_order = device == "cpu" and world_size > 1  # gloo: rows are received, and added up in fp32 or wider
-        self.sum_dtype = torch.promote_types(dtype, torch.float32) if sums_in_order else dtype
-        rows = world_size - 1 if world_size <= 4 else world_size
-        self.received_nbytes = self.width * rows * dtype.itemsize if sums_in_order else 0
-        self.sum_nbytes = self.width * self.sum_dtype.itemsize
-        self.cast_nbytes = 0 if self.sum_dtype == dtype else self.sum_nbytes  # of a row, while it is added
-
-
 class _Step:
     """A training step, gradients dropped at its end, played in bytes that are live."""
 
-    def __init__(self, units: Sequence[PlannedUnit], world_size: int, device: str) -> None:
+    def __init__(self, units: Sequence[PlannedUnit], world_size: int, num_replicas: int, device: str) -> None:
         self._root = units[0]
         self._cap = units[0].config.bucket_cap_mb
         self._world_size = world_size
+        self._num_ranks = world_size * num_replicas
         self._device = device
         self.sources = {
-            unit: [_Source(unit, index, flat, device) for index, flat in enumerate(unit.flat_sizes(world_size))]
+            unit: [
+                SourceBytes(unit, index, flat, device, self._num_ranks)
+                for index, flat in enumerate(unit.flat_sizes(world_size))
+            ]
             for unit in units
         }
         self._source_of = {param: s for every in self.sources.values() for s in every for param in s.params}
@@ -241,10 +196,10 @@ class _Step:
         self._ahead: set[PlannedUnit] = set()
         self._left: dict[PlannedUnit, int] = {}
         self._has_grad: set[nn.Parameter] = set()
-        self._flying: deque[_Bucket] = deque()
-        self.buckets: list[_Bucket] = []
-        self._bucket_of: dict[_Source, _Bucket] = {}
-        self._live = Counter({GATHERED: 0, WHOLE_GRADS: 0, BUCKETS: 0, GRADS: 0})
+        self._flying: deque[BucketBytes] = deque()
+        self.buckets: list[BucketBytes] = []
+        self._bucket_of: dict[SourceBytes, BucketBytes] = {}
+        self._live = Counter({GATHERED: 0, PARTS: 0, WHOLE_GRADS: 0, BUCKETS: 0, GRADS: 0})
         self._peak = self._live.copy()
         self._at = self.peak_at = "between steps"
 
@@ -263,6 +218,7 @@ class _Step:
         self._left = dict(self._order.begin_backward())
         self._plan_buckets(self._left)
         self._backward(self._root)
+        self._live[PARTS] = 0
         self._at = "at the end of the backward"
         for bucket in self.buckets:
             if bucket.is_open and bucket not in self._flying:
@@ -277,8 +233,8 @@ class _Step:
 
     def _plan_buckets(self, order: Iterable[PlannedUnit]) -> None:
         sources = [s for unit in order for s in self.sources[unit] if s.flat.requires_grad and s.shard_numel]
-        packed = [[source] for source in sources] if self._world_size == 1 else pack(sources, self._cap)
-        self.buckets = [_Bucket(members, self._device) for members in packed]
+        packed = [[source] for source in sources] if self._num_ranks == 1 else pack(sources, self._cap)
+        self.buckets = [BucketBytes(members, self._device) for members in packed]
         self._bucket_of = {source: bucket for bucket in self.buckets for source in bucket.sources}
 
     def _forward(self, unit: PlannedUnit) -> None:
@@ -292,7 +248,10 @@ class _Step:
         for step in unit.steps:
             if isinstance(step, PlannedUnit):
                 self._forward(step)
-        if unit is not self._root and unit.config.reshard_after_forward:
+        part = unit.config.reshard_after_forward
+        if unit is not self._root and part:
+            if not isinstance(part, bool) and part != self._world_size:
+                self._add(PARTS, self._gathered.get(unit, 0) // part)
             self._free(unit)
 
     def _backward(self, unit: PlannedUnit) -> None:
@@ -323,7 +282,7 @@ class _Step:
     def _free(self, unit: PlannedUnit) -> None:
         self._live[GATHERED] -= self._gathered.pop(unit, 0)
 
-    def _reduce(self, source: _Source) -> None:
+    def _reduce(self, source: SourceBytes) -> None:
         bucket = self._bucket_of[source]
         while self._flying and not bucket.is_open and self._is_crowded(bucket):
             self._land()
@@ -336,11 +295,11 @@ class _Step:
         if not bucket.missing:
             self._launch(bucket)
 
-    def _is_crowded(self, bucket: _Bucket) -> bool:
+    def _is_crowded(self, bucket: BucketBytes) -> bool:
         return is_crowded(bucket.nbytes, [flying.nbytes for flying in self._flying], self._cap)
 
-    def _launch(self, bucket: _Bucket) -> None:
-        if self._world_size == 1:  # the gradient is the bucket's memory, unless it is cast
+    def _launch(self, bucket: BucketBytes) -> None:
+        if self._num_ranks == 1:  # the gradient is the bucket's memory, unless it is cast
             self._deliver(bucket)
             return
         self._add(BUCKETS, bucket.received_nbytes)
@@ -354,11 +313,13 @@ class _Step:
         if self._device == "cpu":
             self._add(BUCKETS, bucket.sum_nbytes + bucket.cast_nbytes)
             self._live[BUCKETS] -= bucket.received_nbytes + bucket.cast_nbytes
+            self._add(BUCKETS, bucket.replica_nbytes)
+            self._live[BUCKETS] -= bucket.replica_nbytes
             self._deliver(bucket)
         self._live[BUCKETS] -= bucket.nbytes
         self._close(bucket)
 
-    def _deliver(self, bucket: _Bucket) -> None:
+    def _deliver(self, bucket: BucketBytes) -> None:
         """The sum, so far among the buckets, becomes the gradients of shards, or is copied to where those are."""
         for source in bucket.sources:
             if source.grad_stays and source.flat.param_dtype != bucket.sum_dtype:
@@ -366,11 +327,11 @@ class _Step:
             elif source.grad_stays:
                 self._live[GRADS] += source.flat.grad_nbytes
         self._live[BUCKETS] -= bucket.sum_nbytes
-        if self._world_size == 1:
+        if self._num_ranks == 1:
             self._close(bucket)
 
     @staticmethod
-    def _close(bucket: _Bucket) -> None:
+    def _close(bucket: BucketBytes) -> None:
         bucket.is_open = False
         bucket.missing = set(bucket.sources)
 

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype, resolve
 from fairshard.nn.data_parallel.ignored import Ignored
+from fairshard.nn.data_parallel.options import ShardingStrategy
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.nn.data_parallel.summary import FlatSizes, UnitRow, unit_lines, unit_row
@@ -41,7 +42,9 @@ class PlannedUnit:
     steps: list[nn.Parameter | PlannedUnit] = field(default_factory=list)
 
     def flat_sizes(self, world_size: int) -> list[FlatSizes]:
-        """The sizes of its flat params when they are cut among ``world_size`` ranks."""
+        """The sizes of its flat params when they are cut among ``world_size`` ranks, if they are cut at all."""
+        if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
+            world_size = 1
         sizes = []
         for group in self.slots:
             leaf = group[0].leaf
