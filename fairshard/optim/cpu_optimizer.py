@@ -188,6 +188,7 @@ class CPUOptimizer(Optimizer):
         if self._early is not None:
             raise FairshardError("`last_backward` was entered twice without a step between. Call optimizer.step().")
         root = self._root()
+        root.assert_idle("last_backward")
         if root.nan_check.is_on:
             raise ValueError(
                 "`last_backward` must not be used on a model with `nan_check=True`: that looks at gradients after the "

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from fairshard.nn.data_parallel.joined_optimizers import check_scaler
 from fairshard.optim.cpu_optimizer import CPUOptimizer
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import default_device_type
@@ -95,6 +96,7 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiply all gradients by ``inv_scale``; say on each of their devices whether any rank's overflowed."""
+        check_scaler(optimizer)
         if isinstance(optimizer, CPUOptimizer):
             optimizer.assert_gradients_unchanged()
             grads = optimizer.gradients()

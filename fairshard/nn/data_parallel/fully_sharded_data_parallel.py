@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel import grad_norm
 from fairshard.nn.data_parallel.agreement import warn_of_other_values
 from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
@@ -264,20 +263,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         return outputs
 
     # ---- gradients
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
-
-        **Collective**, on the outermost wrapper, between backward and step. ``norm_type`` may be ``math.inf``. The
-        norm is 0-d fp32, on the compute device, equal on all ranks.
-
-        Raises:
-            MixedGroupsError: inner wrappers use other process groups.
-            NotRootError: this is an inner wrapper.
-        """
-        root = self._require_root("clip_grad_norm_")
-        root.assert_idle("clip_grad_norm_")
-        return grad_norm.clip_grad_norm_(root.units, float(max_norm), float(norm_type))
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:

@@ -1,14 +1,15 @@
-"""How gradients are reduced, as users may change it: factors, hooks."""
+"""How gradients are reduced, as users may change it, and clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from fairshard.nn.data_parallel.comm_hooks import LOW_PRECISION_HOOKS
+from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_
 from fairshard.nn.data_parallel.options import ShardingStrategy
 from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.nn.data_parallel.tree import units_below
@@ -35,6 +36,22 @@ class GradMethods(StateMethods):
         finally:
             for unit, sync in zip(root.units, before, strict=True):
                 unit.sync = sync
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
+
+        **Collective**, on the outermost wrapper, between backward and step. ``norm_type`` may be ``math.inf``. The
+        norm is 0-d fp32, on the compute device, equal on all ranks.
+
+        Raises:
+            MixedGroupsError: inner wrappers use other process groups.
+            NotRootError: this is an inner wrapper.
+        """
+        root = self._require_root("clip_grad_norm_")
+        root.assert_idle("clip_grad_norm_")
+        limits = float(max_norm), float(norm_type)
+        with nullcontext() if root.join is None else root.join.telling("clip_grad_norm_", *limits):
+            return clip_grad_norm_(root.units, *limits)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the gradients of all units, each on its own, instead of the engine. **Collective.**

@@ -111,15 +111,23 @@ class OrderCheck:
         if self._is_on_host:  # elsewhere looking would wait for the device: the end is early enough
             self._look()
 
-    def end_backward(self, ends_step: bool) -> None:
+    def end_backward(self, ends_step: bool, is_common: bool) -> None:
         """A backward is over; with ``ends_step`` it has reduced gradients, and what optimizers do comes next.
+
+        Unless it ``is_common`` to all ranks, nothing of its step is compared.
 
         Raises:
             RanksDisagreeError: on every rank, if another has entered other units, or in another order.
         """
         self._kept = len(self.entered)
         self._phase = f"after the backward of step {self.step}"
-        if not ends_step:
+        if not is_common:
+            self._look()
+            self._unchecked.clear()
+            self.step += ends_step
+            self._kept = 0
+            self.entered = self._trained = []
+        if not is_common or not ends_step:
             return
         try:
             if self._is_due:

@@ -25,7 +25,7 @@ from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.watchdog import watch
 
-_DONE_ALONE = ("no_sync", "pickle or deepcopy")
+_DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 
 
 def claim(module: nn.Module) -> Root:
@@ -161,8 +161,6 @@ class Root:
         """The backward has come to ``unit``; returns what to gather ahead, before its gradients are computed."""
         if not self.in_backward:
             assert_none_summoned(self.units, "backward")
-            if self.join is not None:
-                self.join.check_all_compute("backward")
             self.in_backward = True
             self.task = current_task()
             at_end_of_task(self._end_backward)
@@ -170,18 +168,19 @@ class Root:
             expected = self.order.begin_backward()
             for other, num_calls in expected.items():
                 other.num_calls = num_calls
-            self.bucketer.plan(
-                [
-                    flat_param
-                    for other in expected
-                    if other.sync
-                    for flat_param in other.flat_params
-                    if flat_param.requires_grad
-                    and flat_param.shard_numel
-                    and flat_param.comms.num_ranks > 1
-                    and flat_param.hook is None
-                ]
-            )
+            planned = [
+                flat_param
+                for other in expected
+                if other.sync
+                for flat_param in other.flat_params
+                if flat_param.requires_grad
+                and flat_param.shard_numel
+                and flat_param.comms.num_ranks > 1
+                and flat_param.hook is None
+            ]
+            if self.join is not None:
+                self.join.begin_backward(planned)
+            self.bucketer.plan(planned)
         self.order_check.entered.append(unit)
         foreseen = self.order.reenter(unit)
         return () if unit.prefetch.waits_for_grads else unit.prefetch.in_backward(foreseen)
@@ -194,17 +193,25 @@ class Root:
     def _end_backward(self) -> None:
         for unit in self.units:
             unit.finish_backward(self.has_grads)
+        ends_step = self.has_grads and any(unit.sync for unit in self.units)
+        is_common = True
+        if self.join is None:
+            self.settle()
+        else:
+            is_common = self.join.end_backward(ends_step)
+        self.has_grads = False
+        self.order.end_backward()
+        self.in_backward = False
+        self.order_check.end_backward(ends_step, is_common)
+        if ends_step and self.nan_check.is_on:
+            self.nan_check.end_backward()
+
+    def settle(self) -> None:
+        """Send the gradients that wait, and let all that are under way arrive."""
         self.bucketer.flush()
         if self.transfers.listener is None:  # else they land when they are stepped
             self._land_grads()
         self._wait_for_reads()
-        ends_step = self.has_grads and any(unit.sync for unit in self.units)
-        self.has_grads = False
-        self.order.end_backward()
-        self.in_backward = False
-        self.order_check.end_backward(ends_step)
-        if ends_step and self.nan_check.is_on:
-            self.nan_check.end_backward()
 
     def reset(self) -> None:
         """Drop what a pass left behind that ended in an exception."""

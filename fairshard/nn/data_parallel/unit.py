@@ -209,14 +209,12 @@ class Unit:
         if self.buffers is not None:
             self.buffers.attach()
         if task not in self._counted:
-            reached = self._num_reached()
-            if reached:
+            if reached := self._num_reached():
                 self._counted[task] = reached
             # A leaf that is not reached is unused, or inside a reentrant segment that is still to come. Like frozen
             # parameters it may be read until the gradients of the unit's inputs are done.
             self._is_partial = reached < sum(len(flat_param.nodes) for flat_param in self.flat_params)
-            frozen = any(flat_param.has_frozen for flat_param in self.flat_params)
-            self._hooks_inputs = frozen or self._is_partial
+            self._hooks_inputs = self._is_partial or any(flat_param.has_frozen for flat_param in self.flat_params)
         if self._hooks_inputs:
             call.await_inputs()
             self._open_calls.add(call)
@@ -273,6 +271,8 @@ class Unit:
         is_last = self._has_arrived and not self._is_partial
         for flat_param in self.flat_params:
             if flat_param.requires_grad and flat_param.shard_numel:
+                if root.join is not None:
+                    root.join.send(flat_param, self.sync)
                 if self.sync:
                     flat_param.is_complete = is_last
                     flat_param.num_sent += 1
