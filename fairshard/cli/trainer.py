@@ -100,10 +100,9 @@ class Trainer:
         self._device = device
         self._batches = Batches(text.train, options, ranks)
         rows = options.batch_size // (ranks.size * options.accumulate)
-        count = -(-VALIDATION_WINDOWS // (ranks.size * rows)) * rows
-        starts = even_starts(len(text.validation), options.context, count * ranks.size)
-        own = windows(text.validation, starts[ranks.rank :: ranks.size], options.context)
-        self._validation = np.split(own, count // rows)
+        starts = even_starts(len(text.validation), options.context, VALIDATION_WINDOWS)[ranks.rank :: ranks.size]
+        own = windows(text.validation, starts, options.context)
+        self._validation = [own[first : first + rows] for first in range(0, len(own), rows)]
         self._optimizer = make_optimizer(model, options)
         self._scaler = ShardedGradScaler(device.type, growth_interval=200, enabled=options.precision == "fp16")
         self.places = StateBytes(0, 0, 0)
@@ -168,12 +167,16 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over windows spread evenly over the validation text, the same ones every time."""
+        """Mean loss over windows spread evenly over the validation text, the same ones every time.
+
+        They are not cut to fit: a rank may have more batches than another, and a smaller one at the end.
+        """
         self.model.eval()
-        total = math.fsum(self._loss(batch).item() for batch in self._validation)
+        with self.model.join():
+            total = math.fsum(len(batch) * self._loss(batch).item() for batch in self._validation)
         self.model.train()
-        by_rank = gather_scalars([total / len(self._validation)], device=self._device)
-        return math.fsum(entry[0] for entry in by_rank) / self._ranks.size
+        by_rank = gather_scalars([total], device=self._device)
+        return math.fsum(entry[0] for entry in by_rank) / VALIDATION_WINDOWS
 
     def _loss(self, batch: NDArray[np.int64]) -> Tensor:
         """Mean nats per byte over ``[rows, context + 1]``, in fp32 whatever the precision of the model."""

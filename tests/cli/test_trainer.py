@@ -56,7 +56,7 @@ def _plain_run(options):
         curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip).item()))
         adam.step()
     validation = _text().validation
-    starts = even_starts(len(validation), options.context, -(-VALIDATION_WINDOWS // 12) * 12)
+    starts = even_starts(len(validation), options.context, VALIDATION_WINDOWS)
     with torch.no_grad():
         return curve, _plain_loss(model, windows(validation, starts, options.context)).item()
 
@@ -78,6 +78,18 @@ def test_steps_are_those_of_one_plain_process(accumulate):
         assert len(metrics.mem_bytes) == dist.get_world_size()
         assert (metrics.comm_bytes > 0) == (metrics.collectives > 0) == (dist.get_world_size() > 1)
     assert trainer.validate() == pytest.approx(val_loss, rel=1e-5)
+
+
+@on_ranks(3)
+def test_ranks_may_have_different_numbers_of_validation_batches():
+    """512 windows are 171, 171 and 170, a batch each: the loss is the mean over all of them, and training goes on."""
+    options = _options(batch_size=3, steps=2, warmup=1)
+    trainer = _trainer(options)
+    counts = [entry[0] for entry in gather_scalars([len(trainer._validation)])]
+    assert counts == [171, 171, 170]
+    trainer.step(1)
+    trainer.step(2)
+    assert trainer.validate() == pytest.approx(_plain_run(options)[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
