@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.forwarding import Forwarding
 from fairshard.nn.data_parallel.groups import Groups
 from fairshard.nn.data_parallel.late_options import LateOptions
 from fairshard.nn.data_parallel.saved_group import MISSING
@@ -18,7 +19,7 @@ from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 
 
-class UnitAttributes(nn.Module):
+class UnitAttributes(Forwarding):
     """A module with a unit; its attributes under fairscale's names, the arguments of the wrapper among them."""
 
     config: UnitConfig

@@ -47,7 +47,7 @@ def test_attributes_of_the_module():
 
 @on_ranks(2)
 def test_index_and_length():
-    """Indexing, slicing and ``len`` are those of the wrapped container."""
+    """Indexing, slicing, ``len`` and ``bool`` are those of the wrapped container."""
     wrapped = wrap_each(mlp(4, 9, 5))
     assert wrapped[1] is wrapped.module[1]
     assert wrapped[-1].module.out_features == 5
@@ -55,6 +55,7 @@ def test_index_and_length():
     assert len(wrapped[:2]) == 2
     with pytest.raises(TypeError):
         FSDP(nn.Linear(4, 5))[0]
+    assert FSDP(nn.Linear(4, 5))  # true, though it has no length
 
 
 @on_ranks(2, 3)
