@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairshard.nn.data_parallel.forwarding import Forwarding
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.layout import FlatLayout
 
 _NAME = "flat_param"
 
 
-class FlattenParamsWrapper(nn.Module):
+class FlattenParamsWrapper(Forwarding):
     """Holds the parameters of ``module``, or those in ``param_list``, as one 1-D parameter, ``flat_param``.
 
     An optimizer then steps one tensor. The module finds views of it where its parameters were, made anew by every
     forward; a parameter that it refers to elsewhere than by attributes would not be seen, and must not be flattened.
     ``state_dict`` and ``load_state_dict`` know the parameters by their own names, as if nothing were wrapped. No
-    process group is needed.
+    process group is needed. Pickle it with ``torch.save``: plain ``pickle`` writes the whole line once for every view.
 
     >>> import torch
     >>> from fairshard.nn import FlattenParamsWrapper
@@ -34,7 +35,8 @@ class FlattenParamsWrapper(nn.Module):
 
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: parameters differ in dtype, device or ``requires_grad``; one is not of the module, or is a shard.
+        ValueError: parameters differ in dtype, device or ``requires_grad``; one is not of the module, or is a shard, or
+            in another such wrapper.
 
     Source: fairscale's class of the same name.
     """
@@ -63,21 +65,27 @@ class FlattenParamsWrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, on views of ``flat_param``."""
         self._loading.close()
-        if self._is_flat:
+        if not self._is_flat:
+            return self.module(*args, **kwargs)
+        self._attach(together=True)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
             self._attach()
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Register the parameters under their own names and shapes inside the ``with`` block.
 
-        They share memory with ``flat_param``, so that what is written into them stays; or with ``flat_params``, a
-        list of one tensor like it, which is shown instead.
+        They share memory with ``flat_param``, so that what is written into them stays, and so do gradients; or with
+        ``flat_params``, a list of one tensor like it, which is shown instead.
 
         Raises:
-            ValueError: there is more than one, or one of another number of elements.
+            ValueError: there is more than one, or one of another number of elements; or they are shown already.
         """
         self._loading.close()
+        if not self._is_flat and flat_params is not None:
+            raise ValueError("`flat_params` must be shown by the outermost `unflatten_params`, but is by an inner one.")
         if not self._is_flat or not self._slots:
             yield
             return
@@ -95,6 +103,10 @@ class FlattenParamsWrapper(nn.Module):
             with torch.no_grad():
                 for slot, param in zip(self._slots, params, strict=True):
                     slot.unregister(param)
+                if flat_params is None and any(param.grad is not None for param in params):
+                    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+                    line = torch.cat([grad.reshape(-1) for grad in grads])
+                    flat.grad = line if flat.grad is None else flat.grad + line
             self._parameters[_NAME] = flat
             self._is_flat = True
             self._attach()
@@ -114,23 +126,10 @@ class FlattenParamsWrapper(nn.Module):
         inside = f"{prefix}module."
         return {prefix + name[len(inside) :] if name.startswith(inside) else name: state[name] for name in state}
 
-    def __getattr__(self, name: str) -> Any:
-        """Look where ``nn.Module`` looks, then on the wrapped module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module."""
-        return self.module[key]  # type: ignore[index]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
         self._loading.close()
         for slot in self._slots if self._is_flat else ():
-            slot.detach()  # views have a graph, which cannot be copied
+            slot.attach(torch.empty(0))  # views have a graph, which cannot be copied
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -160,16 +159,23 @@ class FlattenParamsWrapper(nn.Module):
         self._loaded_prefix = prefix
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _attach(self) -> None:
-        """Let the module find views of the flat parameter where its parameters were."""
+    def _attach(self, together: bool = False) -> None:
+        """Let the module find views of the flat parameter where its parameters were.
+
+        Those that are made ``together`` have one backward, but cannot be read once an optimizer has stepped.
+        """
         flat = self._parameters[_NAME]
         if flat is not None:
             with torch.inference_mode(False), torch.enable_grad():
-                for slot, view in zip(self._slots, self._views(flat), strict=True):
+                for slot, view in zip(self._slots, self._views(flat, together), strict=True):
                     slot.attach(view)
 
-    def _views(self, line: Tensor) -> list[Tensor]:
-        runs = torch.split_with_sizes(line, list(self._layout.numels))
+    def _views(self, line: Tensor, together: bool = True) -> list[Tensor]:
+        layout = self._layout
+        if together:
+            runs = list(torch.split_with_sizes(line, list(layout.numels)))
+        else:
+            runs = [line.narrow(0, *place) for place in zip(layout.offsets, layout.numels, strict=True)]
         return [run.view(slot.shape) for slot, run in zip(self._slots, runs, strict=True)]
 
     def _checked(self, flat_params: Sequence[Tensor]) -> Tensor:
@@ -236,6 +242,11 @@ def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list
             if param is None or (wanted is not None and id(param) not in wanted):
                 continue
             full_name = f"{fqn}.{name}" if fqn else name
+            if isinstance(part, FlattenParamsWrapper) and name == _NAME:
+                raise ValueError(
+                    f"A parameter must be flattened once, but `{full_name}` is that of another FlattenParamsWrapper. "
+                    "Pass a `param_list` without it."
+                )
             if id(param) in shards:
                 raise ValueError(
                     f"Parameters must be whole to be flattened, but `{full_name}` is a shard. Leave the units out of "

@@ -77,6 +77,7 @@ def test_recurrent_modules():
     for model in (plain, flat):
         model(x)[0].square().sum().backward()
     assert torch.equal(flat.flat_param.grad, torch.cat([param.grad.flatten() for param in plain.parameters()]))
+    assert torch.equal(copy.deepcopy(flat)(x)[0], plain(x)[0])
 
 
 def test_unflattened_parameters_are_the_modules_own():
@@ -235,6 +236,26 @@ def test_attributes_are_the_modules():
         flat.missing  # noqa: B018
 
 
+def test_what_is_done_to_unflattened_parameters_stays():
+    """Gradients of a backward inside are those of the flat parameter, and add up; a second line cannot be shown."""
+    flat = FlattenParamsWrapper(built())
+    x = torch.randn(6, 4)
+    flat(x).square().sum().backward()
+    expected = flat.flat_param.grad * 2
+    with flat.unflatten_params():
+        flat(x).square().sum().backward()
+        with pytest.raises(ValueError, match="outermost"), flat.unflatten_params([torch.zeros(80)]):
+            pass
+    assert torch.equal(flat.flat_param.grad, expected)
+
+
+def test_parameters_can_be_read_when_an_optimizer_has_stepped():
+    """In place, outside of a forward."""
+    flat = FlattenParamsWrapper(built())
+    train(flat, 1)
+    assert torch.equal(flat.module[0].weight, flat.flat_param[:32].view(8, 4))
+
+
 def test_what_cannot_be_flattened_is_refused():
     """Parameters that differ are named, strangers told by their shape."""
     model = mlp(4, 9, 5)
@@ -247,6 +268,8 @@ def test_what_cannot_be_flattened_is_refused():
         FlattenParamsWrapper(model, [nn.Parameter(torch.ones(7))])
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         FlattenParamsWrapper([model])
+    with pytest.raises(ValueError, match=r"flattened once, but `1\.flat_param` is that of another"):
+        FlattenParamsWrapper(nn.Sequential(model, FlattenParamsWrapper(nn.Linear(2, 2))))
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
 
 
