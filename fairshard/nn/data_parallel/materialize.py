@@ -17,6 +17,8 @@ from fairshard.nn.data_parallel.tree import join, unit_of
 # that shares it may still hold the old one.
 _gone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+_UNWRITTEN = 0xA5  # every byte of memory that `reset_parameters` is to fill
+
 
 class OwnTensors:
     """The parameters and buffers of ``module`` that neither an inner unit nor ``ignored`` has.
@@ -60,8 +62,8 @@ class OwnTensors:
         Without ``has_values`` the values come later, from another rank.
 
         Raises:
-            ValueError: a module has no ``reset_parameters``, or ``init`` left something on the meta device; or a
-                module in here shares a parameter with a unit that was on the meta device too.
+            ValueError: a module has no ``reset_parameters``, or it left something unwritten; or ``init`` left something
+                on the meta device; or a module in here shares a parameter with a unit that was on the meta device too.
         """
         self._check()
         waiting = self._owners_on_meta()
@@ -81,6 +83,7 @@ class OwnTensors:
             if init is None and has_values:
                 for _, part in waiting:
                     part.reset_parameters()  # type: ignore[operator]
+                self._check_written(waiting)
         if left := self.on_meta:
             raise ValueError(
                 f"`param_init_fn` must give memory to all parameters and buffers of the module it is called with, but "
@@ -90,8 +93,8 @@ class OwnTensors:
 
     # ---- private
 
-    def _unique(self) -> Iterator[tuple[str, Tensor]]:
-        seen = set(self._ignored)
+    def _unique(self, with_ignored: bool = False) -> Iterator[tuple[str, Tensor]]:
+        seen = set() if with_ignored else set(self._ignored)
         for fqn, part in self._modules:
             for name, value in [*part._parameters.items(), *part._buffers.items()]:
                 if value is not None and id(value) not in seen:
@@ -112,6 +115,7 @@ class OwnTensors:
                     f"Modules deferred by torchdistX are not supported, but `{fqn}` is one of its tensors. Build the "
                     'module under `with torch.device("meta"):` instead.'
                 )
+        for fqn, value in self._unique(with_ignored=True):
             if value in _gone:
                 raise ValueError(
                     f"A parameter must belong to one unit, but `{fqn}` is shared with `{_gone[value]}` of a unit that "
@@ -127,8 +131,18 @@ class OwnTensors:
                     "or wrap a module that has values."
                 )
 
+    def _check_written(self, waiting: list[tuple[str, nn.Module]]) -> None:
+        for fqn, part in waiting:
+            for name, value in [*part._parameters.items(), *part._buffers.items()]:
+                if value is not None and not value.is_meta and _is_unwritten(value):
+                    raise ValueError(
+                        "`reset_parameters()` must give values to all parameters and buffers of a module on the meta "
+                        f"device, but that of `{fqn or 'the module that is wrapped'}` ({type(part).__name__}) has not "
+                        f"written `{name}`. Set it there too, or pass `param_init_fn`."
+                    )
+
     def _empty(self, part: nn.Module, device: torch.device) -> None:
-        """``part.to_empty``, but for what has values, and what is ignored."""
+        """``part.to_empty``, but for what has values, and what is ignored; new memory is marked as not written."""
         kept_params = {n: (p, p.data) for n, p in part._parameters.items() if p is not None and not self._is_due(p)}
         kept_buffers = {n: b for n, b in part._buffers.items() if b is not None and not self._is_due(b)}
         part.to_empty(device=device, recurse=False)
@@ -136,6 +150,9 @@ class OwnTensors:
             if part._parameters[name] is not param:
                 setattr(part, name, param)
             param.data = data
+        for name, value in [*part._parameters.items(), *part._buffers.items()]:
+            if value is not None and name not in kept_params and name not in kept_buffers:
+                _bytes_of(value).fill_(_UNWRITTEN)
         part._buffers.update(kept_buffers)
 
     def _owners(self) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
@@ -165,6 +182,17 @@ class OwnTensors:
 
 def _values(part: nn.Module) -> list[Tensor]:
     return [value for value in (*part._parameters.values(), *part._buffers.values()) if value is not None]
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """Its memory, 1-D uint8; nothing where it has none of its own to show (sparse ones)."""
+    line = torch.empty(0, dtype=torch.uint8, device=value.device)
+    return line.set_(value.untyped_storage()) if value.layout is torch.strided else line
+
+
+def _is_unwritten(value: Tensor) -> bool:
+    line = _bytes_of(value)
+    return all(len(run) and bool((run == _UNWRITTEN).all()) for run in (line[:64], line))
 
 
 def _depth(fqn: str) -> int:

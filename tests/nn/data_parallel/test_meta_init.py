@@ -16,7 +16,7 @@ from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device
 from tests.models import Block, Tiny, mlp, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, randn, sgd
+from tests.reference import assert_same_state, randn, sgd, train_both
 
 
 def on_meta(build, *args):
@@ -60,18 +60,7 @@ def test_it_trains_as_one_that_was_built_with_memory():
     plain = build()
     torch.manual_seed(2)
     wrapped = wrap_each(on_meta(build))
-    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
-    for step in range(2):
-        x = randn(5, 4, key=step)
-        expected, actual = plain(x).square().sum(), wrapped(x).square().sum()
-        assert torch.equal(expected, actual)
-        expected.backward()
-        actual.backward()
-        average_grads_(plain.parameters())
-        for optimizer in (of_plain, of_wrapped):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    train_both(plain, wrapped, lambda model, step: model(randn(5, 4, key=step)).square().sum(), num_steps=2)
 
 
 @on_ranks(2)
@@ -218,6 +207,34 @@ def test_a_module_without_reset_parameters_is_named():
     assert model[0].weight.is_meta
     with pytest.raises(ValueError, match=r"`the module that is wrapped` \(Silent\)"):
         FSDP(on_meta(Silent))
+
+
+class Masked(nn.Module):
+    """Makes a buffer in its constructor alone, unless ``resets`` it too."""
+
+    def __init__(self, mask, resets=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("mask", mask, persistent=False)
+        self.resets = resets
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.data.fill_(2.0)
+            if self.resets:
+                self.mask.data.fill_(1)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+def test_what_reset_parameters_leaves_unwritten_is_named(dtype):
+    """A mask that only the constructor makes would be whatever the memory held."""
+    with pytest.raises(ValueError, match=r"that of `1` \(Masked\) has not written `mask`"):
+        FSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Masked(torch.ones(3, dtype=dtype)))))
+    wrapped = FSDP(on_meta(lambda: Masked(torch.ones(3, dtype=dtype), resets=True)))
+    assert wrapped.mask.tolist() == [1] * 3
+    assert wrapped.state_dict()["weight"].tolist() == [2.0] * 3
 
 
 @on_ranks(1)
