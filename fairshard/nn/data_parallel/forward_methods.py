@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+import inspect
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def register_forward_method(module: FullyShardedDataParallel, method_name: str) -> None:
@@ -28,8 +30,8 @@ def register_forward_method(module: FullyShardedDataParallel, method_name: str) 
     >>> model.encode(torch.ones(2, 4)).sum().backward()
 
     Raises:
-        TypeError: ``module`` is not a FullyShardedDataParallel.
         AttributeError: the wrapped module has no such method.
+        TypeError: ``module`` is not a FullyShardedDataParallel; or the method is a generator or coroutine function.
         ValueError: the wrapper has a method of that name itself.
 
     Source: ``register_fsdp_forward_method`` of PyTorch's FSDP2.
@@ -44,11 +46,19 @@ def register_forward_method(module: FullyShardedDataParallel, method_name: str) 
             f"`{method_name}` is a method of FullyShardedDataParallel itself, which calls on the wrapper reach first. "
             "Give the method of the wrapped module another name."
         )
-    if not callable(getattr(module, method_name, None)):
+    layers, inside = [], module.module
+    while isinstance(inside, FullyShardedDataParallel):
+        layers.append(inside)
+        inside = inside.module
+    method = getattr(inside, method_name, None)
+    if not callable(method):
         raise AttributeError(
-            f"The wrapped {type(module.module).__name__} must have a method `{method_name}` to register, but has none."
+            f"The wrapped {type(inside).__name__} must have a method `{method_name}` to register, but has none."
         )
-    layer: nn.Module = module
-    while isinstance(layer, FullyShardedDataParallel):
+    if any(runs_later(method) for runs_later in _RUN_LATER):
+        raise TypeError(
+            f"A forward method must be done when it returns, but `{method_name}` of {type(inside).__name__} is a "
+            "generator or coroutine function: its body would find the parameters freed again. Register what it calls."
+        )
+    for layer in (module, *layers):
         layer.forward_methods.add(method_name)
-        layer = layer.module

@@ -33,6 +33,12 @@ class Coder(nn.Module):
     def decode(self, code):
         return self.up(code)
 
+    def stream(self, x):
+        yield self.encode(x)
+
+    async def later(self, x):
+        return self.encode(x)
+
     def forward(self, x):
         return self.decode(self.encode(x)["code"])
 
@@ -220,6 +226,9 @@ def test_what_cannot_be_registered():
         register_forward_method(wrapped, "generate")
     with pytest.raises(AttributeError, match="training"):
         register_forward_method(wrapped, "training")
+    for name in ("stream", "later"):
+        with pytest.raises(TypeError, match=f"`{name}` of Coder is a generator or coroutine"):
+            register_forward_method(wrapped, name)
     for name in ("forward", "state_dict", "no_sync"):
         with pytest.raises(ValueError, match=name):
             register_forward_method(wrapped, name)
