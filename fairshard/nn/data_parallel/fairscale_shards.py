@@ -15,6 +15,7 @@ Source: the format is that of fairscale 0.4.13, `local_metadata_dict`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -51,13 +52,17 @@ class BackingParam:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank gave; ``source`` is its file, or its place in a list, for messages."""
+    """What one rank gave; ``source`` is its file, or its place in a list, for messages.
+
+    ``rank`` is known of our own, where parameters are cut.
+    """
 
     source: str
     weights: dict[str, Tensor]
     params: tuple[BackingParam, ...]
     buffers: tuple[str, ...]
     aliases: dict[str, str]
+    rank: int | None
 
     @property
     def paddings(self) -> tuple[int, ...]:
@@ -117,7 +122,8 @@ def parse(source: str, found: Mapping[str, Any], strict: bool = True) -> Shard:
 
 def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any], strict: bool) -> Shard:
     tensors = {_clean(name): value for name, value in weights.items() if isinstance(value, Tensor)}
-    tensors.pop(LAYOUT_KEY, None)  # our own description
+    layout = tensors.pop(LAYOUT_KEY, None)  # our own description
+    own = {} if layout is None else json.loads(bytes(layout.tolist()))
     params, aliases = [], {}
     for unit in metadata["param_metadata"]:
         prefix = _clean(unit["fsdp_path"])
@@ -138,7 +144,8 @@ def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any],
         raise ValueError("two parameters in it have one name")
     # a buffer that is not persistent has a name here and no value
     buffers = tuple(name for name in map(_clean, metadata["buffer_names"]) if name in tensors)
-    return Shard(source, tensors, tuple(params), buffers, aliases)
+    rank = own["rank"] if own.get("world size", 1) > 1 else None
+    return Shard(source, tensors, tuple(params), buffers, aliases, rank)
 
 
 def _parse_param(prefix: str, name: str, param: Mapping[str, Any]) -> BackingParam:
@@ -169,7 +176,7 @@ def _parse_alias(first: str, other: str, names: set[str], strict: bool) -> dict[
 
 
 def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards of all ranks, sorted by rank where their padding tells it, else as given.
+    """The shards of all ranks, sorted by rank where they or their padding tell it, else as given.
 
     Raises:
         CheckpointError: they are of several models, or one is there twice.
@@ -182,6 +189,11 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
             )
     if len({os.path.realpath(shard.source) for shard in shards}) < len(shards):
         raise CheckpointError(f"Each shard must be given once, but {_repeated(shards)} is given twice.")
+    ranks = [shard.rank for shard in shards if shard.rank is not None]
+    if len(ranks) == len(shards):
+        if len(set(ranks)) < len(ranks):
+            raise CheckpointError(f"Each shard must be given once, but those given are of ranks {ranks}.")
+        return [shard for _, shard in sorted(zip(ranks, shards, strict=True), key=lambda pair: pair[0])]
     if len({shard.paddings for shard in shards}) == len(shards):
         return sorted(shards, key=lambda shard: shard.paddings)
     for one, other in pairwise(shards):

@@ -76,6 +76,8 @@ def local_metadata(module: nn.Module) -> dict[str, Any]:
     units = [(fqn, unit, part) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
     described = [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units]
     described[0]["shared_param_info"] += _shared_beside(module, units)
+    for name, param in _ignored(module).items():
+        described[0]["params"][clean_tensor_name(name)] = _metadata([clean_tensor_name(name)], [param.shape], padding=0)
     return {
         "param_metadata": described,
         "buffer_names": [clean_tensor_name(name) for name, _ in module.named_buffers()],
@@ -127,21 +129,32 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 def _local_entries(module: nn.Module) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = OrderedDict()
-    sharded: set[Tensor] = set()
     for fqn, unit in units_below(module):
         for flat_param in unit.flat_params:
             name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
             flat_param.settle()
             entries[join(fqn, name)] = flat_param.shard
-            sharded.update(stepped.shard for stepped in flat_param.stepped)
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 entries[join(fqn, name)] = buffer
-        for name, param in part._parameters.items():
-            if param is not None and param not in sharded:
-                entries[join(fqn, name)] = param
+    entries.update(_ignored(module))
     return {clean_tensor_name(name): value for name, value in entries.items()}
+
+
+def _ignored(module: nn.Module) -> dict[str, Tensor]:
+    """What no unit has sharded, under every name."""
+    sharded = {one.shard for _, unit in units_below(module) for fp in unit.flat_params for one in fp.stepped}
+    return {
+        join(fqn, name): param
+        for fqn, part in walk(module)
+        for name, param in part._parameters.items()
+        if param is not None and param not in sharded
+    }
+
+
+def _metadata(names: list[str], shapes: list[torch.Size], padding: int) -> dict[str, Any]:
+    return {"names": names, "shapes": shapes, "numels": [shape.numel() for shape in shapes], "padding": padding}
 
 
 def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[str, Any]:
@@ -156,16 +169,13 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
     for name, part in wrapped.named_modules(remove_duplicate=False):
         paths.setdefault(id(part), []).append(name)
     for flat_param in unit.flat_params:
-        params[own(flat_param.name)] = {
-            "names": [own(slot.fqn) for slot in flat_param.slots],
-            "shapes": [slot.shape for slot in flat_param.slots],
-            "numels": [slot.numel for slot in flat_param.slots],
-            "padding": flat_param.shard_numel - flat_param.layout.filled(flat_param.rank),
-        }
+        names = [own(slot.fqn) for slot in flat_param.slots]
+        padding = flat_param.shard_numel - flat_param.layout.filled(flat_param.rank)
+        params[own(flat_param.name)] = _metadata(names, [slot.shape for slot in flat_param.slots], padding)
         for slot in flat_param.slots:
             places = [(place, name) for part, name in slot.owners for place in paths.get(id(part), [])]
-            names = dict.fromkeys(clean_tensor_name(join(place, name)) for place, name in places)
-            shared += [_swapped(own(slot.fqn), name) for name in names if name != own(slot.fqn)]
+            aliases = dict.fromkeys(clean_tensor_name(join(place, name)) for place, name in places)
+            shared += [_swapped(own(slot.fqn), name) for name in aliases if name != own(slot.fqn)]
     return {
         "fsdp_path": path,
         "params": params,

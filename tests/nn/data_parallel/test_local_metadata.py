@@ -118,14 +118,35 @@ def test_shards_that_lack_parameters():
     assert tiny().state_dict().keys() - found.keys() == {"embed.weight", "head.weight"}
 
 
+@on_ranks(1, 2)
+def test_what_was_ignored_is_there():
+    """Whole, under every name; if ranks have trained it apart, there is no one value."""
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    plain[2].weight = plain[1].weight
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    wrapped = FSDP(plain, ignored_modules=[plain[1]], sync_module_states=True)
+    dist.broadcast(plain[1].weight.data, 0)
+    dist.broadcast(plain[1].bias.data, 0)
+    weights, metadata = of_all_ranks(wrapped)
+    if dist.get_rank() == 0:
+        check_equal(FSDP.consolidate_shard_weights(weights, metadata), expected)
+    if dist.get_world_size() > 1:
+        weights[1]["1.bias"] += 1
+        with pytest.raises(CheckpointError, match=r"`1\.bias` is whole in every shard"):
+            FSDP.consolidate_shard_weights(weights, metadata)
+
+
 @on_ranks(2)
 def test_what_is_not_of_all_ranks_is_refused():
     """A rank too few, a rank twice, weights without metadata."""
     weights, metadata = of_all_ranks(FSDP(nn.Linear(4, 5)))
     with pytest.raises(CheckpointError, match="hold 13 elements of `flat_param_0`, which has 25: one at least"):
         FSDP.consolidate_shard_weights(weights[:1], metadata[:1])
-    with pytest.raises(CheckpointError, match="elements of `flat_param_0`"):
-        FSDP.consolidate_shard_weights(weights[:1] * 2, metadata[:1] * 2)
+    for pairs in [(weights[:1] * 2, metadata[:1] * 2), (weights[:1] * 2, metadata)]:
+        with pytest.raises(CheckpointError, match=r"once, but those given are of ranks \[0, 0\]"):
+            FSDP.consolidate_shard_weights(*pairs)
+    with pytest.raises(CheckpointError, match="in the place of rank 0"):
+        FSDP.consolidate_shard_weights(weights[::-1], metadata)
     with pytest.raises(ValueError, match="those of 2 and of 1 ranks"):
         FSDP.consolidate_shard_weights(weights, metadata[:1])
     with pytest.raises(ValueError, match="those of 0 and of 0 ranks"):
