@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+from fairshard.nn.data_parallel.ignored import resolve_ignored
 from fairshard.nn.data_parallel.memory_plan import OPTIMIZERS, BucketRow, MemoryTerm, WrapPlan, plan_memory
 from fairshard.nn.data_parallel.unit_plan import UnitPlan
 from fairshard.nn.data_parallel.wrap_choice import Chooser, ModuleTree
@@ -192,7 +193,7 @@ def describe(
     num_replicas: int | None = None,
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw",
     device: str | None = None,
-    ignored_modules: Iterable[nn.Module] = (),
+    ignored_modules: Iterable[nn.Module] | None = None,
     **wrapper_kwargs: Any,
 ) -> WrapPlan:
     """What ``FullyShardedDataParallel(module, auto_wrap_policy=policy, **wrapper_kwargs)`` would make of ``module``.
@@ -208,7 +209,7 @@ def describe(
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
         device: where it computes, ``"cpu"`` with gloo or ``"cuda"`` with NCCL; where this process would if None.
         ignored_modules: left alone, with all below them.
-        wrapper_kwargs: the wrapper's other arguments.
+        wrapper_kwargs: the wrapper's other arguments, ``ignored_states`` and ``ignored_parameters`` among them.
 
     Returns: units, buckets and the predicted peak of memory by terms. Activations are not in it.
 
@@ -219,5 +220,6 @@ def describe(
     bound = inspect.signature(FullyShardedDataParallel).bind(module, **wrapper_kwargs)
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("module", "auto_wrap_policy")}
-    units = UnitPlan(module, policy, arguments, ignored_modules).units
+    others = arguments["ignored_states"], arguments["ignored_parameters"]
+    units = UnitPlan(module, policy, arguments, resolve_ignored(module, ignored_modules, *others)).units
     return plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())

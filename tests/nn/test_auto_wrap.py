@@ -27,7 +27,7 @@ from fairshard.nn.wrap import (
     wrap,
 )
 from fairshard.utils.testing import fake_group
-from tests.models import Block, mlp, tiny, tiny_batch, tiny_loss
+from tests.models import Block, loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd, train_alike
 
@@ -44,11 +44,6 @@ def group():
 def units(model):
     """The units of ``model`` by fqn."""
     return dict(units_below(model))
-
-
-def loss_of_tiny(model, key):
-    *inputs, targets = tiny_batch(dist.get_rank(), *key)
-    return tiny_loss(model(*inputs), targets)
 
 
 @on_ranks(2, 3)
@@ -126,13 +121,14 @@ def test_every_argument_reaches_inner_units():
 
     def remember(module, policy, wrapper_cls, arguments, **kwargs):
         given.update(arguments)
+        return kwargs["ignored"]
 
     with fake_group(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fairshard.nn.data_parallel.fully_sharded_data_parallel.auto_wrap_children", remember)
         FSDP(nn.Linear(1, 1), auto_wrap_policy=always_wrap_policy)
     own = set(inspect.signature(FSDP).parameters) - {"module", "auto_wrap_policy"}
-    # What is ignored goes on as one list, and the later name of `cpu_offload` as that.
-    own -= {"ignored_modules", "ignored_parameters", "move_params_to_cpu"}
+    # What is ignored goes on by itself, as one list, and the later name of `cpu_offload` as that.
+    own -= {"ignored_modules", "ignored_states", "ignored_parameters", "move_params_to_cpu"}
     assert own == given.keys()
 
 

@@ -224,6 +224,15 @@ def test_a_module_that_runs_in_two_places_is_counted_twice_in_time_and_once_in_s
     assert [bucket.units for bucket in plan.buckets] == [("0",), ("1",)]
 
 
+@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states", "ignored_parameters"])
+def test_what_is_ignored_is_not_counted(name):
+    """Under each name that the wrapper has for it."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    ignored = model[0].weight if name == "ignored_parameters" else model[0]
+    plan = describe(model, ModuleWrapPolicy({nn.Linear}), 2, **{name: [ignored]})
+    assert sum(row.numel for row in plan.units) == 64
+
+
 def test_a_large_model_takes_no_memory():
     """A hundred billion parameters on the meta device are planned for in a moment."""
     model = nn.Sequential(*(nn.Linear(2**15, 2**15, bias=False, device="meta") for _ in range(100)))

@@ -10,6 +10,7 @@ import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
 import fairshard.nn.wrap as ours
+from fairshard.nn.data_parallel.ignored import resolve_ignored
 from fairshard.nn.data_parallel.wrap_choice import Chooser, ModuleTree
 from fairshard.nn.data_parallel.wrap_policies import call_policy
 
@@ -23,7 +24,7 @@ class Linears(nn.Sequential):
 
 def chosen(module, policy, ignored=(), include_root=False):
     """What ``policy`` wraps, by fqn, outer ones last; a warning is an error."""
-    tree = ModuleTree(module, ignored)
+    tree = ModuleTree(module, resolve_ignored(module, ignored, None, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return {tree.fqns[c.module]: c.overrides for c in Chooser(tree, policy).choose(include_root)}

@@ -210,15 +210,14 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 "compute_device": compute_device,
                 "sync_module_states": sync_module_states,
                 "allow_reset_parameters": allow_reset_parameters,
-                "ignored_states": [*ignored.modules, *ignored.params],
             }
-            auto_wrap_children(
+            ignored = auto_wrap_children(
                 module,
                 auto_wrap_policy,
                 FullyShardedDataParallel,
                 {**settings, **others},
                 world_size=groups.shard.world_size,
-                ignored_modules=ignored.modules,
+                ignored=ignored,
             )
         origin = make_ready(module, how, ignored, groups.spanning())
         flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size, origin)
@@ -323,25 +322,11 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 f"(rank {self.rank})."
             )
 
-    def __getattr__(self, name: str) -> Any:
-        """Look where ``nn.Module`` looks, then on the wrapped module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            if name in self.forward_methods:
-                return gathering(self._unit, getattr(self.module, name), self._run)
-            found = naming_cure(self.module, name)
-            return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module."""
-        return self.module[key]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        """Length of the wrapped module."""
-        return len(self.module)  # type: ignore[arg-type]
+    def _find_inside(self, name: str) -> Any:
+        if name in self.forward_methods:
+            return gathering(self._unit, getattr(self.module, name), self._run)
+        found = naming_cure(self.module, name)
+        return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
 
     def __getstate__(self) -> dict[str, Any]:
         unit = self._unit

@@ -28,6 +28,16 @@ class Ignored:
         """With ``new[id(param)]`` instead of ``param``."""
         return Ignored(self.modules, tuple(new.get(id(param), param) for param in self.params))
 
+    def renewed(self, module: nn.Module) -> Ignored:
+        """As it is once ``module`` holds units, whose `param_init_fn` may have put other parameters there."""
+        inner = [param for _, unit in units_below(module) for param in unit.origin.ignored.params]
+        here = {id(param) for _, part in walk(module) for param in part._parameters.values()}
+        params = {id(param): param for param in (*self.params, *inner) if id(param) in here}
+        return Ignored(self.modules, tuple(params.values()))
+
+
+NOTHING = Ignored()
+
 
 def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, ignored_parameters: Any) -> Ignored:
     """What a wrapper of ``module`` was asked to ignore, and what the wrappers inside it ignore, as far as it is there.

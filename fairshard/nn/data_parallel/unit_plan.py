@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +73,9 @@ class UnitPlan:
         module: nn.Module,
         policy: Any,
         arguments: Mapping[str, Any],
-        ignored_modules: Iterable[nn.Module] = (),
+        ignored: Ignored,
     ) -> None:
-        ignored = tuple(ignored_modules)
-        check_not_sharded(module, Ignored(tuple(part for root in ignored for part in root.modules())))
+        check_not_sharded(module, ignored)
         self._tree = ModuleTree(module, ignored)
         self._arguments = arguments
         wrapped = self._tree.find_unit()
@@ -150,18 +149,20 @@ def auto_wrap_children(
     arguments: Mapping[str, Any],
     *,
     world_size: int,
-    ignored_modules: Collection[nn.Module] = (),
-) -> None:
+    ignored: Ignored,
+) -> Ignored:
     """Wrap what ``policy`` chooses inside ``module``, but not ``module`` itself, in place.
 
     ``arguments`` are those of the outer wrapper by name; inner ones get them too. Whatever cannot be sharded is found
     before anything is changed.
 
+    Returns: ``ignored`` as it is afterwards.
+
     Raises:
         ValueError: the module holds a unit already, or a parameter cannot be sharded.
         TypeError: a parameter's dtype cannot be sharded, or ``policy`` is no policy.
     """
-    plan = UnitPlan(module, policy, arguments, ignored_modules)
+    plan = UnitPlan(module, policy, {**arguments, "ignored_states": [*ignored.modules, *ignored.params]}, ignored)
     if plan.apart:
         warnings.warn(
             f"Modules of classes that mixed precision leaves alone (`_module_classes_to_ignore`) are wrapped on their "
@@ -174,6 +175,7 @@ def auto_wrap_children(
         fault = "matches no module" if len(rows) == 1 else "leaves much in one unit"
         warnings.warn("\n".join([f"`auto_wrap_policy` {fault}:", *unit_lines(rows)]), stacklevel=3)
     plan.wrap(wrapper_cls)
+    return ignored.renewed(module)
 
 
 def _in_full_precision(module: nn.Module) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fairshard.nn.data_parallel.ignored import NOTHING, Ignored
 from fairshard.nn.data_parallel.tree import join, unit_of
 from fairshard.nn.data_parallel.wrap_policies import call_policy
 
@@ -18,16 +19,16 @@ _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
 class ModuleTree:
-    """The modules below ``root`` that are not ignored, and where they and their parameters hang.
+    """The modules below ``root`` that are not ``ignored``, and where they and their parameters hang.
 
     ``fqns`` has every module once, inner ones before outer ones. ``places[m]`` is the number of paths from the root
     to ``m``, ``below[m][p]`` that from ``m`` to the parameter ``p``.
     """
 
-    def __init__(self, root: nn.Module, ignored_modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
-        self.ignored = {part for module in ignored_modules for part in module.modules()}
-        self.ignored_params = {param for module in self.ignored for param in module._parameters.values()}
+        self.ignored = set(ignored.modules)
+        self.ignored_params = set(ignored.params)
         self.fqns: dict[nn.Module, str] = {}
         self.below: dict[nn.Module, Counter[nn.Parameter]] = {}
         self._holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}

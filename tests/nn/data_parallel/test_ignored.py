@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from fairshard.checkpoint import load, save
 from fairshard.nn import FullStateDictConfig, ShardingStrategy, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import DIM, tiny, tiny_batch, tiny_loss, wrap_tiny
@@ -417,12 +418,54 @@ def test_meta_and_ranks_that_differ_leave_them_alone():
         loss_of(wrapped, 0)
     assert all(torch.equal(a, b) for a, b in zip(ignored_params_of(wrapped), own, strict=True))
     model = Gated().to("meta")
+    model.gate.table = torch.ones(DIM)
     FSDP(model, ignored_parameters=[model.gate.bias], ignored_modules=[model.norm])
     assert model.gate.bias.is_meta
     assert model.norm.weight.is_meta
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_a_policy_leaves_them_alone(is_meta):
+    """Shared ones tie no modules together, other dtypes do not matter, and what `param_init_fn` puts there stays."""
+    with torch.device("meta" if is_meta else rank_device()):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].counts = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    if not is_meta:
+        model[1].bias = model[0].bias
+
+    def init(module):
+        module.to_empty(device=rank_device(), recurse=False)
+        module.reset_parameters()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped = FSDP(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            ignored_parameters=[model[0].bias, model[1].bias, model[0].counts],
+            param_init_fn=init,
+        )
+    shapes = {name: tuple(param.shape) for name, param in wrapped.named_parameters()}
+    own = {"0.flat_param_0": (8,), "0.bias": (4,), "0.counts": (3,), "1.flat_param_0": (8,)}
+    assert shapes == ({**own, "1.bias": (4,)} if is_meta else own)
+    there = [wrapped[0].bias, wrapped[1].bias, wrapped[0].counts]
+    assert {id(param) for param in wrapped._unit.origin.ignored.params} == {id(param) for param in there}
+
+
 # ---- what is refused
+
+
+@on_ranks(1)
+def test_one_that_two_units_share_cannot_be_initialised_by_both():
+    """Each would make a parameter of its own of it."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    ignored = {"ignored_parameters": [model[0].bias]}
+    model[0] = FSDP(model[0], param_init_fn=lambda module: module.to_empty(device="cpu"), **ignored)
+    with pytest.raises(ValueError, match=r"`1\.bias` is shared with `bias`"):
+        FSDP(model, **ignored)
 
 
 @on_ranks(1)
