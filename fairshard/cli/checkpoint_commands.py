@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairshard.cli.options import OptionError
+from fairshard.cli.resume import CHECKPOINTS
 from fairshard.errors import CheckpointError
 from fairshard.utils.table import table
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("torch", "safetensors")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_CKPT = "a checkpoint's folder, or the root folder of a run: then its latest one"
+_CKPT = "a checkpoint's folder, or the folder of a run or of its checkpoints: then the latest one"
 
 
 def add_checkpoint_commands(commands: argparse._SubParsersAction[Any]) -> None:
@@ -42,7 +43,7 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         "compared first. Memory for one parameter is enough; beside the output there must be room on\n"
         "its disk for the weights once more (safetensors: for one shard) while it is written.",
         epilog="  fairshard consolidate runs/1 model.pt\n"
-        "  fairshard consolidate runs/1/step-00000100 model --format safetensors --config gpt2",
+        "  fairshard consolidate runs/1/checkpoints/step-00000100 model --format safetensors --config gpt2",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
     parser.add_argument("out", metavar="OUT", type=Path, help="new file (torch) or new folder (safetensors)")
@@ -107,7 +108,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     safetensors = arguments.format == "safetensors"
     if not safetensors and (arguments.max_shard_size is not None or arguments.config is not None):
         raise OptionError("--max-shard-size and --config need --format safetensors: torch's format is one file.")
-    _check_there([arguments.checkpoint])
+    checkpoint = _checkpoint_in(arguments.checkpoint)
     _check_new(arguments.out)
     if arguments.config is not None and not (arguments.config / "config.json").is_file():
         raise OptionError(f"--config must be a folder with a config.json, but {arguments.config} has none.")
@@ -116,9 +117,9 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
     if safetensors:
         limit = arguments.max_shard_size or MAX_SHARD_NBYTES
-        found = consolidate_safetensors(arguments.checkpoint, arguments.out, limit, arguments.config)
+        found = consolidate_safetensors(checkpoint, arguments.out, limit, arguments.config)
     else:
-        found = consolidate_torch(arguments.checkpoint, arguments.out)
+        found = consolidate_torch(checkpoint, arguments.out)
     tied = f", {len(found.aliases):,} tied" if found.aliases else ""
     print(f"{found.num_tensors:,} tensors, {found.nbytes:,} bytes{tied}")
     for file in found.files:
@@ -127,10 +128,10 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    _check_there([arguments.checkpoint])
+    checkpoint = _checkpoint_in(arguments.checkpoint)
     from fairshard.checkpoint.contents import read_contents
 
-    contents = read_contents(arguments.checkpoint)
+    contents = read_contents(checkpoint)
     print(json.dumps(_as_json(contents), indent=1) if arguments.json else "\n".join(_lines(contents)))
     for problem in contents.problems:
         print(f"fairshard: error: {problem}", file=sys.stderr)
@@ -154,6 +155,13 @@ def _size(text: str) -> int:
     if found is None or unit is None or float(found[1]) * unit < 1:
         raise argparse.ArgumentTypeError(f"a size is a number and kB, MB, GB, KiB, MiB or GiB, but {text!r} is none")
     return int(float(found[1]) * unit)
+
+
+def _checkpoint_in(path: str) -> str:
+    """``path``, or where a run in it has its checkpoints."""
+    _check_there([path])
+    inside = os.path.join(path, CHECKPOINTS)
+    return inside if os.path.isdir(inside) else path
 
 
 def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:

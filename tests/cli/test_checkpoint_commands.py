@@ -42,6 +42,19 @@ def test_consolidate_writes_torchs_format_by_default(root, capfd):
     assert found.keys() == {"emb.weight", "head.weight", "b"}
 
 
+def test_the_folder_of_a_run_means_its_latest_checkpoint(root, capfd):
+    """`fairshard train` writes checkpoints into a folder of their own, beside its other files."""
+    run_folder = root / "runs" / "1"
+    run_folder.mkdir(parents=True)
+    for name in ("step-00000100", "latest"):
+        (run_folder / "checkpoints").mkdir(exist_ok=True)
+        (root / name).rename(run_folder / "checkpoints" / name)
+    assert run("consolidate runs/1 out.pt", capfd)[0] == 0
+    code, out, _ = run("inspect runs/1", capfd)
+    assert code == 0
+    assert "runs/1/checkpoints/step-00000100" in out
+
+
 def test_consolidate_writes_shards_for_hugging_face(root, capfd):
     """24 bytes and 16 in shards of at most 30 are two files; the config lies beside them."""
     code, out, err = run(
