@@ -70,8 +70,8 @@ class GroupMessages:
 
         They may be anywhere, and travel as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
         """
-        values = [tensor.detach() for tensor in tensors if tensor.numel()]
-        lines = [value.contiguous() for value in values]
+        values = [tensor for tensor in tensors if tensor.numel()]
+        lines = [value.detach().contiguous() for value in values]
         nbytes = sum(line.nbytes for line in lines)
         if self.world_size == 1 or not nbytes:
             return
@@ -87,7 +87,11 @@ class GroupMessages:
                 for slot, run in pairs:
                     run.copy_(slot)
         for value, line in zip(values, lines, strict=True):
-            if line is not value and self.rank != 0:
+            if self.rank == 0 or value.is_contiguous():
+                continue
+            if 0 in value.stride():  # expanded: it has less memory than elements
+                value.data = line
+            else:
                 value.copy_(line)
 
     @explained

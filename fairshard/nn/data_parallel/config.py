@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from enum import Enum
@@ -142,7 +143,7 @@ def resolve(
         raise TypeError(f"`move_grads_to_cpu` must be True, False or None, but is {move_grads_to_cpu!r}.")
     if forward_prefetch not in (None, True, False):
         raise TypeError(f"`forward_prefetch` must be True, False or None, but is {forward_prefetch!r}.")
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or math.isnan(bucket_cap_mb):
         raise TypeError(f"`bucket_cap_mb` must be a number of megabytes, but is {bucket_cap_mb!r}.")
     if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
         raise ValueError(f"`gradient_predivide_factor` must be positive, but is {gradient_predivide_factor!r}.")

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.flat_param import FlatParam
@@ -107,7 +108,7 @@ def collect_slots(
 
 
 def check_not_sharded(module: nn.Module, ignored: Ignored) -> None:
-    """Raise if anything of ``module`` that is not ``ignored`` is in the hands of another engine.
+    """Raise if anything of ``module`` that is not ``ignored`` is in the hands of another engine, or has no shape yet.
 
     Raises:
         ValueError: naming it.
@@ -117,6 +118,11 @@ def check_not_sharded(module: nn.Module, ignored: Ignored) -> None:
         if id(part) not in skipped:
             _check_module(fqn, part)
         for name, param in part._parameters.items():
+            if param is not None and is_lazy(param) and id(param) not in skipped:
+                raise ValueError(
+                    f"Parameters must have shapes to be sharded, but `{join(fqn, name)}` of a lazy module has none "
+                    "yet. Run a batch through the module first."
+                )
             if isinstance(param, DTensor) and id(param) not in skipped:
                 raise ValueError(
                     f"Parameters must be whole to be sharded, but `{join(fqn, name)}` is a DTensor. Wrap the module "

@@ -1,6 +1,7 @@
 """Wrong use is an error before any collective, of the type that both seeds raise, with a cure in it."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def test_no_process_group():
         ({"move_grads_to_cpu": 1}, TypeError, "move_grads_to_cpu"),
         ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward"),
         ({"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb"),
+        ({"bucket_cap_mb": math.nan}, TypeError, "bucket_cap_mb"),
         ({"process_group": "MISSING"}, TypeError, "process_group"),
         ({"nonsense": 1}, TypeError, "nonsense"),
     ],
@@ -64,6 +66,12 @@ def test_parameters_must_be_floating():
     model[0].counts = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
     with fake_group(2), pytest.raises(TypeError, match=r"0\.counts.*int64"):
         FSDP(model)
+
+
+def test_parameters_must_have_shapes():
+    """Those of a lazy module have none before its first forward; the ValueError names one."""
+    with fake_group(2), pytest.raises(ValueError, match=r"`0\.weight` of a lazy module"):
+        FSDP(nn.Sequential(nn.LazyLinear(2)))
 
 
 def test_mixed_precision_needs_fp32_parameters():
