@@ -4,6 +4,7 @@ import itertools
 import zlib
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -97,6 +98,12 @@ def tiny_batch(*key):
 def tiny_loss(logits, targets):
     """Cross entropy in fp32, whatever the logits' dtype."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def loss_of_tiny(model, key):
+    """One forward on this rank's batch of ``key``."""
+    *inputs, targets = tiny_batch(dist.get_rank(), *key)
+    return tiny_loss(model(*inputs), targets)
 
 
 def mlp(*widths, seed=1):

@@ -134,16 +134,23 @@ def assert_same_state(actual, expected, rtol=0.0, atol=0.0):
         )
 
 
-def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=0.0, atol=0.0):
-    """Train ``wrap(model)`` and a plain replica side by side; losses and final state agree.
+def train_alike(model, wrap, loss_of, **how):
+    """`train_both` ``wrap(model)`` and a plain replica; returns the wrapped one.
 
     ``model`` may also be a function that builds it, for modules that cannot be copied.
+    """
+    build = functools.partial(copy.deepcopy, model) if isinstance(model, torch.nn.Module) else model
+    plain, wrapped = build(), wrap(build())
+    train_both(plain, wrapped, loss_of, **how)
+    return wrapped
+
+
+def train_both(plain, wrapped, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=0.0, atol=0.0):
+    """Train a plain model and its wrapped twin side by side; losses and final state agree.
 
     ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. SGD with momentum, which shows
     a wrong constant factor. With ``num_micro`` > 1 each step sums that many backwards, and each is reduced.
     """
-    build = functools.partial(copy.deepcopy, model) if isinstance(model, torch.nn.Module) else model
-    plain, wrapped = build(), wrap(build())
     of_plain, of_wrapped = (sgd(m, momentum=momentum) for m in (plain, wrapped))
     for step in range(num_steps):
         for micro in range(num_micro):
@@ -158,7 +165,6 @@ def train_alike(model, wrap, loss_of, *, num_steps=3, num_micro=1, momentum=0.9,
         of_plain.zero_grad()
         of_wrapped.zero_grad()
     assert_same_state(wrapped.state_dict(), plain.state_dict(), rtol, atol)
-    return wrapped
 
 
 def sgd(model, lr=0.1, momentum=0.9):

@@ -283,15 +283,18 @@ def test_saves_that_meet_wait_for_each_other(tmp_path):
     )
 
 
-def destroy_too_early(root):
-    """The process group goes before the thread that saves gets to use it."""
+def destroy_too_early(root, rank_1_is_late):
+    """The group goes before the thread that saves uses it; late, rank 1 writes when rank 0 has given up and cleaned."""
     model, optimizer = trained()
     kept = Checkpointer(root)
-    destroyed = threading.Event()
+    is_late, destroyed = rank_1_is_late and dist.get_rank() == 1, threading.Event()
     begin = CheckpointWriter.__init__
 
     def late(*args):
         destroyed.wait()
+        deadline = time.monotonic() + 30
+        while is_late and os.listdir(root) and time.monotonic() < deadline:
+            time.sleep(0.01)
         begin(*args)
 
     with mock.patch.object(CheckpointWriter, "__init__", late):
@@ -301,9 +304,13 @@ def destroy_too_early(root):
         return attempt(kept.wait)
 
 
-def test_a_group_destroyed_during_a_save_is_an_error_that_says_so(tmp_path):
-    """torch would take each rank for a process alone then, and let all write one rank's files: none is published."""
-    raised = run_ranks(2, destroy_too_early, str(tmp_path / "root"))
+@pytest.mark.parametrize("rank_1_is_late", [False, True])
+def test_a_group_destroyed_during_a_save_is_an_error_that_says_so(tmp_path, rank_1_is_late):
+    """torch would take each rank for a process alone then, and let all write one rank's files: none is published.
+
+    Rank 0 removes the unfinished folder, and a rank that comes late does not make it again.
+    """
+    raised = run_ranks(2, destroy_too_early, str(tmp_path / "root"), rank_1_is_late)
     assert_agreed(raised, "step-00000001 was not saved", "Call Checkpointer.wait() before")
     assert os.listdir(tmp_path / "root") == []
 
@@ -393,30 +400,3 @@ def test_a_step_that_is_no_number_of_steps(tmp_path, step):
     """It would never be found again."""
     with pytest.raises(ValueError, match="must be a number of steps"):
         Checkpointer(tmp_path).save(step, mlp(3, 2))
-
-
-def destroy_with_rank_1_late(root):
-    """As `destroy_too_early`, but rank 1 comes to write when rank 0 has given up and cleaned."""
-    model, optimizer = trained()
-    kept = Checkpointer(root)
-    rank, destroyed = dist.get_rank(), threading.Event()
-    begin = CheckpointWriter.__init__
-
-    def late(*args):
-        destroyed.wait()
-        deadline = time.monotonic() + 30
-        while rank == 1 and os.listdir(root) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        begin(*args)
-
-    with mock.patch.object(CheckpointWriter, "__init__", late):
-        kept.save(1, model, optimizer)
-        dist.destroy_process_group()
-        destroyed.set()
-        return attempt(kept.wait)
-
-
-def test_a_rank_that_is_late_to_a_destroyed_group_leaves_nothing(tmp_path):
-    """Rank 0 has removed the unfinished folder; rank 1 does not make it again."""
-    run_ranks(2, destroy_with_rank_1_late, str(tmp_path / "root"))
-    assert os.listdir(tmp_path / "root") == []

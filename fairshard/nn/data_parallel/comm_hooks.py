@@ -13,6 +13,8 @@ Source: PyTorch's FSDP, whose names these are.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -31,17 +33,11 @@ class DefaultState:
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self.process_group = default_group() if process_group is None else process_group
         self.world_size = self.process_group.size()
-        self.gradient_predivide_factor = self._predivide_factor(self.world_size)
+        powers = (2.0**exponent for exponent in itertools.count())
+        self.gradient_predivide_factor = next(f for f in powers if self.world_size % f or f * f >= self.world_size)
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
         self._id: int | None = None
         self._uses = 0
-
-    @staticmethod
-    def _predivide_factor(world_size: int) -> float:
-        factor = 1
-        while world_size % factor == 0 and world_size / factor > factor:
-            factor *= 2
-        return float(factor)
 
     def _comm(self) -> Communicator:
         comm = communicator(self.process_group)

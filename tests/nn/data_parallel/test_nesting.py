@@ -7,18 +7,13 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel.tree import units_below
-from tests.models import Block, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.models import Block, loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, train_alike
 
 
 def sum_of_squares(model, key):
     return model(randn(3, 4, key=key)).square().sum()
-
-
-def loss_of_tiny(model, key):
-    *inputs, targets = tiny_batch(dist.get_rank(), *key)
-    return tiny_loss(model(*inputs), targets)
 
 
 @on_ranks(1, 2, 3)

@@ -23,7 +23,6 @@ PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingSt
 plain = pytest.mark.parametrize("strategy", PLAIN, ids=lambda strategy: strategy.name)
 MAX_NORM = 0.3
 
-
 train = functools.partial(train_whole_run, num_steps=5)
 
 

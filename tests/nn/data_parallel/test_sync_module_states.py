@@ -12,9 +12,9 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
 from fairshard.utils.collectives import communicator
 from fairshard.utils.testing import CollectiveCounter, rank_device
-from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.models import Tiny, loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, randn, sgd
+from tests.reference import assert_same_state, randn, train_both
 
 
 class Buffers(nn.Module):
@@ -31,6 +31,7 @@ class Buffers(nn.Module):
         self.register_buffer("short", torch.randn(7).to(torch.bfloat16))
         self.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
         self.register_buffer("turned", torch.randn(4, 6).t())
+        self.register_buffer("wide", torch.randn(3, 1).expand(3, 4))
         self.register_buffer("nothing", None)
 
     def forward(self, x):
@@ -57,17 +58,8 @@ def test_all_ranks_have_what_rank_0_has(flatten, offload):
 @on_ranks(1, in_full(2), 3)
 def test_it_trains_as_ddp_does():
     """Seeded differently, units in units train as a replica of rank 0's model."""
-    plain, wrapped = tiny(seed=0), wrap_tiny(tiny(seed=dist.get_rank()), sync_module_states=True)
-    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
-    for step in range(2):
-        *inputs, targets = tiny_batch(step, dist.get_rank())
-        for model in (plain, wrapped):
-            tiny_loss(model(*inputs), targets).backward()
-        average_grads_(plain.parameters())
-        for optimizer in (of_plain, of_wrapped):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    wrapped = wrap_tiny(tiny(seed=dist.get_rank()), sync_module_states=True)
+    train_both(tiny(seed=0), wrapped, loss_of_tiny, num_steps=2)
 
 
 @on_ranks(2)
