@@ -22,7 +22,7 @@ def check_agreement(comm: Communicator, units: list[Unit], device: torch.device)
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
     """
-    check_same(comm, [line for unit in units for line in _describe(unit)], device)
+    check_same(comm, [line for unit in units for line in (*_describe(unit), *_describe_place(unit, comm))], device)
 
 
 def check_same(comm: Communicator, own: list[str], device: torch.device) -> None:
@@ -92,6 +92,15 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
 
 def _digest(lines: list[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+
+
+def _describe_place(unit: Unit, comm: Communicator) -> list[str]:
+    """Of a unit with replicas, what must be alike among those, or among the ranks that it is cut among."""
+    shard, replicas = unit.groups.shard, unit.groups.replicas
+    if replicas is None:
+        return []
+    place = f"piece {shard.rank} of {shard.world_size}" if comm.group is replicas.group else "a piece"
+    return [f"{place} of unit `{unit.fqn or 'root'}` in {replicas.world_size} replicas"]
 
 
 def _describe(unit: Unit) -> list[str]:
