@@ -53,11 +53,16 @@ def claim(module: nn.Module) -> Root:
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
     root = Root(units, device, list(dict.fromkeys(shared)))
-    for part in module.modules():
-        wrapped = unit_of(part)
-        if wrapped is not None:
-            wrapped.materialize(root, comms[wrapped], modules_of(part))
-            wrapped.prefetch.settle(units)
+    try:
+        for part in module.modules():
+            wrapped = unit_of(part)
+            if wrapped is not None:
+                wrapped.materialize(root, comms[wrapped], modules_of(part))
+                wrapped.prefetch.settle(units)
+    except BaseException:
+        for unit in units:  # or the next call would go on with what is half made
+            unit.root = None
+        raise
     return root
 
 
