@@ -17,7 +17,6 @@ from fairshard.nn.data_parallel import order_check
 from fairshard.utils import collectives
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import delayed, rank_device
-from tests.nn.data_parallel.test_hybrid import pairs
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
@@ -228,16 +227,17 @@ def test_what_moves_nothing_is_not_compared():
         train_step(model, step)
 
 
-@on_ranks(4)
-def test_ranks_that_share_no_group_with_who_differs_are_told_too():
-    """Rank 1 differs from those in its row and its column; rank 2 is in neither, and hears of it from them."""
+@on_ranks(2)
+def test_a_pass_that_accumulates_is_compared_with_the_one_that_reduces():
+    """Cut parameters travel in it too: who computed with those of others is told before the step."""
     with native_collectives():
-        model = wrapped_path(process_group=pairs(2), sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2)
-        train_step(model, 1)
-        if dist.get_rank() == 1:
-            model.module.path = OTHER_PATHS["other order"][0]
-        with pytest.raises(RanksDisagreeError, match=r"In step 2 rank 0 is at `blocks.1` .*, rank 1 at `blocks.2`"):
-            train_step(model, 2)
+        model = wrapped_path(reshard_after_forward=False)
+        model.module.path = OTHER_PATHS["other order"][0] if dist.get_rank() == 1 else Path.usual
+        with model.no_sync():
+            train_step(model, 0)
+        model.module.path = Path.usual
+        with pytest.raises(RanksDisagreeError, match=r"In step 1 rank 0 is at `blocks.1` .*, rank 1 at `blocks.2`"):
+            train_step(model, 1)
 
 
 @on_ranks(2)

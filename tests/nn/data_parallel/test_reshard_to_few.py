@@ -107,16 +107,6 @@ def test_a_gather_that_fails_keeps_nothing():
     wrapped(randn(3, 4)).sum().backward()
 
 
-@on_ranks(4)
-def test_empty_parameters_have_no_share():
-    """There is nothing of them to keep."""
-    model = mlp(4, 9, 5)
-    model[0].register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
-    wrapped = wrap_each(model, reshard_after_forward=2, flatten_parameters=False)
-    wrapped(randn(3, 4)).sum().backward()
-    assert all(param.grad is not None for param in wrapped.parameters() if param.numel())
-
-
 @on_ranks(2)
 def test_one_rank_means_keep():
     """``reshard_after_forward=1`` warns and keeps whole parameters."""
