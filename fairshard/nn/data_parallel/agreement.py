@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import zip_longest
 
@@ -71,6 +72,17 @@ def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
                     stacklevel=5,
                 )
                 return
+
+
+@contextmanager
+def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
+    """Let ``units`` join a root inside; none has if that raises, or the next call would go on with half of it."""
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.root = None
+        raise
 
 
 def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:
