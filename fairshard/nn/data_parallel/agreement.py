@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import zip_longest
 
@@ -22,7 +23,7 @@ def check_agreement(comm: Communicator, units: list[Unit], device: torch.device)
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
     """
-    check_same(comm, [line for unit in units for line in _describe(unit)], device)
+    check_same(comm, [line for unit in units for line in (*_describe(unit), *_describe_place(unit, comm))], device)
 
 
 def check_same(comm: Communicator, own: list[str], device: torch.device) -> None:
@@ -73,6 +74,17 @@ def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
                 return
 
 
+@contextmanager
+def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
+    """Let ``units`` join a root inside; none has if that raises, or the next call would go on with half of it."""
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.root = None
+        raise
+
+
 def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:
     """Raise ``error``; where it is None, one of the same kind if another rank of a group has one. **Collective.**
 
@@ -92,6 +104,15 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
 
 def _digest(lines: list[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+
+
+def _describe_place(unit: Unit, comm: Communicator) -> list[str]:
+    """Of a unit with replicas, what must be alike among those, or among the ranks that it is cut among."""
+    shard, replicas = unit.groups.shard, unit.groups.replicas
+    if replicas is None:
+        return []
+    place = f"piece {shard.rank} of {shard.world_size}" if comm.group is replicas.group else "a piece"
+    return [f"{place} of unit `{unit.fqn or 'root'}` in {replicas.world_size} replicas"]
 
 
 def _describe(unit: Unit) -> list[str]:

@@ -1,8 +1,5 @@
 """Buffers under mixed precision: compute sees a cast copy, the original keeps its dtype and every bit."""
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,14 +19,17 @@ def cast_buffers_(
 
 
 class ComputeBuffers:
-    """Casts the floating buffers of a unit's modules while the unit computes, and writes changes back."""
+    """Casts the floating buffers of a unit's modules while the unit computes, and writes changes back.
+
+    Each time anew, and compared element by element: a change through ``buffer.data`` leaves no other trace.
+    """
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
         self._modules = modules
         self._dtype = dtype
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
-        self._casts: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def attach(self) -> None:
         """Let the modules see cast copies; nothing if they already do."""
@@ -41,35 +41,24 @@ class ComputeBuffers:
             for name, original in module._buffers.items():
                 if original is None or not original.is_floating_point() or original.dtype == self._dtype:
                     continue
-                cast = self._cast_of(module, name, original)
+                cast = original.to(self._dtype)
                 module._buffers[name] = cast
                 self._shown.append((module, name, original, cast, cast._version))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def detach(self) -> None:
         """Put the originals back, with what the forward wrote into the copies."""
         for module, name, original, cast, version in self._shown:
             now = module._buffers.get(name)
-            if now is not None and (now is not cast or now._version != version):
+            if now is cast and now._version == version:
+                kept = original.data  # without a trace where nothing has changed
+                kept.copy_(torch.where(now == original.to(self._dtype), kept, now))
+            elif now is not None:
                 if now.shape == original.shape:
                     original.copy_(now)
                 else:
                     original = now.to(original.dtype)
-                self._casts.pop((id(module), name), None)
             if name in module._buffers:
                 module._buffers[name] = original if now is not None else None
         self._shown = []
-
-    def _cast_of(self, module: nn.Module, name: str, original: Tensor) -> Tensor:
-        """A cast copy, made again only when the original has changed."""
-        kept = self._casts.get((id(module), name))
-        if kept is not None and kept[0] is original and kept[1] == original._version:
-            return kept[2]
-        cast = original.to(self._dtype)
-        self._casts[id(module), name] = original, original._version, cast
-        return cast
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = copy.copy(self.__dict__)
-        state["_casts"] = {}
-        return state

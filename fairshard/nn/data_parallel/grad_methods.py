@@ -14,6 +14,7 @@ from fairshard.nn.data_parallel.options import ShardingStrategy
 from fairshard.nn.data_parallel.state_methods import StateMethods
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.utils.storage import is_same_memory
 
 
 class GradMethods(StateMethods):
@@ -23,8 +24,11 @@ class GradMethods(StateMethods):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
 
-        The first backward outside reduces the sum. Until then every rank holds whole gradients. ``zero_grad`` drops
-        them. Only the outermost wrapper has it.
+        The first backward outside reduces the sum. Until then every rank holds whole gradients, and those of shards
+        are zeros if there were none: scale or clip them after that backward only, for a write that leaves zeros, such
+        as ``zero_grad``, drops what is held. With SHARD_GRAD_OP whole parameters are kept from a backward inside to
+        the next forward: what changes weights in between through ``.data`` is not noticed. Only the outermost wrapper
+        has it.
         """
         root = self._require_root("no_sync")
         root.assert_idle("no_sync")
@@ -115,12 +119,24 @@ _LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's ha
 
 
 def _into_shard(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:
-    return lambda flat, shard: hook(state, flat, shard)
+    def reduce(flat: Tensor, shard: Tensor) -> None:
+        _check_returned(hook(state, flat, shard), shard, "shard")
+
+    return reduce
 
 
 def _in_place(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:
     def reduce(flat: Tensor, shard: Tensor) -> None:
-        hook(state, flat)
+        _check_returned(hook(state, flat), flat, "grad")
         shard.copy_(flat)
 
     return reduce
+
+
+def _check_returned(returned: Any, wanted: Tensor, name: str) -> None:
+    """Refuse what the hook may mean as the mean, or as something to wait for: nobody would read it."""
+    if not (returned is None or (isinstance(returned, Tensor) and is_same_memory(returned, wanted))):
+        raise TypeError(
+            f"A communication hook must leave the mean in `{name}`, its last argument, and return None, but returned "
+            f"{type(returned).__name__}. Copy the mean there (`{name}.copy_(...)`), and wait for what is asynchronous."
+        )

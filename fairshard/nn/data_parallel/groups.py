@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def find_groups(
         )
     group = default_group() if process_group is None else process_group
     if strategy is ShardingStrategy.NO_SHARD:
+        if reduce_group is not None:
+            warnings.warn("`process_group_reduce_scatter` has no effect with NO_SHARD: leave it out.", stacklevel=3)
         return UnitGroups(OwnRank(), _saved(group))
     if reduce_group is not None and dist.get_process_group_ranks(reduce_group) != dist.get_process_group_ranks(group):
         raise ValueError(
@@ -157,7 +160,17 @@ def _hybrid_groups(given: Any, strategy: ShardingStrategy) -> tuple[ProcessGroup
             f"`process_group` must be a pair for {strategy.name}: the ranks to shard over, and the ranks that hold the "
             "same shard. Pass (shard_group, replicate_group), a 2-D `device_mesh`, or neither to shard within nodes."
         )
-    return given[0], given[1]
+    shard, replicas = given
+    check_is_group(shard)
+    check_is_group(replicas)
+    common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicas))
+    if common != {dist.get_rank()}:
+        raise ValueError(
+            f"The two groups of {strategy.name} must have this rank, {dist.get_rank()}, in common and no other, but "
+            f"have {sorted(common)}: ranks that hold different shards would be summed as replicas. Pass (shard_group, "
+            "replicate_group) that cross like rows and columns, or a 2-D `device_mesh`."
+        )
+    return shard, replicas
 
 
 _by_node: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]] = weakref.WeakKeyDictionary()

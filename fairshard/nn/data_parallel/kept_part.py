@@ -57,11 +57,13 @@ class KeptParts:
     def __init__(self, buffers: Sequence[Tensor], comm: Communicator) -> None:
         self._parts = [KeptPart(buffer, comm) if buffer.numel() else None for buffer in buffers]
 
-    def keep(self) -> None:
-        """Copy this rank's shares out of the buffers."""
+    def end_forward(self, keep: bool) -> None:
+        """Copy this rank's shares out of the buffers, or drop older ones: the weights may have changed since."""
         for part in self._parts:
-            if part is not None:
+            if part is not None and keep:
                 part.keep()
+            elif part is not None:
+                part.forget()
 
     def kept(self) -> list[KeptPart]:
         """What there is to gather from."""

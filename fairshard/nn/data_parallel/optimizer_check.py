@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -141,6 +142,13 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
     if entry is None or flat_param is None:
         return
     check_optimizer_class(type(optimizer), flat_param.name)
+    if param._backward_hooks:
+        warnings.warn(
+            f"A hook that `register_hook` put on `{flat_param.name}` is never called, for autograd does not come to "
+            "shards. Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
+            "original parameter before wrapping, where it sees this rank's whole one.",
+            stacklevel=5,
+        )
     if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
         raise ShardOptimizerError(
             f"An optimizer on the CPU must step fp32 masters, but `{flat_param.name}` is {param.dtype}: its moments "

@@ -21,6 +21,7 @@ from fairshard.utils.collectives import Communicator, RowGather, Transfer, excha
 from fairshard.utils.watchdog import Place, first_difference
 
 _NUM_FIRST_STEPS, _EVERY = 3, 50
+_MAX_ENTERED = 1 << 15  # of one step; forwards with grad enabled whose backward never comes would add up for ever
 _FORWARD, _BACKWARD = -1, -2  # a pass begins; other numbers are those of units
 
 
@@ -83,6 +84,9 @@ class OrderCheck:
         """A pass through the model starts; inside ``join`` each rank has passes of its own."""
         if torch.is_grad_enabled() and self._is_common and not is_joined:
             self.entered = self._trained
+            if len(self.entered) > _MAX_ENTERED:
+                self.entered.clear()
+                self._kept = 0
             self._phase = f"in the forward of step {self.step}"
         else:
             self.entered = []

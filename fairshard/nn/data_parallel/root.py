@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel.agreement import check_agreement
+from fairshard.nn.data_parallel.agreement import all_or_none, check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.groups import check_pairs
@@ -53,11 +53,12 @@ def claim(module: nn.Module) -> Root:
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
     root = Root(units, device, list(dict.fromkeys(shared)))
-    for part in module.modules():
-        wrapped = unit_of(part)
-        if wrapped is not None:
-            wrapped.materialize(root, comms[wrapped], modules_of(part))
-            wrapped.prefetch.settle(units)
+    with all_or_none(units):
+        for part in module.modules():
+            wrapped = unit_of(part)
+            if wrapped is not None:
+                wrapped.materialize(root, comms[wrapped], modules_of(part))
+                wrapped.prefetch.settle(units)
     return root
 
 

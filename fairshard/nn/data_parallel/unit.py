@@ -180,8 +180,8 @@ class Unit:
         if self.buffers is not None and not root.in_backward:
             self.buffers.detach()
         if not keep:
-            if self._parts is not None and torch.is_grad_enabled():
-                self._parts.keep()
+            if self._parts is not None:
+                self._parts.end_forward(self.is_gathered and torch.is_grad_enabled())
             self.reshard()
         self.state = TrainingState.BACKWARD_PRE if root.in_backward else TrainingState.IDLE
 

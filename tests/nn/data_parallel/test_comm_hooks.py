@@ -1,5 +1,6 @@
 """Gradients may be reduced by a hook of the user's, and divided by numbers of the user's."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
 
 from fairshard.errors import NotRootError
-from fairshard.nn import ShardingStrategy, comm_hooks
+from fairshard.nn import MixedPrecision, ShardingStrategy, comm_hooks
 from fairshard.utils.collectives import counters, reset_counters
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
@@ -59,6 +60,48 @@ def test_compression_rounds_gradients_once(strategy, name):
     assert any(bool((own[key] != exact[key]).any()) for key in exact)
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_compression_is_that_of_its_dtype(name):
+    """Term by term: cast, divided by a power of two, summed in fp32, divided by the rest."""
+    world_size, rank, dtype = dist.get_world_size(), dist.get_rank(), getattr(torch, name)
+    hook = comm_hooks.fp16_compress_hook if name == "float16" else comm_hooks.bf16_compress_hook
+    state = comm_hooks.LowPrecisionState(dist.group.WORLD)
+    every = [torch.empty(5 * world_size) for _ in range(world_size)]
+    dist.all_gather(every, randn(5 * world_size))
+    expected = sum((grad.to(dtype) / 2).float() for grad in every) / (world_size / 2)
+    shard = torch.empty(5)
+    hook(state, every[rank].clone(), shard)
+    assert torch.equal(shard, expected.view(world_size, 5)[rank])
+    whole = every[rank].clone()
+    hook(state, whole)
+    assert torch.equal(whole, expected.to(dtype).float())
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook", "other"])
+def test_hooks_that_compress_do_all_casting(name):
+    """They get gradients as the backward leaves them; others get them in ``reduce_dtype``."""
+    dtypes = set()
+
+    def hook(state, grad, shard):
+        dtypes.add(grad.dtype)
+        shard.copy_(grad)
+
+    hook.__name__ = name
+    model = wrap_each(mlp(4, 9), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    model.register_comm_hook(None, hook)
+    model(randn(3, 4)).float().sum().backward()
+    assert dtypes == {torch.float32 if name == "other" else torch.bfloat16}
+
+
+def test_factors_are_pytorchs():
+    """The same powers of two, for any number of ranks."""
+    for world_size in range(1, 130):
+        factor = comm_hooks.DefaultState._predivide_factor(world_size)
+        assert factor == torch_hooks.DefaultState._get_gradient_predivide_factor(world_size)
+
+
 @on_ranks(2)
 def test_a_hook_gets_the_whole_flat_gradient_and_a_shard_to_fill():
     """Of each unit its own, padded; what the hook leaves in the shard is the gradient, undivided."""
@@ -80,6 +123,17 @@ def test_a_hook_gets_the_whole_flat_gradient_and_a_shard_to_fill():
     assert "reduce_scatter" not in counters()
     flat = torch.cat([param.grad.flatten() for param in plain[0].parameters()] + [torch.zeros(1)])
     torch.testing.assert_close(model[0].params[0].grad, flat.view(2, -1)[dist.get_rank()], rtol=0, atol=0)
+
+
+@on_ranks(1)
+@strategies
+def test_a_hook_that_returns_the_mean_is_refused(strategy):
+    """Nobody reads what it returns, nor waits for it; the tensor that it should fill may be returned."""
+    for hook, is_good in ((lambda _, *tensors: tensors[-1].zero_(), True), (lambda _, *tensors: tensors[0] * 1, False)):
+        model = wrap_each(mlp(4, 9), sharding_strategy=strategy)
+        model.register_comm_hook(None, hook)
+        with contextlib.nullcontext() if is_good else pytest.raises(TypeError, match="None, but returned Tensor"):
+            model(randn(3, 4)).sum().backward()
 
 
 @on_ranks(2)
@@ -129,6 +183,8 @@ def test_divisors_scale_the_sum(strategy):
     changed = grads(lambda model: model[0].set_gradient_divide_factor(world_size / 2))
     is_twice = [bool((own == 2 * usual).all()) for own, usual in zip(changed, mean, strict=True)]
     assert sum(is_twice) == 1, "one unit's gradients are doubled, though all share a bucket"
+    alone = grads(lambda model: model.set_gradient_divide_factors(1.0, 1.0, recursive=False))
+    assert all(map(torch.equal, alone, mean)), "the outermost unit has no parameters of its own"
     for factor in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="must be a positive number"):
             wrap_each(mlp(4, 9)).set_gradient_divide_factor(factor)
@@ -141,6 +197,8 @@ def test_gradients_may_travel_in_a_group_of_their_own():
     assert_same_state(
         trained(ShardingStrategy.FULL_SHARD, process_group_reduce_scatter=own), trained(ShardingStrategy.FULL_SHARD)
     )
+    with pytest.warns(UserWarning, match="`process_group_reduce_scatter` has no effect with NO_SHARD"):
+        wrap_each(mlp(4, 9), process_group_reduce_scatter=own, sharding_strategy=ShardingStrategy.NO_SHARD)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with pytest.raises(ValueError, match="must have the ranks of `process_group`"):
         wrap_each(mlp(4, 9), process_group_reduce_scatter=alone)

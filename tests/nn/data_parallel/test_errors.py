@@ -182,6 +182,24 @@ def test_other_optimizers_are_left_alone():
         optimizer.step()
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
+def test_hooks_that_are_never_called_are_told_at_the_first_step(kwargs):
+    """Autograd does not come to a shard; what it does come to is the parameter that was there before wrapping."""
+    layer = nn.Linear(4, 5).to(rank_device())
+    layer.weight.register_hook(torch.zeros_like)
+    wrapped = FSDP(layer, **kwargs)
+    optimizer = sgd(wrapped)
+    wrapped(randn(3, 4)).sum().backward()
+    optimizer.step()
+    with FSDP.summon_full_params(wrapped, with_grads=True):
+        assert not layer.weight.grad.any()
+        assert layer.bias.grad.all()
+    wrapped.params[0].register_hook(torch.zeros_like)
+    with pytest.warns(UserWarning, match="A hook that `register_hook` put on `.*` is never called"):
+        sgd(wrapped).step()
+
+
 @on_ranks(2)
 def test_a_stale_parameter_group_added_later_raises():
     """A stale parameter added to an optimizer that has stepped well is found too."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fairshard.errors import MixedGroupsError
+from fairshard.errors import MixedGroupsError, RanksDisagreeError
 from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
@@ -139,6 +139,12 @@ def test_wrong_groups_are_named():
         FSDP(mlp(4, 9), dist.group.WORLD, device_mesh=mesh)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"), pytest.raises(ValueError, match="spread evenly"):
         FSDP(mlp(4, 9), sharding_strategy=HYBRID)
+    with pytest.raises(ValueError, match="in common and no other, but have"):
+        FSDP(mlp(4, 9), (dist.group.WORLD, dist.group.WORLD), sharding_strategy=HYBRID)
+    others = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]  # ranks 0 and 3 hold different pieces
+    crossed = (pairs(2)[0], others[dist.get_rank() in (1, 2)])
+    with pytest.raises(RanksDisagreeError, match=r"rank 0 has piece (\d) of 2 of.* has piece (?!\1)\d of 2"):
+        FSDP(mlp(4, 9), crossed, sharding_strategy=HYBRID)(randn(3, 4))
     first, second = pairs(2), pairs(2)
     model = mlp(4, 9, 5)
     model[0] = FSDP(model[0], first, sharding_strategy=HYBRID)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import ShardingStrategy
 from fairshard.nn.data_parallel import order_check
 from fairshard.utils import collectives
 from fairshard.utils.collectives import counters, reset_counters
@@ -89,6 +90,8 @@ def test_ranks_that_run_other_units_are_told_before_they_can_step(kind, step):
         with pytest.raises(RanksDisagreeError) as raised:
             train_step(model, step)
     assert f"In step {step} rank 0 is at `{ours}` (forward), rank 1 at `{theirs}` (forward)" in str(raised.value)
+    if rank_device().type == "cpu":
+        assert f"This was noticed in the backward of step {step}" in str(raised.value), "before it computes"
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
@@ -109,8 +112,11 @@ def test_backwards_that_reach_other_units_are_noticed():
     """The forwards agree, the backwards do not: it is the end of the backward that tells."""
     branches = nn.ModuleList([FSDP(nn.Linear(4, 4), reshard_after_forward=False) for _ in range(2)])
     model = FSDP(Branches(branches))
+    outputs = model(randn(3, 4))
+    with torch.no_grad():
+        model(randn(3, 4))
     with pytest.raises(RanksDisagreeError) as raised:
-        sum(output.sum() for output in model(randn(3, 4))[dist.get_rank() :]).backward()
+        sum(output.sum() for output in outputs[dist.get_rank() :]).backward()
     assert "In step 1 rank 0 is at `branches.0` (backward), rank 1 at the end." in str(raised.value)
     assert "noticed after the backward of step 1" in str(raised.value)
 
@@ -140,6 +146,7 @@ def test_how_often_it_compares(mode, checks):
             first = counters().get("order_check", (0, 0))[0]
     assert first == (0 if mode == "off" else 6)
     assert counters().get("order_check", (0, 0))[0] == checks
+    assert not model._unit.root.order_check._unchecked, "what has been compared is forgotten"
 
 
 @on_ranks(1)
@@ -205,6 +212,35 @@ def test_a_model_may_be_dropped_after_a_forward():
 
 
 @on_ranks(2)
+def test_what_moves_nothing_is_not_compared():
+    """Accumulation with whole parameters, as often as a rank likes; a forward that raised; a unit that has none."""
+    model = wrapped_path(order_check="always", sharding_strategy=ShardingStrategy.NO_SHARD)
+    model.module.blocks[3] = FSDP(nn.Tanh(), order_check="always", sharding_strategy=ShardingStrategy.NO_SHARD)
+    model.module.path = Path.usual[: 3 + dist.get_rank()]
+    for step in range(2):
+        with model.no_sync():
+            for micro in range(dist.get_rank() + 1):
+                train_step(model, (step, micro))
+        if dist.get_rank() == 1:
+            with mock.patch.object(model.module, "path", ("blocks.0", "no such")), pytest.raises(AttributeError):
+                model(randn(3, 4))
+        train_step(model, step)
+
+
+@on_ranks(2)
+def test_a_pass_that_accumulates_is_compared_with_the_one_that_reduces():
+    """Cut parameters travel in it too: who computed with those of others is told before the step."""
+    with native_collectives():
+        model = wrapped_path(reshard_after_forward=False)
+        model.module.path = OTHER_PATHS["other order"][0] if dist.get_rank() == 1 else Path.usual
+        with model.no_sync():
+            train_step(model, 0)
+        model.module.path = Path.usual
+        with pytest.raises(RanksDisagreeError, match=r"In step 1 rank 0 is at `blocks.1` .*, rank 1 at `blocks.2`"):
+            train_step(model, 1)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("name", "values"), [("order_check", ("always", "off")), ("nan_check", (True, False))])
 def test_inner_values_must_agree(name, values):
     """What counts for the whole model is the same in all wrappers, or the first forward raises."""
@@ -212,6 +248,17 @@ def test_inner_values_must_agree(name, values):
     model = FSDP(nn.Sequential(inner, nn.Linear(4, 4)), **{name: values[1]})
     with pytest.raises(ValueError, match=f"`{name}` must be the same in all wrappers.*unit `0`"):
         model(randn(3, 4))
+
+
+@on_ranks(2)
+def test_forwards_whose_backward_never_comes_do_not_add_up():
+    """Evaluation with gradients enabled: what is remembered has a limit, and ranks still agree."""
+    with mock.patch.object(order_check, "_MAX_ENTERED", 20):
+        model = wrapped_path()
+        for _ in range(12):
+            model(randn(3, 4))
+        assert len(model._unit.root.order_check.entered) <= 20 + 1 + len(model._unit.root.units)
+        train_step(model, 0)
 
 
 @on_ranks(1)

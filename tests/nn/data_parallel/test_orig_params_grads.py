@@ -202,6 +202,25 @@ def test_gradients_that_the_user_puts_there_count():
 
 
 @on_ranks(1, in_full(2), 3)
+def test_a_gradient_put_where_none_was_counts():
+    """All were taken off, then the user gives one parameter a gradient: it is clipped, and added to."""
+    plain, wrapped = build()
+    backward(wrapped, 0)
+    for param in wrapped.parameters():
+        param.grad = None
+    assert wrapped._unit.flat_params[0].grad.value is None
+    for model in (plain, wrapped):
+        weight = dict(model.named_parameters())["0.weight"]
+        weight.grad = torch.full_like(weight, 2.0)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(wrapped.clip_grad_norm_(0.5), expected)
+    for model in (plain, wrapped):
+        backward(model, 1)
+    average_grads_(plain.parameters())
+    assert_same_grads(wrapped, plain)
+
+
+@on_ranks(1, in_full(2), 3)
 def test_hooks_on_views_see_the_reduced_gradient():
     """A post-accumulate-grad hook runs once a backward, with the view's run of the mean there; it may drop it."""
     plain, wrapped = build(wrap=wrap_each)

@@ -113,6 +113,36 @@ def test_buffers_have_a_dtype_of_their_own():
         assert torch.equal(wrapped.table, torch.full_like(wrapped.table, 1 + 2**-12))
 
 
+class Average(nn.Module):
+    """Follows its input with a buffer, behind autograd's back, as codebooks do; ``rows`` past the first stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.full((2, 4), 1 + 2**-12))
+
+    def forward(self, x):
+        self.mean.data[0].lerp_(x.detach().mean(0).to(self.mean), 0.5)
+        return self.layer(x) + self.mean[0]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_is_written_through_data_of_a_buffer_is_kept(mode):
+    """Element by element: by the forward into the cast copy, and by the user into the original between passes."""
+    wrapped = FSDP(Average().to(rank_device()), buffer_dtype=BF16)
+    mean = wrapped.module.mean
+    x = torch.ones(2, 4, device=rank_device())
+    with mode():
+        wrapped(3 * x)
+    assert torch.equal(mean[0], 2 * x[0])
+    assert torch.equal(mean[1], torch.full_like(x[0], 1 + 2**-12)), "what nobody wrote keeps its bits"
+    mean.data.fill_(4.0)
+    wrapped(2 * x).sum().backward()
+    assert torch.equal(mean[0], 3 * x[0])
+    assert wrapped.module.mean is mean
+
+
 @on_ranks(in_full(1), 2)
 def test_a_reduce_dtype_alone_casts_nothing_in_forward():
     """Inputs, parameters and buffers stay as they are; only gradients are rounded, once, on their way."""

@@ -1,8 +1,12 @@
 """``reshard_after_forward=k`` keeps parameters cut over k ranks between forward and backward."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FSDP
 from fairshard.nn.data_parallel.kept_part import KeptPart
@@ -62,12 +66,45 @@ def test_the_backward_gathers_among_few():
 
 
 @on_ranks(4)
+def test_a_share_from_before_the_step_is_not_used():
+    """A forward whose backward never came leaves a share; what a checkpoint recomputes has the new weights."""
+    grads = []
+    for few in (True, 2):
+        wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=few)
+        layer = wrapped.module[0]
+        x = randn(3, 4).requires_grad_()
+        wrapped(x)
+        with torch.no_grad():
+            for param in wrapped.parameters():
+                param.mul_(3)
+        wrapped.module[0] = nn.Sequential(layer)
+        wrapped.module[0].forward = lambda x, layer=layer: checkpoint(layer, x, use_reentrant=True)
+        wrapped(x).square().sum().backward()
+        grads.append([x.grad, *(param.grad for param in wrapped.parameters())])
+    for own, expected in zip(*grads, strict=True):
+        assert torch.equal(own, expected)
+
+
+@on_ranks(4)
 def test_sizes_that_do_not_divide_are_refused():
     """Three of four ranks cannot share a line evenly."""
-    with pytest.raises(ValueError, match="must divide the number of ranks, 4, but is 3"):
-        FSDP(mlp(4, 9), reshard_after_forward=3)(randn(3, 4))
+    wrapped = FSDP(mlp(4, 9), reshard_after_forward=3)
+    for _ in range(2):  # a model that could not be set up is not half set up
+        with pytest.raises(ValueError, match="must divide the number of ranks, 4, but is 3"):
+            wrapped(randn(3, 4))
     with pytest.raises(ValueError, match="a bool or a number of ranks, but is 0"):
         FSDP(mlp(4, 9), reshard_after_forward=0)
+
+
+@on_ranks(4)
+def test_a_gather_that_fails_keeps_nothing():
+    """What went wrong is what is raised, and the next pass is whole."""
+    wrapped = FSDP(mlp(4, 9), reshard_after_forward=2, disable_reshard_on_root=False)
+    wrapped(randn(3, 4))
+    (flat_param,) = wrapped._unit.flat_params
+    with mock.patch.object(flat_param, "unshard", side_effect=KeyError), pytest.raises(KeyError):
+        wrapped(randn(3, 4))
+    wrapped(randn(3, 4)).sum().backward()
 
 
 @on_ranks(2)

@@ -1,0 +1,214 @@
+"""Where every rank stands when a collective fails: what each tells through the store, and what is made of it."""
+
+import re
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from fairshard.errors import CollectiveFailedError, RanksDisagreeError
+from fairshard.utils import watchdog
+from fairshard.utils.testing import fake_group
+from fairshard.utils.watchdog import Place, explain, explained, first_difference, watch
+from tests.on_ranks import on_ranks
+
+
+class Standing:
+    """A training that stands still, unless it ``moves``."""
+
+    def __init__(self, *place):
+        self.stands_at(*place)
+        self.moves = False
+        self.num_told = 0
+        self.asked = []
+
+    def stands_at(self, *place):
+        self._place = Place(*place)
+
+    def place(self):
+        return self._place
+
+    def progress(self):
+        self.num_told += self.moves
+        return self.num_told
+
+
+def own_watchdog():
+    return watchdog._watchdogs[dist.group.WORLD]
+
+
+def until(key):
+    """Wait, outside of any collective, until another rank has set ``key``."""
+    dist.distributed_c10d._get_default_store().wait([key])
+
+
+def reach(key):
+    dist.distributed_c10d._get_default_store().set(key, "")
+
+
+@on_ranks(3)
+def test_ranks_whose_collective_failed_read_the_place_of_all_others():
+    """The last rank is stuck elsewhere, and its thread answers for it, each time, with the line that it is at."""
+    rank = dist.get_rank()
+    training = Standing(f"in step {rank}")
+    watch(training)
+    if rank == 2:
+        until("done 0")
+        training.stands_at("in step 5")
+        reach("moved")
+        until("done 1")
+        return
+    if rank == 1:
+        until("moved")
+    with mock.patch.object(watchdog, "_ANSWERS_WITHIN_S", 30.0):
+        started = time.monotonic()
+        error = explain(RuntimeError("no answer\nand a long trace"))
+        assert time.monotonic() - started < 15, "nobody is waited for who has answered"
+    assert type(error) is CollectiveFailedError
+    text = str(error)
+    assert text.startswith(f"A collective failed on rank {rank}: no answer\n")
+    assert text.endswith("restart all ranks from the last checkpoint.")
+    where = r"\(test_watchdog.py:\d+, in"
+    assert re.search(rf"^  rank 0: in step 0 {where} test_ranks_whose", text, re.MULTILINE)
+    assert re.search(rf"^  rank 1: in step 1 {where} {('until', 'test_ranks_whose')[rank]}", text, re.MULTILINE)
+    assert re.search(rf"^  rank 2: in step {(2, 5)[rank]} {where} until", text, re.MULTILINE)
+    assert str(explain(RuntimeError("again"))) == text.replace("no answer", "again"), "asked for once"
+    reach(f"done {rank}")
+
+
+@on_ranks(2)
+def test_the_store_is_asked_only_while_training_stands_still():
+    """A training that goes on costs nothing; one that stands is looked after; with the group the thread ends."""
+    with mock.patch.object(watchdog, "_POLL_S", 0.01):
+        training = Standing("in step 1")
+        watch(training)
+        store = own_watchdog()._store = mock.Mock(check=lambda keys: training.asked.append(training.num_told))
+        training.moves = True
+        while training.num_told < 20:
+            time.sleep(0.01)
+        training.asked.clear()
+        begun = training.num_told
+        while training.num_told < begun + 20:
+            time.sleep(0.01)
+        assert not training.asked
+        training.moves = False
+        while not training.asked:
+            time.sleep(0.01)
+        assert store.set.call_count == 0
+        thread = own_watchdog()._thread
+        dist.destroy_process_group()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@on_ranks(2)
+def test_a_store_may_serve_another_group_later():
+    """What was told in an earlier group on the same store is not taken for an answer."""
+    for number in range(2):
+        training = Standing(f"in group {number}")
+        watch(training)
+        text = str(explain(RuntimeError("no answer")))
+        assert f"ranks 0-1: in group {number}" in text
+        watchdog._watchdogs.clear()
+        dist.barrier()
+
+
+@on_ranks(3)
+def test_who_has_ended_or_does_not_answer_is_named():
+    """One rank's process ends by an error and leaves a word; another never had a thread, and is silent."""
+    with mock.patch.object(watchdog, "_ANSWERS_WITHIN_S", 0.5):
+        if dist.get_rank() == 2:
+            until("told")
+            return
+        training = Standing("in the forward of step 7", 7, ("`a`",))
+        watch(training)
+        if dist.get_rank() == 1:
+            own_watchdog().leave(KeyError("of its own"))
+            assert not own_watchdog()._thread.is_alive()
+            reach("left")
+            until("told")
+            return
+        until("left")
+        text = str(explain(RuntimeError("no answer")))
+        reach("told")
+    assert "\n  rank 1: gone: its process has ended by KeyError: 'of its own', in the forward of step 7\n" in text
+    assert "\n  rank 2: silent: its process has ended or does not run\n" in text
+
+
+@on_ranks(2)
+def test_ranks_that_ran_different_units_are_told_which():
+    """The entries tell what happened before the failure, and the error says that ranks disagree."""
+    rank = dist.get_rank()
+    training = Standing("in the backward of step 2", 2, ("`a`", ("`b`", "`c`")[rank]))
+    watch(training)
+    error = explain(RuntimeError("no answer"))
+    assert isinstance(error, RanksDisagreeError)
+    assert "In step 2 rank 0 is at `b`, rank 1 at `c`." in str(error)
+    assert "\n  ranks 0-1: in the backward of step 2" in str(error)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_a_store_that_is_gone_is_not_waited_for(how):
+    """Whoever kept it has ended: a rank says what it knows."""
+    training = Standing("in step 1")
+    watch(training)
+    end = threading.Event()
+    ask = {"raises": mock.Mock(side_effect=RuntimeError("gone")), "hangs": end.wait}[how]
+    short = dict.fromkeys(("_ANSWERS_WITHIN_S", "_OTHERS_READ_WITHIN_S", "_POLL_S"), 0.1)
+    with mock.patch.object(own_watchdog(), "_ask", ask), mock.patch.multiple(watchdog, **short):
+        text = str(explain(RuntimeError("no answer")))
+    end.set()
+    assert f"\n  rank {1 - dist.get_rank()}: unknown: the store, which rank 0 or the launcher kept, does not" in text
+
+
+def test_where_nobody_else_is_there_is_no_watchdog():
+    """Groups that move nothing have none, and a failure is told as it is."""
+    with fake_group(2) as world:
+        watch(Standing("in step 1"))
+        assert world not in watchdog._watchdogs
+        assert str(explain(RuntimeError("no answer"))) == "A collective failed: no answer"
+
+
+@on_ranks(2)
+def test_a_training_that_is_gone_is_not_kept():
+    """The watchdog holds no model; without one, the rank is not training."""
+    training = Standing("in step 1")
+    watch(training)
+    del training
+    assert "not training (test_watchdog.py" in str(explain(RuntimeError("no answer")))
+
+
+def test_differences_are_those_of_one_step():
+    """Ranks are compared step by step, as far as both have come, or to the end where both have ended."""
+    told = {0: [Place("", 1, ("a", "b")), Place("", 2, ("a",))], 2: [Place("", 2, ("a", "b"))], 3: []}
+    assert first_difference(told) == "", "one may have come further"
+    assert first_difference(told, to_the_end=True) == "In step 2 rank 0 is at the end, rank 2 at b."
+    told[3] = [Place("", 1, ("a", "c"))]
+    assert first_difference(told) == "In step 1 rank 0 is at b, rank 3 at c."
+    assert first_difference({1: told[0]}) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([0], "rank 0"), ([0, 1], "ranks 0-1"), ([0, 2, 3, 4, 7], "ranks 0, 2-4, 7")]
+)
+def test_ranks_are_listed_in_runs(ranks, text):
+    """``rank 1`` or ``ranks 0, 2-4``."""
+    assert watchdog._ranks(ranks) == text
+
+
+@explained
+def fails_with(error):
+    raise error
+
+
+def test_only_failures_of_a_collective_are_explained():
+    """Errors of ours, and of other kinds, go through as they are; without a group nothing is known."""
+    with pytest.raises(CollectiveFailedError, match="A collective failed: connection closed") as raised:
+        fails_with(RuntimeError("connection closed"))
+    assert str(raised.value.__cause__) == "connection closed"
+    for error in (RanksDisagreeError("told"), ValueError("wrong")):
+        with pytest.raises(type(error), match=str(error)):
+            fails_with(error)
