@@ -25,10 +25,9 @@ class GradMethods(StateMethods):
         """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
 
         The first backward outside reduces the sum. Until then every rank holds whole gradients, and those of shards
-        are zeros if there were none: scale or clip them after that backward only, for a write that leaves zeros, such
-        as ``zero_grad``, drops what is held. With SHARD_GRAD_OP whole parameters are kept from a backward inside to
-        the next forward: what changes weights in between through ``.data`` is not noticed. Only the outermost wrapper
-        has it.
+        are zeros if there were none: zero them to drop what is held; after any other change the next backward raises.
+        With SHARD_GRAD_OP whole parameters are kept from a backward inside to the next forward: what changes weights
+        in between through ``.data`` is not noticed. Only the outermost wrapper has it.
         """
         root = self._require_root("no_sync")
         root.assert_idle("no_sync")

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -98,8 +99,9 @@ def test_hooks_that_compress_do_all_casting(name):
 def test_factors_are_pytorchs():
     """The same powers of two, for any number of ranks."""
     for world_size in range(1, 130):
-        factor = comm_hooks.DefaultState._predivide_factor(world_size)
-        assert factor == torch_hooks.DefaultState._get_gradient_predivide_factor(world_size)
+        state = comm_hooks.DefaultState(mock.Mock(size=lambda number=world_size: number))
+        factor = torch_hooks.DefaultState._get_gradient_predivide_factor(world_size)
+        assert (state.gradient_predivide_factor, state.gradient_postdivide_factor) == (factor, world_size / factor)
 
 
 @on_ranks(2)
