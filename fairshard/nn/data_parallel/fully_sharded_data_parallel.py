@@ -325,7 +325,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def _find_inside(self, name: str) -> Any:
         if name in self.forward_methods:
             return gathering(self._unit, getattr(self.module, name), self._run)
-        found = naming_cure(self.module, name)
+        found = naming_cure(self._unit, self.module, name)
         return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.errors import ParameterShardedError
+from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.unit import Unit
 
@@ -34,16 +34,20 @@ def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -
     return call
 
 
-def naming_cure(module: nn.Module, name: str) -> Any:
-    """Attribute ``name`` of ``module``.
+def naming_cure(unit: Unit, module: nn.Module, name: str) -> Any:
+    """Attribute ``name`` of ``module``, which ``unit`` wraps.
 
-    Where it, or the method that it is, takes the first of no parameters, the error says how to have some.
+    Where it, or the method that it is, takes the first of no parameters, or fails with shards in their place, the
+    error says how to have some.
     """
     try:
         found = getattr(module, name)
     except StopIteration as error:
         raise _explained(module, name, error) from error
-    if not inspect.ismethod(found) or found.__self__ is not module or next(module.parameters(), None) is not None:
+    if not inspect.ismethod(found) or found.__self__ is not module:
+        return found
+    has_shards = any(slot.registered is not None for flat_param in unit.flat_params for slot in flat_param.slots)
+    if not has_shards and next(module.parameters(), None) is not None:
         return found
 
     @functools.wraps(found)
@@ -52,6 +56,16 @@ def naming_cure(module: nn.Module, name: str) -> Any:
             return found(*args, **kwargs)
         except StopIteration as error:
             raise _explained(module, name, error) from error
+        except FairshardError:
+            raise
+        except RuntimeError as error:
+            if unit.is_gathered or not has_shards:
+                raise
+            raise ParameterShardedError(
+                f"`{name}` of the wrapped {type(module).__name__} raised while its parameters are shards of one "
+                f"dimension: {error}. If it computes with them, let it gather them, with "
+                f'`fairshard.nn.register_forward_method(wrapper, "{name}")`.'
+            ) from error
 
     return call
 

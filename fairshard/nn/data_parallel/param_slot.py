@@ -71,6 +71,28 @@ def _refuse_operators() -> None:
 _refuse_operators()
 
 
+class _Guard:
+    """A hook before the forward of a module that has a shard, of one dimension, where it computes with a parameter.
+
+    Raises `ParameterShardedError` unless the parameter of ``slot`` is there: torch would name neither the module nor
+    the cure, or compute with the shard where its shape happens to fit.
+    """
+
+    def __init__(self, slot: "ParamSlot", name: str) -> None:
+        self._slot = slot
+        self._name = name
+
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        if self._name not in module.__dict__ and module._parameters.get(self._name) is self._slot.registered:
+            ShardedParameter(self._slot.fqn, self._slot.shape)._refuse()
+
+
+def _guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
+    """One guard a module is enough: all that it has is gathered together."""
+    if not any(isinstance(hook, _Guard) for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_Guard(slot, name))
+
+
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
 
 
@@ -94,7 +116,7 @@ class ParamSlot:
         self.numel = leaf.numel()
         self.owners: list[tuple[nn.Module, str]] = []
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
-        self._registered: nn.Parameter | None = None
+        self.registered: nn.Parameter | None = None
         self._empty: Tensor | None = None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
@@ -103,13 +125,13 @@ class ParamSlot:
 
     def stands_for(self, param: Any) -> bool:
         """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
-        return any(param is own for own in (self.leaf, self._registered, self._placeholder) if own is not None)
+        return any(param is own for own in (self.leaf, self.registered, self._placeholder) if own is not None)
 
     def share_with(self, module: nn.Module, name: str) -> None:
         """Let ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
         is_gathered = self.leaf.shape == self.shape
         self.add_owner(module, name)
-        module._parameters[name] = self._registered
+        module._parameters[name] = self.registered
         shown = self.leaf if is_gathered else self._placeholder
         if shown is not None:
             module.__dict__[name] = shown
@@ -131,6 +153,8 @@ class ParamSlot:
         _slots[self.leaf] = weakref.ref(self)
         if shard is not None:
             self._placeholder = None
+            for module, name in self.owners:
+                _guard(self, module, name)
         self.leaf.grad = None
         self.detach()
 
@@ -144,7 +168,7 @@ class ParamSlot:
         leaf = self.leaf
         leaf.data = view
         for module, name in self.owners:
-            if module._parameters.get(name) is self._registered:  # else a user (functional_call) put another there
+            if module._parameters.get(name) is self.registered:  # else a user (functional_call) put another there
                 module.__dict__[name] = leaf
 
     def detach(self) -> None:
@@ -155,7 +179,7 @@ class ParamSlot:
         leaf.data = self._empty
         placeholder = self._placeholder
         for module, name in self.owners:
-            if module._parameters.get(name) is not self._registered or placeholder is None:
+            if module._parameters.get(name) is not self.registered or placeholder is None:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = placeholder
@@ -169,7 +193,7 @@ class ParamSlot:
         def conceal() -> None:
             replaced = any(module._parameters.get(name) is not full for module, name in self.owners)
             for module, name in self.owners:
-                module._parameters[name] = self._registered
+                module._parameters[name] = self.registered
             self.detach()
             if replaced:
                 raise FairshardError(
@@ -181,13 +205,13 @@ class ParamSlot:
 
     def list_leaf(self) -> Callable[[], None]:
         """Register the leaf, which is gathered, if nothing is registered; the function returned undoes it."""
-        if self._registered is not None:
+        if self.registered is not None:
             return lambda: None
         self._register(self.leaf)
         return lambda: self._register(None)
 
     def _register(self, param: nn.Parameter | None) -> None:
-        self._registered = param
+        self.registered = param
         for module, name in self.owners:
             module._parameters[name] = param  # None keeps the name's place in the module's order
 

@@ -101,13 +101,43 @@ def test_forwarded_attributes_raise_the_same():
 
 
 @on_ranks(1, 2)
-def test_calling_the_inner_module_directly_raises():
+@pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"use_orig_params": True}], ids=str)
+def test_calling_the_inner_module_directly_raises(kwargs):
     """The wrapped module called past its wrapper raises the error, not a crash, and the wrapper still works."""
-    model = FSDP(Model())
-    for _ in states(model):
-        with pytest.raises(FairshardError, match=r"fc\.weight"):
-            model.fc.module(randn(3, 4))
-    assert model(randn(3, 4)).shape == (3, 2)
+    original = FSDP(Model(**kwargs), **kwargs)
+    for model in (original, copy.deepcopy(original)):
+        for _ in states(model):
+            with pytest.raises(ParameterShardedError, match=r"fc\.weight.*summon_full_params"):
+                model.fc.module(randn(3, 4))
+        assert model(randn(3, 4)).shape == (3, 2)
+        with FSDP.summon_full_params(model):
+            assert model.fc.module(randn(3, 4)).shape == (3, 5)
+
+
+class Vectors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(randn(4, 4, key=1))
+
+    def forward(self, x):
+        return x @ self.matrix
+
+    def project(self, x):
+        return x @ self.matrix.T.mm(self.matrix)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kwargs", [{"flatten_parameters": False}, {"use_orig_params": True}], ids=str)
+def test_shards_are_not_computed_with(kwargs):
+    """Where the shape of a shard would fit by chance, too; a method that fails with it is told what to do."""
+    model = FSDP(Vectors(), **kwargs)
+    inner = model.module
+    assert (randn(3, 8) @ inner.matrix).shape == (3,)
+    with pytest.raises(ParameterShardedError, match="matrix"):
+        inner(randn(3, 8))
+    with pytest.raises(ParameterShardedError, match=r"register_forward_method\(wrapper, \"project\"\)"):
+        model.project(randn(3, 4))
+    torch.func.functional_call(inner, {"matrix": randn(8, 2)}, (randn(3, 8),))
 
 
 @on_ranks(1, 2)
