@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.device import gpus_in_use
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -118,8 +119,11 @@ class _Inputs:
         return stand_in
 
     def on_each_device(self) -> list[Tensor]:
-        """An empty tensor on every device of the inputs: torch saves the random state of those it is given."""
-        devices = dict.fromkeys(kept.device for kept in self._kept.values())
+        """An empty tensor on every device that may compute: torch saves the random state of those it is given.
+
+        Those of the inputs, and the GPU that a wrapper inside may move them to.
+        """
+        devices = dict.fromkeys([*(kept.device for kept in self._kept.values()), *gpus_in_use()])
         return [torch.empty(0, device=device) for device in devices]
 
     def take(self) -> Any:

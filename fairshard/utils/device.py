@@ -81,6 +81,11 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def gpus_in_use() -> list[torch.device]:
+    """The GPU that new CUDA tensors go to, if this process has used any."""
+    return [current_device()] if torch.cuda.is_initialized() else []
+
+
 def device_count() -> int:
     """Number of GPUs that this process sees; 0 without CUDA."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

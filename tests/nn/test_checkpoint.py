@@ -309,3 +309,12 @@ def test_frozen_units():
         for expected, actual in zip(plain.parameters(), wrapped.parameters(), strict=True):
             assert (expected.grad is None) == (actual.grad is None)
             assert expected.grad is None or torch.equal(actual.grad, expected.grad)
+
+
+def test_random_numbers_of_a_gpu_that_inputs_are_moved_to_are_the_same_both_times():
+    """A wrapper inside may move inputs from the host, and torch saves the random state of devices that it is shown."""
+    gpu = torch.device("meta")
+    inputs = checkpoint._Inputs((randn(2),), {}, False)
+    assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu"]
+    with mock.patch.object(checkpoint, "gpus_in_use", return_value=[gpu]):
+        assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu", "meta"]
