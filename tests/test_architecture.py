@@ -321,11 +321,12 @@ def test_no_function_takes_a_state_first():
 
 
 # A wrapped module's own dictionary may gain the names of its parameters: the leaf while gathered, a
-# placeholder while not. Nothing else.
+# placeholder while not. Where shards are registered no placeholder can hide them: a hook before the forward refuses to
+# compute with them. Nothing else.
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_wrapping_and_training_leave_no_attributes(flatten):
-    """After a wrap and a step, parameters have no new attributes, modules only their parameters' names."""
+    """After a wrap and a step, parameters have no new attributes, modules only their parameters' names, and a guard."""
     model = tiny()
     modules = dict(model.named_modules())
     before = {name: set(vars(module)) for name, module in modules.items()}
@@ -345,6 +346,8 @@ def test_wrapping_and_training_leave_no_attributes(flatten):
         gained = set(vars(module)) - before[name]
         assert gained <= own[name], f"{name or 'the root'} gained {gained - own[name]}"
         assert not before[name] - set(vars(module))
+        if own[name] and not flatten:
+            hooks[name]["_forward_pre_hooks"] += 1
         assert _num_hooks(module) == hooks[name]
 
 

@@ -126,7 +126,6 @@ class Communicator(GroupMessages):
         self.counts: dict[str, list[int]] = {}
         self.is_real = backend_name(group, torch.device("cpu")) != "fake"
         self._next_id = 0
-        self._kept: list[Transfer] = []
         self.exchange: ProcessGroup | None = None
         self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
         if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
@@ -208,10 +207,6 @@ class Communicator(GroupMessages):
         largest = self.all_reduce(both, "max").wait()
         assert largest is not None
         return largest[0].item() == number and -largest[1].item() == number
-
-    def keep(self, transfer: Transfer) -> None:
-        """Hold a transfer that nobody will wait for until it has ended: gloo hangs if a receive is dropped."""
-        self._kept = [*(one for one in self._kept if not one.is_completed()), transfer]
 
     def _sum_native(self, tensor: Tensor) -> Transfer:
         """As `_scatter_native`."""

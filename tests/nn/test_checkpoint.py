@@ -314,7 +314,7 @@ def test_frozen_units():
 def test_random_numbers_of_a_gpu_that_inputs_are_moved_to_are_the_same_both_times():
     """A wrapper inside may move inputs from the host, and torch saves the random state of devices that it is shown."""
     gpu = torch.device("meta")
-    inputs = checkpoint._Inputs((randn(2),), {}, False)
+    inputs = checkpoint._Inputs((torch.ones(2),), {}, False)
     assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu"]
     with mock.patch.object(checkpoint, "gpus_in_use", return_value=[gpu]):
         assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu", "meta"]

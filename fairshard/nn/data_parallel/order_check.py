@@ -289,6 +289,9 @@ class _Peers:
         return not self.agree() or flag
 
     def __del__(self) -> None:
-        """A model may be dropped between forward and backward; what is still to arrive needs its memory."""
+        """A model may be dropped between forward and backward: gloo hangs if a receive under way is dropped with it."""
         if self._transfer is not None:
-            self.comm.keep(self._transfer)
+            _kept[:] = [*(one for one in _kept if not one.is_completed()), self._transfer]
+
+
+_kept: list[Transfer] = []  # those that nobody will wait for, until they have ended
