@@ -36,7 +36,8 @@ _COLORS = {
     "copy to host": "#7a6a5c",
     "optimizer step": "#4a4a4a",
 }
-_LABEL_SHARE = 0.012  # of the whole width, for each letter: a bar that is narrower has no name in it
+_LETTER = 0.005  # of the whole width: a bar that is too narrow for its name has none
+_THIN = 0.002  # of the whole width: a bar that an edge would cover has none
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,13 @@ def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str
         for bar in one:
             height = heights[rank, bar.lane, bar.row]
             start, width = bar.start * 1e3, (bar.end - bar.start) * 1e3
-            axes.broken_barh(
-                [(start, width)], (height - 0.42, 0.84), color=_COLORS[bar.kind], edgecolor="white", linewidth=0.3
-            )
+            color = _COLORS[bar.kind]
+            edge = "white" if width > _THIN * span else color
+            axes.broken_barh([(start, width)], (height - 0.42, 0.84), facecolor=color, edgecolor=edge, linewidth=0.4)
             name = bar.fqn or "root"
-            if width > _LABEL_SHARE * len(name) * span and bar.kind not in _WAITS.values():
+            if width > _LETTER * len(name) * span and bar.kind not in _WAITS.values():
                 axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=6, color="white")
-    axes.set_yticks(
-        list(heights.values()), [_row_label(place) for place in heights], fontsize=8
-    )
+    axes.set_yticks(list(heights.values()), [_row_label(place) for place in heights], fontsize=8)
     axes.set_ylim(bottom + 0.7, -0.7)
     axes.set_xlim(0, span or 1)
     axes.set_xlabel("ms")

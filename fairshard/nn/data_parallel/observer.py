@@ -144,7 +144,7 @@ class Observation:
         """Watch all optimizers, for torch has no other way; weakly, so that a forgotten observation ends."""
         before, after = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
 
-        def call(reference: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: Any) -> None:
+        def call(reference: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:
             method = reference()
             if method is not None:
                 method(optimizer)
