@@ -28,23 +28,23 @@ from fairshard.utils.unit_event import END, Phase, UnitEvent
 def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
     """Call ``fn(event)`` for what happens to the units of ``model`` on this rank, until the observation is removed.
 
-    =================  ===========================================================================================
-    event              when
-    =================  ===========================================================================================
-    ``unshard``        a gather of the unit's parameters is issued; not told when they are gathered already
-    ``reshard``        they have been freed; not told when the forward keeps them
-    ``post_backward``  all gradients that a backward gives the unit are in their bucket, and the unit is freed if it
-                       is to be; told at the end of the backward for a unit that it has not come to
-    ``forward``        from here to ``forward_end`` the unit computes, units inside it too
-    ``backward``       to ``backward_end``, the unit computes its gradients
-    ``unshard_wait``   to ``unshard_wait_end``, compute waits for the gather
-    ``write_grads``    to ``write_grads_end``, the unit's gradients are copied into their bucket
-    ``reduce``         to ``reduce_end``, a bucket is summed over ranks
-    ``reduce_wait``    to ``reduce_wait_end``, that is waited for, and the sums are given to the shards
-    ``copy_to_host``   to ``copy_to_host_end``, a reduced gradient is sent to host memory
-    ``copy_wait``      to ``copy_wait_end``, it is waited for
-    ``optimizer_step`` to ``optimizer_step_end``, an optimizer of these parameters steps
-    =================  ===========================================================================================
+    ==================  ================================================================================================
+    event               when
+    ==================  ================================================================================================
+    ``unshard``         a gather of the unit's parameters is issued; not told when they are gathered already
+    ``reshard``         they have been freed; not told when the forward keeps them
+    ``post_backward``   all gradients that a backward gives the unit are in their bucket, and the unit is freed if it
+                        is to be; told at the end of the backward for a unit that it has not come to
+    ``forward``         from here to ``forward_end`` the unit computes, units inside it too
+    ``backward``        to ``backward_end``, the unit computes its gradients
+    ``unshard_wait``    to ``unshard_wait_end``, compute waits for the gather
+    ``write_grads``     to ``write_grads_end``, the unit's gradients are copied into their bucket, or kept (``no_sync``)
+    ``reduce``          to ``reduce_end``, a bucket is summed over ranks
+    ``reduce_wait``     to ``reduce_wait_end``, that is waited for, and the sums are given to the shards
+    ``copy_to_host``    to ``copy_to_host_end``, a reduced gradient is sent to host memory
+    ``copy_wait``       to ``copy_wait_end``, it is waited for
+    ``optimizer_step``  to ``optimizer_step_end``, an optimizer of these parameters steps
+    ==================  ================================================================================================
 
     Times are those of the host: on a GPU the moments at which work is queued. ``fn`` runs in the middle of a pass, so
     it should only take notes; what it raises comes out of the pass. Units that are wrapped later are not observed.
