@@ -64,6 +64,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.bucket_bytes",
         f"{DATA_PARALLEL}.memory_plan",
         f"{DATA_PARALLEL}.method_calls",
+        f"{DATA_PARALLEL}.observer",
         f"{DATA_PARALLEL}.unit_attributes",
         "fairshard.nn.checkpoint",
         "fairshard.nn.flatten_params_wrapper",

@@ -24,7 +24,7 @@ RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
 
 _AT_LEAST_ONE = (
     "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
-    "keep_last", "resume_from",
+    "keep_last", "resume_from", "trace",
 )  # fmt: skip
 _AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "max_restarts")
 
@@ -78,6 +78,7 @@ class TrainOptions:
     resume: bool = False
     resume_from: int | None = None
     max_restarts: int = 0
+    trace: int | None = None
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -92,6 +93,8 @@ class TrainOptions:
             raise OptionError(f"--dim must be a multiple of --heads = {self.heads}, but is {self.dim}.")
         if self.warmup_steps > self.steps:
             raise OptionError(f"--warmup must be at most --steps = {self.steps}, but is {self.warmup}.")
+        if self.trace is not None and self.trace > self.steps:
+            raise OptionError(f"--trace must be at most --steps = {self.steps}, but is {self.trace}.")
         if self.precision not in PRECISIONS:
             raise OptionError(f"--precision must be one of {', '.join(PRECISIONS)}, but is {self.precision}.")
         if self.device not in DEVICES:
@@ -162,6 +165,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files")
     _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
     _add(files, "--out", Path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
+    _add(files, "--trace", int, "STEP", "draw what happens in that step: trace.png, and trace.json for Chrome")
     _add(files, "--seed", int, "N", "of weights, split and batches (default: %(default)s)")
     checkpoints = parser.add_argument_group("checkpoints")
     _add(checkpoints, "--save-every", int, "N", "steps between checkpoints, 0 for none (default: %(default)s)")

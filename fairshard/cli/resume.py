@@ -14,7 +14,10 @@ from fairshard.cli.options import OptionError, TrainOptions, parsed_options
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 # May differ from the run that is resumed; all else would make it another run.
-_FREE = ("nproc", "device", "threads", "out", "save_every", "keep_last", "resume", "resume_from", "max_restarts")
+_FREE = (
+    *("nproc", "device", "threads", "out", "save_every", "keep_last"),
+    *("resume", "resume_from", "max_restarts", "trace"),
+)
 
 
 def chosen_options(arguments: argparse.Namespace) -> TrainOptions:

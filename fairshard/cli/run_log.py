@@ -9,8 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from fairshard.cli.metrics import MetricsFile, StepMetrics, summarize, write_config
+from fairshard.cli.options import RUN_FILES
 from fairshard.cli.progress import Progress, say, summary_lines
 from fairshard.cli.resume import kept_lines
+from fairshard.cli.trace import TRACE_FILES
 from fairshard.nn.data_parallel.summary import StateBytes
 
 
@@ -62,7 +64,8 @@ class RunLog:
         draw_loss(self._folder / "loss.png", title, losses, self._validations)
         for line in summary_lines(summary, first):
             say(line)
-        say(f"written          {self._folder}: config.json, metrics.jsonl, loss.png")
+        written = [name for name in (*RUN_FILES, *TRACE_FILES) if (self._folder / name).exists()]
+        say(f"written          {self._folder}: {', '.join(written)}")
 
     def __enter__(self) -> RunLog:
         return self

@@ -43,6 +43,7 @@ from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.resume import CHECKPOINTS, chosen_options, restarted_options
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
+from fairshard.cli.trace import traced
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.nn.data_parallel.summary import UnitRow, unit_lines, unit_table
@@ -153,7 +154,9 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
     with _begin(options, ranks, plan, rows, folder, done) if ranks.rank == 0 else contextlib.nullcontext() as log:
         for step in range(done + 1 if done else 0, options.steps + 1):
             if step > 0:
-                metrics = trainer.step(step)
+                is_traced = step == options.trace
+                with traced(model, folder, step, ranks.rank) if is_traced else contextlib.nullcontext():
+                    metrics = trainer.step(step)
                 if log:
                     log.step(metrics)
             if step % options.eval_every == 0 or step == options.steps:

@@ -207,11 +207,10 @@ class ReduceScatterBucketer:
     def reduce(self, source: GradSource) -> None:
         """Take the gradients of ``source`` now; send its bucket when that completes it.
 
-        Its sum is handed to ``source.accept_grad`` once the transfer has been waited for: when more than two are
-        under way, or in `drain`.
+        Its sum is handed to ``source.accept_grad`` once it has been waited for: with two under way, or in `flush`.
         """
         if source.hook is not None:
-            self._reduce_by_hook(source, source.hook)
+            self.reduce_by_hook(source, source.hook)
             return
         if source.comms.num_ranks == 1:
             alone = Bucket([source])
@@ -224,7 +223,7 @@ class ReduceScatterBucketer:
         while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()
         if bucket.write(index):
-            self._launch(bucket)
+            self.launch(bucket)
 
     def flush(self) -> None:
         """Send every bucket that waits, full or not, and run the callbacks of all that was ever sent."""
@@ -233,7 +232,7 @@ class ReduceScatterBucketer:
         self._chunks.clear()
         for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
             if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
-                self._launch(bucket)
+                self.launch(bucket)
         while self._flying:
             self._land()
 
@@ -248,7 +247,7 @@ class ReduceScatterBucketer:
         for bucket, _ in self._place.values():
             bucket.close()
 
-    def _reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
+    def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
         """Let ``hook`` reduce, on the reduce stream; it does all averaging."""
         bucket = Bucket([source])
         bucket.write(0)
@@ -260,29 +259,31 @@ class ReduceScatterBucketer:
             source.accept_grad(reduced)
         self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
-    def _is_crowded(self, bucket: Bucket) -> bool:
-        if bucket.is_open:
-            return False
-        return is_crowded(bucket.nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
-
-    def _launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
+        """Start the sum of ``bucket`` over ranks; on a GPU queue the rest of its way, too."""
         written = now(bucket.data.device)
         with self._stream.use():
             self._stream.wait(written)
             transfer = bucket.launch()
             if bucket.data.is_cuda:  # ordered by the stream: the rest is queued now, and the host never waits
-                self._deliver(bucket, transfer)
+                self.deliver(bucket, transfer)
         self._flying.append((bucket, transfer, self._stream.record()))
+
+    def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
+        """Wait for ``transfer``, and give what it brings to the sources of ``bucket``."""
+        reduced = transfer.wait()
+        assert reduced is not None
+        bucket.deliver(reduced)
+
+    def _is_crowded(self, bucket: Bucket) -> bool:
+        if bucket.is_open:
+            return False
+        return is_crowded(bucket.nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest transfer under way."""
         bucket, transfer, done = self._flying.popleft()
         if not bucket.data.is_cuda:
-            self._deliver(bucket, transfer)
+            self.deliver(bucket, transfer)
         done.wait()  # invariant: nobody reuses the bucket's memory before the reduce stream has read it
         bucket.close()
-
-    def _deliver(self, bucket: Bucket, transfer: Transfer) -> None:
-        reduced = transfer.wait()
-        assert reduced is not None
-        bucket.deliver(reduced)

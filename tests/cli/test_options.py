@@ -36,6 +36,8 @@ BAD = {
     "clip infinite": ("--clip inf", "--clip must be at least 0"),
     "bucket negative": ("--bucket-cap-mb -1", "--bucket-cap-mb must be at least 0"),
     "warmup longer than the run": ("--steps 10 --warmup 11", "--warmup must be at most --steps = 10"),
+    "trace after the last step": ("--steps 10 --trace 11", "--trace must be at most --steps = 10"),
+    "trace before the first": ("--trace 0", "--trace must be at least 1"),
     "seed too large": ("--seed 9223372036854775808", "--seed must be below 2**63"),
     "optimizer unknown": ("--optimizer adam", "invalid choice: 'adam'"),
     "gradients nobody fetches": ("--cpu-offload --no-move-grads-to-cpu", "needs --optimizer cpu-adamw"),

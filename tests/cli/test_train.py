@@ -44,7 +44,7 @@ def _run(command, cwd):
 def finished(tmp_path_factory, data):
     """A run on two ranks that is over: its result and its folder, which it named itself."""
     cwd = tmp_path_factory.mktemp("work")
-    result = _run([*COMMAND, *TINY, "--nproc", "2", "--eval-every", "20", "--data", data], cwd)
+    result = _run([*COMMAND, *TINY, "--nproc", "2", "--eval-every", "20", "--trace", "5", "--data", data], cwd)
     assert result.returncode == 0, result.stderr
     (folder,) = (cwd / "runs").iterdir()
     return result, folder
@@ -94,6 +94,21 @@ def test_config_holds_every_option_and_version(finished, data):
     assert config["world_size"] == 2
     assert config["text"]["train_bytes"] == 100 * 44
     assert {"fairshard", "torch", "numpy", "python"} <= set(config["versions"])
+
+
+def test_the_trace_shows_one_step_of_both_ranks(finished):
+    """Each rank has its lanes: every unit's forward and backward, gathers, one reduction or more, and the optimizer."""
+    assert (finished[1] / "trace.png").read_bytes().startswith(b"\x89PNG")
+    entries = json.loads((finished[1] / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        names = {entry["name"] for entry in entries if entry["pid"] == rank and entry["ph"] == "X"}
+        units = ("root", "blocks.0", "blocks.1")
+        expected = {f"{kind} {unit}" for kind in ("forward", "backward", "gather") for unit in units}
+        assert expected | {"optimizer step"} <= names
+        assert any(name.startswith("reduce ") for name in names)
+    step = next(line for line in _lines(finished[1]) if line["step"] == 5)
+    spans = [(entry["ts"], entry["ts"] + entry["dur"]) for entry in entries if entry["ph"] == "X"]
+    assert all(0 <= start <= end <= 1e6 * (step["step_s"] + 1) for start, end in spans)
 
 
 def test_the_terminal_shows_units_progress_and_summary(finished):

@@ -2,6 +2,7 @@
 
 from fairshard.nn.data_parallel.forward_methods import register_forward_method
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+from fairshard.nn.data_parallel.observer import Observation, observe
 from fairshard.nn.data_parallel.optim_state_keys import OptimStateKeyType
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.nn.data_parallel.state_dict_config import (
@@ -19,6 +20,7 @@ from fairshard.nn.data_parallel.state_dict_config import (
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import clean_tensor_name
 from fairshard.nn.data_parallel.unit_attributes import get_fsdp_instances
+from fairshard.utils.unit_event import Phase, UnitEvent
 
 __all__ = [
     "BackwardPrefetch",
@@ -29,8 +31,10 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "Observation",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Phase",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -38,7 +42,9 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "UnitEvent",
     "clean_tensor_name",
     "get_fsdp_instances",
+    "observe",
     "register_forward_method",
 ]

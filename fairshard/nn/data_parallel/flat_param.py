@@ -341,7 +341,6 @@ class FlatParam(FlatLine):
             self.comm.all_gather(rows, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
         return rows
 
-
     def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
         """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
         leaf = slot.leaf

@@ -1,0 +1,257 @@
+"""In which order units are gathered, freed and have their gradients, told by the observer.
+
+Orders are written as lines of ``+unit`` (a gather is issued), ``-unit`` (freed) and ``!unit`` (its gradients are in
+their bucket); layers go by their number.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as torch_checkpoint_wrapper
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import Phase, checkpoint_wrapper, observe
+from tests.models import DIM, VOCAB, Block
+from tests.on_ranks import on_ranks
+from tests.reference import sgd
+
+SIGNS = {"unshard": "+", "reshard": "-", "post_backward": "!"}
+ROOT_TOO = {"disable_reshard_on_root": False}
+AS_CALLED = {"forward_prefetch": False}
+CHECKPOINTED = "_checkpoint_wrapped_module"
+
+FORWARD = "+root +0 -0 +1 -1 +2 -2"
+BACKWARD = "+2 +1 -2 !2 +0 -1 !1 -0 !0 -root !root"
+
+
+class Stack(nn.Module):
+    """An embedding, layers one after the other, and a Linear that gives the outputs."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Branches(nn.Module):
+    """Two Linears of the same input; both outputs are returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.lin1(x), self.lin2(x)
+
+
+class Expert(nn.Module):
+    """Two Linears, of which the first is a unit."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.w1 = FSDP(nn.Linear(DIM, DIM), **kwargs)
+        self.w2 = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.w2(torch.relu(self.w1(x)))
+
+
+class ExpertBlock(nn.Module):
+    """A residual block around an `Expert`."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.expert = Expert(**kwargs)
+
+    def forward(self, x):
+        return x + self.expert(self.norm(x))
+
+
+def stack(num_layers, checkpointing=None, **kwargs):
+    """A sharded `Stack`, each layer a unit; ``checkpointing`` of the layers is ours, torch's or none."""
+    torch.manual_seed(1)
+    wrap = {None: lambda layer: layer, "ours": checkpoint_wrapper, "torch's": torch_checkpoint_wrapper}[checkpointing]
+    return FSDP(Stack(FSDP(wrap(Block()), **kwargs) for _ in range(num_layers)), **kwargs)
+
+
+def tokens():
+    return torch.zeros(2, 5, dtype=torch.long)
+
+
+@contextlib.contextmanager
+def order(model, expected):
+    """Check that what happens in the context has the ``expected`` order, and each event its phase."""
+    events = []
+    with observe(model, events.append):
+        yield
+    events = [event for event in events if event.event in SIGNS]
+    assert " ".join(SIGNS[event.event] + short(event.fqn) for event in events) == expected
+    in_backward = "!" in expected
+    for event in events:
+        before = Phase.PRE_BACKWARD if event.event == "unshard" else Phase.POST_BACKWARD
+        assert event.phase is (before if in_backward else Phase.FORWARD), event
+
+
+def short(fqn):
+    """The unit's name without what all names have, and without the wrappers of checkpoints."""
+    assert "module" not in fqn.replace(CHECKPOINTED, "")
+    return fqn.replace(f".{CHECKPOINTED}", "").removeprefix("layers.") or "root"
+
+
+def without_unshards(text):
+    return " ".join(word for word in text.split() if not word.startswith("+"))
+
+
+KEEPS = {
+    "all": ({"reshard_after_forward": False}, "+root +0 +1 +2", without_unshards(BACKWARD)),
+    "root": ({}, FORWARD, BACKWARD),
+    "root, few ranks": ({"reshard_after_forward": 2}, FORWARD, BACKWARD),
+    "nothing": (ROOT_TOO, f"{FORWARD} -root", f"+root {BACKWARD}"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [None, "ours", pytest.param("torch's", marks=pytest.mark.full)])
+def test_forward_and_backward(checkpointing):
+    """The backward gathers one unit ahead, in every iteration, and only what the forward has freed."""
+    for kwargs, forward, backward in KEEPS.values():
+        model = stack(3, checkpointing, **kwargs, **AS_CALLED)
+        optimizer = sgd(model)
+        for iteration in range(3):
+            with order(model, forward):
+                loss = model(tokens()).sum()
+            with order(model, backward):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=iteration % 2 == 0)
+
+
+@on_ranks(2)
+def test_forward_gathers_ahead_by_default():
+    """Once the order is known, each gather comes one event earlier; the backward is the same."""
+    model = stack(3)
+    for forward in (FORWARD, "+root +0 +1 -0 +2 -1 -2", "+root +0 +1 -0 +2 -1 -2"):
+        with order(model, forward):
+            loss = model(tokens()).sum()
+        with order(model, BACKWARD):
+            loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [None, pytest.param("ours", marks=pytest.mark.full)])
+def test_several_forwards_before_one_backward(checkpointing):
+    """Each forward gathers; the backward does once a unit, for its two calls, and has its gradients once.
+
+    FSDP2 gathers and reduces for every call. Here a leaf adds up the gradients of all calls before it is reduced.
+    """
+    backward = "+2 +1 +0 -2 !2 -1 !1 -0 !0 -root !root"
+    for keeps, again, expected in (
+        ("all", "+root +0 +1 +2", without_unshards(backward)),  # the weights may have changed in between
+        ("root", FORWARD, backward),
+        ("nothing", f"{FORWARD} -root", f"+root {backward}"),
+    ):
+        kwargs, forward, _ = KEEPS[keeps]
+        model = stack(3, checkpointing, **kwargs, **AS_CALLED)
+        with order(model, f"{forward} {again}"):
+            losses = model(tokens()), model(tokens())
+        with order(model, expected):
+            sum(losses).sum().backward()
+
+
+@on_ranks(2)
+def test_a_unit_that_a_backward_does_not_come_to():
+    """It is gathered ahead in vain, freed at the end, and has its (empty) gradients there; then comes its turn.
+
+    After a backward nothing is gathered, so that the second one starts anew, and it foresees nothing.
+    """
+    model = nn.Sequential(nn.Linear(DIM, DIM), Branches())
+    for owner, name in ((model, "0"), (model[1], "lin1"), (model[1], "lin2")):
+        setattr(owner, name, FSDP(getattr(owner, name), **AS_CALLED))
+    model = FSDP(model, **AS_CALLED)
+    with order(model, "+0 -0 +1.lin1 -1.lin1 +1.lin2 -1.lin2"):
+        first, second = model(torch.ones(2, DIM))
+    with order(model, "+1.lin2 +1.lin1 -1.lin2 !1.lin2 +0 -0 !0 -1.lin1 !1.lin1"):
+        second.sum().backward(retain_graph=True)
+    with order(model, "+1.lin1 -1.lin1 !1.lin1 +0 -0 !0 !1.lin2"):
+        first.sum().backward()
+
+
+@on_ranks(2)
+def test_named_units_in_forward():
+    """Each layer gathers the next one, or the next two; the backward is the default one."""
+    model = stack(4, "torch's", **ROOT_TOO, **AS_CALLED)
+    forwards = ("+root +0 +1 -0 +2 -1 +3 -2 -3 -root", "+root +0 +1 +2 -0 +3 -1 -2 -3 -root")
+    for number, forward in enumerate(forwards, start=1):
+        layers = model.layers
+        for index in range(4 - number):
+            layers[index].set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + number]))
+        with order(model, forward):
+            loss = model(tokens()).sum()
+        with order(model, "+root +3 +2 -3 !3 +1 -2 !2 +0 -1 !1 -0 !0 -root !root"):
+            loss.backward()
+
+
+@on_ranks(2)
+def test_named_units_in_backward():
+    """Each layer gathers the one before it, as by default, or two; the forward gathers each when it is called."""
+    model = stack(4, "torch's", **ROOT_TOO, **AS_CALLED)
+    backwards = (
+        "+root +3 +2 -3 !3 +1 -2 !2 +0 -1 !1 -0 !0 -root !root",
+        "+root +3 +2 +1 -3 !3 +0 -2 !2 -1 !1 -0 !0 -root !root",
+    )
+    for number, backward in enumerate(backwards, start=1):
+        layers = model.layers
+        for index in range(number, 4):
+            layers[index].set_modules_to_backward_prefetch(list(layers[index - number : index])[::-1])
+        with order(model, "+root +0 -0 +1 -1 +2 -2 +3 -3 -root"):
+            loss = model(tokens()).sum()
+        with order(model, backward):
+            loss.backward()
+
+
+@on_ranks(2)
+def test_units_inside_checkpoints():
+    """Inside a checkpoint in a checkpoint, names are followed; by default it is the order of calls, backwards.
+
+    There the unit inside a layer, which was called last, is gathered ahead, and the layer at its turn. The outermost
+    unit, which has nothing of its own and no names, gathers what it foresees in either case.
+    """
+    model = Stack(ExpertBlock(**AS_CALLED) for _ in range(3))
+    for kind in (ExpertBlock, Expert):
+        apply_activation_checkpointing(model, check_fn=lambda module, kind=kind: isinstance(module, kind))
+    model.embed, model.head = FSDP(model.embed, **AS_CALLED), FSDP(model.head, **AS_CALLED)
+    model.layers = nn.ModuleList(FSDP(layer, **AS_CALLED) for layer in model.layers)
+    model = FSDP(model, **AS_CALLED)
+    forward = "+embed -embed " + " ".join(f"+{i} +{i}.expert.w1 -{i}.expert.w1 -{i}" for i in range(3)) + " +head -head"
+    with order(model, forward):
+        loss = model(tokens()).sum()
+    with order(
+        model,
+        "+head +2.expert.w1 -head !head +2 +1.expert.w1 -2.expert.w1 !2.expert.w1 -2 !2 "
+        "+1 +0.expert.w1 -1.expert.w1 !1.expert.w1 -1 !1 +0 +embed -0.expert.w1 !0.expert.w1 -0 !0 -embed !embed",
+    ):
+        loss.backward()
+    embed, head, (first, second, third) = model.embed, model.head, model.layers
+    head.set_modules_to_backward_prefetch([third])
+    third.set_modules_to_backward_prefetch([second, second.expert.w1])
+    second.set_modules_to_backward_prefetch([first, first.expert.w1])
+    first.set_modules_to_backward_prefetch([embed])
+    with order(model, forward):
+        loss = model(tokens()).sum()
+    with order(
+        model,
+        "+head +2 +2.expert.w1 -head !head +1 +1.expert.w1 -2.expert.w1 !2.expert.w1 -2 !2 "
+        "+0 +0.expert.w1 -1.expert.w1 !1.expert.w1 -1 !1 +embed -0.expert.w1 !0.expert.w1 -0 !0 -embed !embed",
+    ):
+        loss.backward()
