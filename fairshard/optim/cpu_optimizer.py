@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fairshard.errors import FairshardError
+from fairshard.nn.data_parallel.claim import claim
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_, exceeds
 from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_cpu_steps, name_of_shard
-from fairshard.nn.data_parallel.root import Root, claim
+from fairshard.nn.data_parallel.root import Root
 from fairshard.nn.data_parallel.tree import unit_of, units_below
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps

@@ -49,11 +49,11 @@ class GradSource(PlannedSource, Protocol):
     division: Division
     hook: Hook | None
 
-    def bucket_views(self, columns: Tensor) -> list[Tensor]:
+    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
         """The parts of ``columns`` ``[world_size, shard_numel]`` that gradients are copied to."""
 
-    def write_grads(self, views: list[Tensor], columns: Tensor) -> None:
-        """Copy the gradients into ``views``, made by `bucket_views` from the same ``columns``."""
+    def write_grads(self, views: list[list[Tensor]]) -> None:
+        """Copy the gradients into ``views``, made by `bucket_views`."""
 
     def accept_grad(self, reduced: Tensor) -> None:
         """Take the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
@@ -89,7 +89,7 @@ class Bucket:
             alloc_storage_(self.data)
             self.is_open = True
         source = self.sources[index]
-        source.write_grads(self._views[index], self._columns[index])
+        source.write_grads(self._views[index])
         if source.division.before != 1 and source.hook is None:
             self._columns[index].div_(source.division.before)
         self._missing.discard(index)

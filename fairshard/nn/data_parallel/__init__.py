@@ -1,10 +1,13 @@
 """The engine, and the doors to it."""
 
 from fairshard.nn.data_parallel.forward_methods import register_forward_method
+from fairshard.nn.data_parallel.fsdp_module import FSDPModule, UnshardHandle
+from fairshard.nn.data_parallel.fully_shard import fully_shard
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.nn.data_parallel.observer import Observation, observe
 from fairshard.nn.data_parallel.optim_state_keys import OptimStateKeyType
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.nn.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.nn.data_parallel.state_dict_config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -25,13 +28,17 @@ from fairshard.utils.unit_event import Phase, UnitEvent
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "Observation",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Phase",
@@ -43,7 +50,9 @@ __all__ = [
     "StateDictType",
     "TrainingState",
     "UnitEvent",
+    "UnshardHandle",
     "clean_tensor_name",
+    "fully_shard",
     "get_fsdp_instances",
     "observe",
     "register_forward_method",

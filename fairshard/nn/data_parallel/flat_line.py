@@ -1,5 +1,7 @@
 """Parameters laid end to end on a line: whole values to rows and back. No communication."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,16 @@ class FlatLine:
     def __init__(self, slots: list[ParamSlot], rank: int, world_size: int) -> None:
         self.slots = slots
         self.rank = rank
-        self.layout = FlatLayout([slot.numel for slot in slots], world_size)
+        self.layout = self.layout_among(world_size)
         self.shard_numel = self.layout.shard_numel
+
+    def layout_among(self, world_size: int) -> FlatLayout:
+        """Where each parameter lies."""
+        return FlatLayout([slot.numel for slot in self.slots], world_size)
+
+    def flattened(self, index: int, value: Tensor) -> Tensor:
+        """The elements of parameter ``index``, of which ``value`` is the whole, in the order in which they are cut."""
+        return value.reshape(-1)
 
     @torch.no_grad()
     def cut(self, values: list[Tensor]) -> Tensor:
@@ -22,7 +32,7 @@ class FlatLine:
         with torch.inference_mode(False):
             shard = values[0].new_zeros(self.shard_numel)
         for piece in self.layout.pieces_of(self.rank):
-            whole = values[piece.index].reshape(-1)
+            whole = self.flattened(piece.index, values[piece.index])
             shard[piece.target.start : piece.target.stop] = whole[piece.source.start : piece.source.stop]
         return shard
 
@@ -46,3 +56,18 @@ class FlatLine:
         for piece in self.layout.pieces_of(self.rank):
             runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
         return runs
+
+    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
+        """For each parameter the runs of ``columns`` ``[W, S]`` where its gradient goes; last, those of the padding."""
+        if columns.is_contiguous():
+            return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
+        runs: list[list[Tensor]] = [[] for _ in (*self.slots, "padding")]
+        for piece in (*self.layout.pieces, *self.layout.padding):
+            runs[piece.index].append(columns[piece.row, piece.target.start : piece.target.stop])
+        return runs
+
+    def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
+        """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
+        if len(runs) > 1:
+            return torch.split_with_sizes(value.reshape(-1), self.layout.lengths[index])
+        return [value.view(run.shape) if value.is_contiguous() else value.reshape(run.shape) for run in runs]

@@ -30,7 +30,7 @@ from fairshard.utils.storage import free_storage_
 class FlatParam(FlatLine):
     """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
 
-    grad_type = ShardGrad
+    make_grad: Callable[..., ShardGrad] = ShardGrad
 
     def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int, on_cpu: bool = False) -> None:
         super().__init__(slots, rank, world_size)
@@ -76,6 +76,12 @@ class FlatParam(FlatLine):
         kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "on_cpu", "requires_grad", "shard")
         return {name: getattr(self, name) for name in (*kept, "_own_division", "_trained", "registered", "versioned")}
 
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        """Give the line and its parameters the names that ``renamed`` makes of theirs."""
+        self.name = renamed(self.name)
+        for slot in self.slots:
+            slot.rename(renamed(slot.fqn))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.shard.is_shared():
@@ -86,6 +92,11 @@ class FlatParam(FlatLine):
     def stepped(self) -> Sequence[Any]:
         """What optimizers see: this flat param, whose shard they step, or its `OrigParam` each."""
         return (self,)
+
+    @property
+    def kept_line(self) -> Tensor:
+        """The memory of the whole parameters, of which a part can be kept between forward and backward."""
+        return self.buffer
 
     def settle(self) -> None:
         """Follow what the user has assigned to ``.data`` of what is registered."""
@@ -115,7 +126,7 @@ class FlatParam(FlatLine):
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
-        self.grad = self.grad_type(self.shard, grad_dtype, home, transfers, held)
+        self.grad = self.make_grad(self.shard, grad_dtype, home, transfers, held)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
         self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
@@ -164,7 +175,11 @@ class FlatParam(FlatLine):
         self._gather = RowGather(self.comm, buffer)
         # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
         # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
-        self._views = [view.data for view in self.params_of(buffer)]
+        self._views = [view.data for view in self._whole_params(buffer)]
+
+    def _whole_params(self, buffer: Tensor) -> list[Tensor]:
+        """Where the parameters are whole when ``buffer`` has been gathered."""
+        return self.params_of(buffer)
 
     def begin_pass(self) -> None:
         """Follow what the user may have done to the shard since the last pass: its values, its ``requires_grad``."""
@@ -236,43 +251,23 @@ class FlatParam(FlatLine):
             self._storage.resize_(0)
         self.is_gathered = False
 
-    def bucket_views(self, columns: Tensor) -> list[Tensor]:
-        """The runs of ``columns`` ``[W, S]`` where the gradients go, in the order of the line, then the padding."""
-        if columns.is_contiguous():
-            return [*self.params_of(columns), columns.view(-1)[self.layout.numel :]]
-        return [
-            columns[piece.row, piece.target.start : piece.target.stop]
-            for piece in (*self.layout.pieces, *self.layout.padding)
-        ]
-
-    def write_grads(self, views: list[Tensor], columns: Tensor) -> None:
+    def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
 
         The leaves' gradients are then dropped. Leaves without one count as zeros.
         """
-        whole = columns.is_contiguous()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        position = 0
+        empty = list(views[-1])
         for index, slot in enumerate(self.slots):
-            lengths = self.layout.lengths[index]
-            num_runs = 1 if whole else len(lengths)
-            runs = views[position : position + num_runs]
-            position += num_runs
             grad = self._take_grad(index, slot)
             if grad is None:
-                for run in runs:
-                    run.zero_()
-                continue
-            targets += runs
-            if whole:
-                sources.append(grad)
-            elif num_runs == 1:
-                sources.append(grad.reshape(-1))
-            elif num_runs:
-                sources += torch.split_with_sizes(grad.reshape(-1), lengths)
-        for padding in views[position:]:
-            padding.zero_()
+                empty += views[index]
+            else:
+                targets += views[index]
+                sources += self.cut_as(views[index], index, grad)
+        for run in empty:
+            run.zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
         self._marker = self._accumulated = None

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel.agreement import warn_of_other_values
 from fairshard.nn.data_parallel.config import resolve
 from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
+from fairshard.nn.data_parallel.conversion import check_conversion
 from fairshard.nn.data_parallel.full_params import Showing, summon
 from fairshard.nn.data_parallel.grad_methods import GradMethods
 from fairshard.nn.data_parallel.groups import Groups, find_groups
@@ -24,10 +24,8 @@ from fairshard.nn.data_parallel.method_calls import gathering, naming_cure
 from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
 from fairshard.nn.data_parallel.optimizer_check import watch_copy, watch_optimizers
 from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fairshard.nn.data_parallel.origin import move_inputs
 from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
-from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
-from fairshard.nn.data_parallel.root import claim
+from fairshard.nn.data_parallel.running import run
 from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_parameters
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
@@ -241,22 +239,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         return self._run(self._modules["module"], args, kwargs)
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            refuse_tracing()
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
-        if unit.root is None:
-            warn_of_other_values(claim(self).units)
-        if unit.origin.moves_inputs and not unit.is_inner:
-            args, kwargs = move_inputs((args, kwargs), unit.device)
-        if unit.origin.shared.owners:
-            function = unit.origin.shared.computing_with(function)
-        args, kwargs, call = unit.pre_forward(args, kwargs)
-        try:
-            outputs = function(*args, **kwargs)
-        except BaseException:
-            unit.abort_forward()
-            raise
-        outputs = unit.post_forward(outputs, call)
+        outputs = run(self, self._unit, function, args, kwargs)
         if self.config.late.clear_autocast_cache:
             torch.clear_autocast_cache()
         return outputs
@@ -341,16 +324,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         watch_copy(self._unit)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        if self._unit.root is not None:
-            for flat_param in self._unit.flat_params:
-                shard = flat_param.shard
-                changed = fn(shard.data.new_empty(0))
-                if changed.dtype != shard.dtype or changed.device != shard.device:
-                    raise TypeError(
-                        f"Dtype and device must be settled before the first forward, but `{flat_param.name}` would "
-                        f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
-                        "the module before wrapping it, or use `mixed_precision` and `compute_dtype`."
-                    )
+        check_conversion(self._unit, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat_param in self._unit.flat_params:
             flat_param.settle()

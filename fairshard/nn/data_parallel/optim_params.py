@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.nn.data_parallel.root import roots_below
+from fairshard.nn.data_parallel.claim import roots_below
 from fairshard.nn.data_parallel.tree import clean_tensor_name, join, units_below, walk
 from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.utils.collectives import Communicator

@@ -25,7 +25,7 @@ class Prefetch(Generic[UnitT]):
         self.backward: tuple[UnitT, ...] = ()
         self._forward: tuple[UnitT, ...] = ()
         self._backward: tuple[UnitT, ...] = ()
-        self._is_forward_on = config.forward_prefetch is not False
+        self.is_forward_on = config.forward_prefetch is not False
         self._is_backward_on = config.backward_prefetch is not None
         self.waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
@@ -36,7 +36,7 @@ class Prefetch(Generic[UnitT]):
 
     def in_forward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
         """What to gather before the unit computes; ``foreseen`` followed it in the last pass."""
-        if self._forward or foreseen is None or not self._is_forward_on:
+        if self._forward or foreseen is None or not self.is_forward_on:
             return self._forward
         return (foreseen,)
 

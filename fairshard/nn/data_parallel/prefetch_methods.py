@@ -22,7 +22,7 @@ class PrefetchMethods(UnitAttributes):
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
         """
-        self._unit.prefetch.forward = _units_of(modules)
+        self._unit.prefetch.forward = units_of(modules)
         self._settle()
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
@@ -34,7 +34,7 @@ class PrefetchMethods(UnitAttributes):
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
         """
-        self._unit.prefetch.backward = _units_of(modules)
+        self._unit.prefetch.backward = units_of(modules)
         self._settle()
 
     def _settle(self) -> None:
@@ -43,16 +43,23 @@ class PrefetchMethods(UnitAttributes):
             self._unit.prefetch.settle(root.units)
 
 
-def _units_of(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
+def units_of(
+    modules: Sequence[nn.Module], kind: str = "FullyShardedDataParallel", error: type[Exception] = TypeError
+) -> tuple[Unit, ...]:
+    """The units of ``modules``.
+
+    Raises:
+        Exception: an ``error``: what is passed is no list, or holds something that is no ``kind``.
+    """
     if not isinstance(modules, (list, tuple)):
-        raise TypeError(f"`modules` must be a list of FullyShardedDataParallel, but is a {type(modules).__name__}.")
+        raise error(f"`modules` must be a list of {kind}, but is a {type(modules).__name__}.")
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
-            raise TypeError(
-                f"`modules` must be a list of FullyShardedDataParallel, but holds {type(module).__name__}. Pass the "
-                "wrappers, not the modules in them: what is not wrapped is gathered with the unit around it."
+            raise error(
+                f"`modules` must be a list of {kind}, but holds {type(module).__name__}. Pass what has been sharded on "
+                "its own: what has not is gathered with the unit around it."
             )
         units.append(unit)
     return tuple(units)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel.agreement import all_or_none, check_agreement
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.nn.data_parallel.exec_order import ExecOrder
-from fairshard.nn.data_parallel.groups import check_pairs
 from fairshard.nn.data_parallel.join import Join
 from fairshard.nn.data_parallel.nan_check import NanCheck
-from fairshard.nn.data_parallel.order_check import OrderCheck, check_settings
-from fairshard.nn.data_parallel.placement import check_host_memory, compute_device, warn_autocast
+from fairshard.nn.data_parallel.order_check import OrderCheck
+from fairshard.nn.data_parallel.placement import warn_autocast
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.training_state import TrainingState, assert_none_summoned
-from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import Stream, now
@@ -26,50 +22,6 @@ from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
-
-
-def claim(module: nn.Module) -> Root:
-    """Make ``module``, just called and in no model yet, the outermost of all units below it. **Collective.**
-
-    Sets up the groups' communicators and compares the units across ranks.
-    """
-    found = units_below(module)
-    for fqn, unit in found:
-        if unit.root is not None:
-            unit.root.assert_idle("forward of an outer unit")
-        unit.place(fqn)
-    units = [unit for _, unit in found]
-    for unit in units:
-        unit.origin.shared.settle(unit, units)
-    check_settings(units)
-    comms = {unit: unit.groups.communicators() for unit in units}
-    check_pairs(unit.groups for unit in units)
-    device = compute_device(units)
-    for own in dict.fromkeys(comms.values()):
-        for comm in (own.shard, own.replicas):
-            if comm is not None:
-                check_agreement(comm, [unit for unit in units if comms[unit] == own], device)
-    first = comms[units[0]]
-    check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
-    shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
-    root = Root(units, device, list(dict.fromkeys(shared)))
-    with all_or_none(units):
-        for part in module.modules():
-            wrapped = unit_of(part)
-            if wrapped is not None:
-                wrapped.materialize(root, comms[wrapped], modules_of(part))
-                wrapped.prefetch.settle(units)
-    return root
-
-
-def roots_below(module: nn.Module) -> list[Root]:
-    """The root of every model in ``module``, outermost first; units in none are claimed. **Collective** then."""
-    roots: dict[Root, None] = {}
-    for _, part in walk(module):
-        unit = unit_of(part)
-        if unit is not None:
-            roots[unit.root or claim(part)] = None
-    return list(roots)
 
 
 class Root:
@@ -99,6 +51,7 @@ class Root:
         self._ahead: set[Unit] = set()
         self._warned_autocast = False
         self.has_begun = False
+        self.is_last_backward = True
         self.join: Join | None = None
 
     # ---- forward
@@ -137,7 +90,8 @@ class Root:
     def keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
         first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
-        return self.in_backward or first or not unit.reshard_after_forward
+        awaited = unit.members is not None and unit.members.are_awaited
+        return self.in_backward or first or awaited or not unit.reshard_after_forward
 
     def _begin_pass(self, unit: Unit) -> None:
         if self.in_backward:  # its end never came: it raised
@@ -150,6 +104,8 @@ class Root:
             for flat_param in other.flat_params:
                 flat_param.begin_pass()
             other.is_stale = other.is_gathered and not other.is_kept_as_it_is
+            if other.members is not None:
+                other.members.begin_pass()
         self.order.begin_forward()
         self.order_check.begin_forward(self.join is not None)
         watch(self.order_check)
@@ -247,6 +203,11 @@ class Root:
             self.free = now(self.device)
         if self._depth and torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would be taken for unchanged
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return not self._depth and not self.in_backward
 
     def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
         """Raise unless no pass is under way in ``units``, all if None.

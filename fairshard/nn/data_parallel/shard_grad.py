@@ -71,8 +71,10 @@ def sign_zeros_(heads: Tensor) -> None:
     heads.masked_fill_(heads == 0, -0.0)
 
 
-def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str) -> bool:
+def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
     """Whether ``grad``, whose first element had its zero signed when ``mark`` was made, was dropped or zeroed since.
+
+    ``values``: its elements on this rank, where it has others too.
 
     Raises:
         FairshardError: something else was done to it.
@@ -82,7 +84,8 @@ def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str) -> bool:
         return True
     if grad is kept and grad._version == version:
         return False
-    if grad.any() or grad[:1].signbit().any():
+    values = grad if values is None else values
+    if values.any() or values[:1].signbit().any():
         raise FairshardError(
             f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
             "for the change would not be made to those, but it was scaled, written or replaced. Change gradients (clip "

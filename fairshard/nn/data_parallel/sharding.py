@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -13,6 +14,7 @@ from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.ignored import Ignored
 from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
+from fairshard.nn.data_parallel.rows_flat_param import RowsFlatParam
 from fairshard.nn.data_parallel.shared_params import SharedParams, refusal
 from fairshard.nn.data_parallel.tree import join, units_below, walk
 from fairshard.nn.data_parallel.viewed_flat_param import ViewedFlatParam
@@ -63,6 +65,34 @@ def shard_parameters(
     return flat_params
 
 
+def shard_rows(
+    module: nn.Module, config: UnitConfig, mesh: DeviceMesh, origin: Origin, dim_of: Callable[[nn.Parameter], int]
+) -> list[FlatParam]:
+    """As `shard_parameters`, each parameter by itself: along ``dim_of`` it, among the last dimension of ``mesh``.
+
+    A parameter without dimensions stays whole on every rank.
+
+    Raises:
+        TypeError, ValueError: as `shard_parameters`.
+    """
+    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
+    slots = collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
+    dims: dict[ParamSlot, int | None] = {}
+    for slot in slots:
+        check_param_dtype(config, slot.leaf.dtype, slot.fqn)
+        dims[slot] = dim_of(slot.leaf) if slot.shape else None
+    flat_params: list[FlatParam] = []
+    for index, group in enumerate(group_slots(slots, config)):
+        for slot in group:
+            slot.leaf.data = slot.leaf.data.to(origin.device)
+        own_dims = [dims[slot] for slot in group]
+        flat_params.append(RowsFlatParam(group, f"flat_param_{index}", mesh, own_dims, config.master_on_cpu))
+        for slot in group:
+            slot.move_to(origin.device)
+    origin.note_cut(flat_params)
+    return flat_params
+
+
 def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSlot]]:
     """Which parameters of a unit share a flat param, in order; none do without ``flatten_parameters``."""
     if not config.flatten_parameters:
@@ -107,13 +137,22 @@ def collect_slots(
     return list(slots.values())
 
 
-def check_not_sharded(module: nn.Module, ignored: Ignored) -> None:
+def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = False) -> None:
     """Raise if anything of ``module`` that is not ``ignored`` is in the hands of another engine, or has no shape yet.
+
+    Units in it are those of the same door, which works ``in_place`` or wraps.
 
     Raises:
         ValueError: naming it.
     """
     skipped = ignored.ids
+    for fqn, unit in units_below(module):
+        if (unit.members is not None) != in_place:
+            raise ValueError(
+                f"A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but `{fqn}` in "
+                f"this {type(module).__name__} has been by the other one. Use one of the two throughout."
+            )
+        skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.registered}
     for fqn, part in walk(module):
         if id(part) not in skipped:
             _check_module(fqn, part)

@@ -20,6 +20,7 @@ from torch import nn
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import join
+from fairshard.nn.data_parallel.unit_call import call_in
 
 if TYPE_CHECKING:
     from fairshard.nn.data_parallel.unit import Unit
@@ -134,10 +135,4 @@ def refusal(fqn: str, owner_fqn: str) -> str:
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by that call
         return function(*args, **kwargs)
-    args, kwargs, call = unit.pre_forward(args, kwargs)
-    try:
-        outputs = function(*args, **kwargs)
-    except BaseException:
-        unit.abort_forward()
-        raise
-    return unit.post_forward(outputs, call)
+    return call_in(unit, function, args, kwargs)

@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fairshard.errors import NotRootError, StateDictTypesDifferError
+from fairshard.nn.data_parallel.claim import claim, roots_below
 from fairshard.nn.data_parallel.fairscale_shards import consolidate
 from fairshard.nn.data_parallel.full_params import Showing, summon
 from fairshard.nn.data_parallel.local_state_dict import load_local_state_dict, local_metadata, local_state_dict
-from fairshard.nn.data_parallel.root import Root, claim, roots_below
+from fairshard.nn.data_parallel.root import Root
 from fairshard.nn.data_parallel.state_dict import Loading, load_module_state_dict, module_state_dict
 from fairshard.nn.data_parallel.state_dict_config import (
     OptimStateDictConfig,

@@ -31,30 +31,57 @@ def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> I
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            inside = prefix if name == _WRAPPED and unit_of(module) is not None else join(prefix, name)
+            inside = prefix if name == _WRAPPED and is_wrapper(module) else join(prefix, name)
             yield from walk(child, inside, seen)
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` has been put around what a unit was made of, which is its child ``module``."""
+    unit = unit_of(module)
+    return unit is not None and unit.members is None
+
+
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
-    """``(fqn, unit)`` of every unit in the tree of ``module``, outermost first."""
-    return [(fqn, unit) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
+    """``(fqn, unit)`` of every unit in the tree of ``module``, outermost first; several modules' names, joined."""
+    found: dict[Unit, dict[int, str]] = {}
+    for fqn, part in walk(module):
+        unit = unit_of(part)
+        if unit is not None:
+            found.setdefault(unit, {})[id(part)] = fqn
+    return [
+        (", ".join(names.values() if unit.members is None else unit.members.in_order(names)), unit)
+        for unit, names in found.items()
+    ]
 
 
-def modules_of(wrapper: nn.Module) -> list[nn.Module]:
-    """The modules that belong to the unit of ``wrapper`` and to no unit inside it."""
-    return [module for _, module in paths_of(wrapper)]
+def modules_of(holder: nn.Module) -> list[nn.Module]:
+    """The modules that belong to the unit that ``holder`` has, and to no unit inside it."""
+    return [module for _, module in paths_of(holder)]
 
 
-def paths_of(wrapper: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As `modules_of`, outermost first, each with its path below what is wrapped."""
+def paths_of(holder: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `modules_of`, outermost first, each with its path below what was sharded."""
+    if is_wrapper(holder):
+        waiting = [("", child) for child in holder._modules.values() if child is not None]
+    else:
+        waiting = [("", holder)]
     own: dict[int, tuple[str, nn.Module]] = {}
-    waiting = [("", child) for child in wrapper._modules.values() if child is not None]
     while waiting:
         path, module = waiting.pop()
-        if id(module) not in own and unit_of(module) is None:
+        if id(module) not in own and (module is holder or unit_of(module) is None):
             own[id(module)] = path, module
             waiting += [(join(path, name), child) for name, child in module._modules.items() if child is not None]
     return list(own.values())
+
+
+def renamed(name: str, before: str, after: str) -> str:
+    """What ``name``, in a unit called ``before``, is called when that is called ``after``."""
+    for old, new in zip(before.split(", "), after.split(", "), strict=False):
+        if not old:
+            return join(new, name)
+        if name.startswith(f"{old}."):
+            return join(new, name[len(old) + 1 :])
+    return name
 
 
 def join(prefix: str, name: str) -> str:

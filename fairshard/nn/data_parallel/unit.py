@@ -8,26 +8,30 @@ are sent. The parameters are given back when no task still needs them.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import GradRequiresGradError, ParameterShardedError, ShardChangedError
+from fairshard.errors import GradRequiresGradError, ParameterShardedError
 from fairshard.nn.data_parallel.advice import warn_opaque_outputs
 from fairshard.nn.data_parallel.autograd_hooks import current_task, num_reached
 from fairshard.nn.data_parallel.buffers import ComputeBuffers
 from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.grad_notes import grads_of
 from fairshard.nn.data_parallel.groups import UnitGroups, part_of
 from fairshard.nn.data_parallel.kept_part import KeptParts
+from fairshard.nn.data_parallel.members import Members
 from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.prefetch import Prefetch
 from fairshard.nn.data_parallel.saved_group import SavedGroup
+from fairshard.nn.data_parallel.shard_versions import check_unchanged, versions_of
 from fairshard.nn.data_parallel.state_dict_config import default_settings
 from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import join
+from fairshard.nn.data_parallel.tree import renamed
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
@@ -39,14 +43,18 @@ if TYPE_CHECKING:
 class Unit:
     """One wrapped module, the flat params cut from it, and the phase it is in."""
 
-    def __init__(self, groups: UnitGroups, flat_params: list[FlatParam], config: UnitConfig, origin: Origin) -> None:
-        self.groups, self.origin = groups, origin
+    def __init__(
+        self, groups: UnitGroups, flat_params: Sequence[FlatParam], config: UnitConfig, origin: Origin,
+        members: Members | None = None,
+    ) -> None:  # fmt: skip
+        self.groups, self.origin, self.members = groups, origin, members
         self.flat_params = flat_params
         self.config = config
-        self.fqn = ""
+        self.fqn = "" if members is None else members.fqn
         self.is_inner = False  # of another unit
         self.sync = True
         self.reshard_after_forward = config.reshard_after_forward
+        self.reshard_after_backward = self.unshard_in_backward = True
         self.state_dict_settings = default_settings()
         self.prefetch: Prefetch[Unit] = Prefetch(config)
         self._forget_runtime()
@@ -72,8 +80,9 @@ class Unit:
         self.is_pinned = False  # gathered for good: its backward could come unseen
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("groups", "flat_params", "config", "fqn", "is_inner", "reshard_after_forward", "state_dict_settings")
-        return {name: getattr(self, name) for name in (*kept, "origin", "prefetch")}
+        kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
+        how = ("members", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+        return {name: getattr(self, name) for name in (*kept, *how)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -82,12 +91,9 @@ class Unit:
 
     def place(self, fqn: str) -> None:
         """Take the name that the unit has in the whole model, and give its parameters theirs."""
-        if fqn == self.fqn:
-            return
-        for flat_param in self.flat_params:
-            flat_param.name = join(fqn, flat_param.name.removeprefix(f"{self.fqn}.") if self.fqn else flat_param.name)
-            for slot in flat_param.slots:
-                slot.rename(join(fqn, slot.fqn.removeprefix(f"{self.fqn}.") if self.fqn else slot.fqn))
+        if fqn != self.fqn:
+            for flat_param in self.flat_params:
+                flat_param.rename(partial(renamed, before=self.fqn, after=fqn))
         self.fqn = fqn
 
     @property
@@ -111,7 +117,7 @@ class Unit:
             flat_param.materialize(comms, self.config, root.transfers, tell)
         part = part_of(comms.shard, self.config.reshard_after_forward, self.fqn)
         if part is not None:
-            self._parts = KeptParts([flat_param.buffer for flat_param in self.flat_params], part)
+            self._parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)
         self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
@@ -133,7 +139,7 @@ class Unit:
                 self.buffers.attach()
             call = None
             if torch.is_grad_enabled():
-                self._versions = [param._version for fp in self.flat_params for param in fp.versioned]
+                self._versions = versions_of(self.flat_params)
                 call = Call(self)
                 if self._hooks_inputs:
                     apply_to_tensors(call.watch_input, (args, kwargs))
@@ -199,12 +205,14 @@ class Unit:
             )
         root.check_live(self, task)
         ahead = root.enter_backward(self)
-        self._check_versions()
+        check_unchanged(self.flat_params, self._versions)
         self._reach()
         self._num_arrived += 1
-        self.unshard()
+        if self.unshard_in_backward:
+            self.unshard()
         for other in ahead:
-            other.unshard()
+            if other.unshard_in_backward:
+                other.unshard()
         self.wait_unshard()
         if self.buffers is not None:
             self.buffers.attach()
@@ -310,11 +318,14 @@ class Unit:
             self.reshard()
         self.state = TrainingState.IDLE
 
+    def keep_as_it_is(self) -> None:
+        """Stay gathered between passes, until the shards change."""
+        self._kept_at = num_steps(), versions_of(self.flat_params)
+
     @property
     def is_kept_as_it_is(self) -> bool:
-        """Whether what was gathered for a backward in ``no_sync`` is still what the shards hold."""
-        versions = [param._version for fp in self.flat_params for param in fp.versioned]
-        return self._kept_at == (num_steps(), versions)
+        """Whether what was gathered, and kept between passes, is still what the shards hold."""
+        return self._kept_at == (num_steps(), versions_of(self.flat_params))
 
     def _finish_when_done(self) -> None:
         """Send what is owed, and reshard, once neither a leaf nor an input is awaited."""
@@ -327,8 +338,8 @@ class Unit:
         if self.is_gathered and not self.is_pinned:
             if self.buffers is not None:
                 self.buffers.detach()
-            if self.config.keeps_in_no_sync and not self.sync:
-                self._kept_at = num_steps(), self._versions
+            if (self.config.keeps_in_no_sync and not self.sync) or not self.reshard_after_backward:
+                self.keep_as_it_is()
             else:
                 self.reshard()
             if self.prefetch.waits_for_grads:
@@ -343,8 +354,7 @@ class Unit:
     @property
     def shard_grad(self) -> dict[nn.Parameter, Tensor]:
         """The gradient of each shard that has one, wherever it is kept."""
-        stepped = [one for fp in self.flat_params if fp.grad is not None for one in fp.stepped]
-        return {one.shard: grad for one in stepped if (grad := one.grad.value) is not None}
+        return grads_of(self.flat_params)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the shards, wherever they are kept."""
@@ -387,14 +397,3 @@ class Unit:
         root = self.root
         if root is not None:
             root.note_free()
-
-    def _check_versions(self) -> None:
-        versions = [param._version for fp in self.flat_params for param in fp.versioned]
-        if versions != self._versions:
-            names = [fp.name for fp in self.flat_params for _ in fp.versioned]
-            changed = [new != old for new, old in zip(versions, self._versions, strict=True)].index(True)
-            raise ShardChangedError(
-                "The weights of a unit must not change between its forward and its backward, but those of "
-                f"`{names[changed]}` (rank {self.group.rank}) did. Run the backward before the optimizer's step, "
-                "load_state_dict or any other change, or run the forward again after it."
-            )

@@ -12,7 +12,7 @@ has a counter of its own, which tells who zeroed one parameter's gradient and le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,24 +22,37 @@ from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.orig_param import OrigParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
-from fairshard.nn.data_parallel.shard_grad import GradTransfers
+from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
 from fairshard.nn.data_parallel.viewed_grad import ViewedGrad
 from fairshard.utils.collectives import Communicators
+from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
 
 
 class ViewedFlatParam(FlatParam):
     """A flat param of which optimizers see a view for each original parameter, ``[n]`` with ``n >= 0``."""
 
-    grad_type = ViewedGrad
+    make_grad: Callable[..., ShardGrad] = ViewedGrad
 
     def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int, on_cpu: bool = False) -> None:
         super().__init__(slots, name, rank, world_size, on_cpu)
-        runs = self.runs_of(self.shard.detach())
-        self.registered = tuple(nn.Parameter(run, requires_grad=self.requires_grad) for _, run in runs)
+        self.registered = self.make_views()
         for slot, view in zip(slots, self.registered, strict=True):
             slot.register(view)
         self._stepped = [OrigParam(self, index) for index in range(len(slots))]
+
+    def make_views(self) -> tuple[nn.Parameter, ...]:
+        """What is registered: this rank's run of each parameter, as a view of the shard."""
+        runs = self.runs_of(self.shard.detach())
+        return tuple(nn.Parameter(run, requires_grad=self.requires_grad) for _, run in runs)
+
+    def own_of(self, index: int) -> Tensor:
+        """The elements that this rank holds in ``registered[index]``, as they lie in memory."""
+        return self.registered[index].detach()
+
+    def look_at(self, index: int, run: Tensor) -> None:
+        """Let ``registered[index]`` show ``run``."""
+        self.registered[index].data = run
 
     @property
     def stepped(self) -> Sequence[OrigParam]:
@@ -51,7 +64,7 @@ class ViewedFlatParam(FlatParam):
         self.settle()
         super().materialize(comms, config, transfers, on_grad)
         self._link()
-        self.grad.show_on(self.registered, self._own_lengths())
+        self.grad.show_on(self.registered, self._own_spans())
 
     def move_to(self, device: torch.device) -> None:
         """Move the shard to ``device``."""
@@ -65,7 +78,7 @@ class ViewedFlatParam(FlatParam):
 
     def begin_pass(self) -> None:
         """Follow what the user may have done to the views since the last pass: values, ``requires_grad``, gradients."""
-        if [view.data_ptr() for view in self.registered] != self._addresses:
+        if self._own_addresses() != self._addresses:
             self.settle()
         self._check_leaves()  # before what it compares with follows the views
         if [view.requires_grad for view in self.registered] != self._trained:
@@ -83,10 +96,11 @@ class ViewedFlatParam(FlatParam):
             TypeError: views have several dtypes or devices, or changed theirs after the first forward.
         """
         runs = [run for _, run in self.runs_of(self.shard.detach())]
-        if all(is_same_memory(view, run) for view, run in zip(self.registered, runs, strict=True)):
+        values = [self.own_of(index) for index in range(len(self.slots))]
+        if all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True)):
             return
-        self._check_moved(runs)
-        values = [view.detach().clone() for view in self.registered]
+        self._check_moved(values, runs)
+        values = [value.clone() for value in values]
         if values[0].dtype != self.shard.dtype or values[0].device != self.shard.device:
             self.shard.data = values[0].new_zeros(self.shard_numel)
         for index, (_, run) in enumerate(self.runs_of(self.shard.detach())):
@@ -125,16 +139,25 @@ class ViewedFlatParam(FlatParam):
 
     def _link(self) -> None:
         """Let the views lie in the shard, wherever that is now."""
-        for view, (_, run) in zip(self.registered, self.runs_of(self.shard.detach()), strict=True):
-            view.data = run
-        self._addresses = [view.data_ptr() for view in self.registered]
+        for index, (_, run) in enumerate(self.runs_of(self.shard.detach())):
+            self.look_at(index, run)
+        self._addresses = self._own_addresses()
 
-    def _own_lengths(self) -> list[int]:
-        return [run.numel() for _, run in self.runs_of(self.shard.detach())]
+    def _own_addresses(self) -> list[int]:
+        return [self.own_of(index).data_ptr() for index in range(len(self.slots))]
 
-    def _check_moved(self, runs: list[Tensor]) -> None:
-        first = self.registered[0]
-        for slot, view, run in zip(self.slots, self.registered, runs, strict=True):
+    def _own_spans(self) -> list[Span]:
+        """Where on the shard the views lie, in order."""
+        own = {piece.index: piece.target for piece in self.layout.pieces_of(self.rank)}
+        spans, end = [], 0
+        for index in range(len(self.slots)):
+            spans.append(own.get(index, Span(end, end)))
+            end = spans[-1].stop
+        return spans
+
+    def _check_moved(self, values: list[Tensor], runs: list[Tensor]) -> None:
+        first = values[0]
+        for slot, view, run in zip(self.slots, values, runs, strict=True):
             where = f"`{slot.fqn}` (rank {self.rank})"
             if view.shape != run.shape:
                 raise ValueError(

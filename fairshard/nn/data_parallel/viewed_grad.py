@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad, is_zeroed, sign_zeros_
+from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
 
 
@@ -23,20 +23,40 @@ class ViewedGrad(ShardGrad):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._views: Sequence[nn.Parameter] = ()
-        self._lengths: list[int] = []
-        self._runs: list[Tensor] = []  # of the gradient [S], while there is one
+        self._heads: list[int] = []  # the first element of each run that has any
+        self._sizes: list[int] = []  # gaps and runs in turn ...
+        self._places: list[int] = []  # ... and where the runs are among them
+        self._runs: list[Tensor] = []  # of the gradient [S], while there is one ...
+        self._shows: Sequence[Tensor] = ()  # ... as they are shown
         self._held_runs: list[Tensor | None] = []  # those of them that were not taken off
 
-    def show_on(self, views: Sequence[nn.Parameter], lengths: list[int]) -> None:
-        """Show the gradient on ``views``, which own ``lengths`` elements of it, and take what is on them already."""
+    def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
+        """Show the gradient on ``views``, each the elements of its span, and take what is on them already.
+
+        The spans lie one after the other, and may leave gaps.
+        """
         self._views = views
-        self._lengths = lengths
+        self._heads = [span.start for span in spans if span.numel]
+        self._sizes, self._places, end = [], [], 0
+        for span in spans:
+            self._sizes += [span.start - end, span.numel]
+            self._places.append(len(self._sizes) - 1)
+            end = span.stop
         self._cut(super().value)
         if self.is_held:
             self._held_runs = list(self._runs)
-        for view, run in zip(self._views, self._runs, strict=bool(self._runs)):
-            if view.grad is not None and is_same_memory(view.grad, run):
-                view.grad = run
+        for index, (run, show) in enumerate(zip(self._runs, self._shows, strict=True)):
+            grad = views[index].grad
+            if grad is not None and is_same_memory(self.own_of(index, grad), run):
+                views[index].grad = show
+
+    def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
+        """What stands for ``runs`` as gradients of the views."""
+        return runs
+
+    def own_of(self, index: int, grad: Tensor) -> Tensor:
+        """The elements that this rank holds in ``grad``, which view ``index`` shows, as they lie in memory."""
+        return grad
 
     @property
     def value(self) -> Tensor | None:
@@ -49,18 +69,18 @@ class ViewedGrad(ShardGrad):
             whole = torch.zeros_like(self._shard)
             super()._set(whole)
             self._cut(whole)
-        elif all(grad is run for grad, run in zip(shown, self._runs, strict=True)):
+        elif all(grad is show for grad, show in zip(shown, self._shows, strict=True)):
             return whole
         if all(grad is None for grad in shown):
             self._set(None)
             return None
         with torch.no_grad():
-            for index, (grad, run) in enumerate(zip(shown, self._runs, strict=True)):
+            for index, (grad, run, show) in enumerate(zip(shown, self._runs, self._shows, strict=True)):
                 if grad is None:
                     run.zero_()
-                elif grad is not run:
-                    run.copy_(grad)
-                    self._views[index].grad = run
+                elif grad is not show:
+                    run.copy_(self.own_of(index, grad))
+                    self._views[index].grad = show
         return whole
 
     def forget_dropped(self) -> None:
@@ -103,17 +123,18 @@ class ViewedGrad(ShardGrad):
         """The gradient of each parameter, of zeros if there is none, as it is now, for `zeroed_since`."""
         self.land()
         whole = self.value_or_zeros()
-        starts = itertools.accumulate(self._lengths, initial=0)
-        heads = [start for start, length in zip(starts, self._lengths, strict=False) if length]
-        first = whole[heads]
+        first = whole[self._heads]
         sign_zeros_(first)
-        whole[heads] = first
+        whole[self._heads] = first
         return [None if grad is None else (grad, grad._version) for grad in self._shown()]
 
     def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
         """The parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
-        shown = zip(marks, self._shown(), names, strict=True)
-        return [i for i, (mark, grad, name) in enumerate(shown) if mark is None or is_zeroed(grad, mark, name)]
+        zeroed = []
+        for index, (mark, grad, name) in enumerate(zip(marks, self._shown(), names, strict=True)):
+            if mark is None or is_zeroed(grad, mark, name, None if grad is None else self.own_of(index, grad)):
+                zeroed.append(index)
+        return zeroed
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -136,18 +157,19 @@ class ViewedGrad(ShardGrad):
     def _cut(self, whole: Tensor | None) -> None:
         """Look at ``whole`` ``[S]`` run by run, each with a version counter of its own."""
         if whole is None:
-            self._runs = []
+            self._runs, self._shows = [], ()
             return
-        padding = whole.numel() - sum(self._lengths)
-        self._runs = [run.data for run in torch.split_with_sizes(whole, [*self._lengths, padding])[:-1]]
+        parts = torch.split_with_sizes(whole, [*self._sizes, whole.numel() - sum(self._sizes)])
+        self._runs = [parts[place].data for place in self._places]
+        self._shows = self.shown_as(self._runs)
 
     def _show(self, which: Sequence[bool] | None = None) -> None:
         if self.is_held:
             self._held_runs = list(self._runs)
             return
-        for index, (view, run) in enumerate(zip(self._views, self._runs, strict=True)):
-            if view.grad is not run and (view.requires_grad if which is None else which[index]):
-                view.grad = run
+        for index, (view, show) in enumerate(zip(self._views, self._shows, strict=True)):
+            if view.grad is not show and (view.requires_grad if which is None else which[index]):
+                view.grad = show
 
     def _set(self, grad: Tensor | None) -> None:
         super()._set(grad)

@@ -1,0 +1,258 @@
+"""Door 2: ``fully_shard``, in place, with PyTorch's names and defaults; what is registered are DTensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, overload
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fairshard.nn.data_parallel.config import UnitConfig, resolve
+from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
+from fairshard.nn.data_parallel.fsdp_module import FSDPModule, sharded_class
+from fairshard.nn.data_parallel.groups import find_groups
+from fairshard.nn.data_parallel.ignored import resolve_ignored
+from fairshard.nn.data_parallel.late_options import LateOptions
+from fairshard.nn.data_parallel.members import Members
+from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
+from fairshard.nn.data_parallel.options import ShardingStrategy
+from fairshard.nn.data_parallel.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    adopt_policy,
+)
+from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_rows
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, unit_of, units_below
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.device import current_device, default_device_type
+from fairshard.utils.messages import default_group
+
+Placement = Callable[[nn.Parameter], Shard | None]
+
+_AS_IS, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Placement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: None = ...,
+    bucket_cap_mb: float = ...,
+    order_check: str = ...,
+    nan_check: bool = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Placement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: None = ...,
+    bucket_cap_mb: float = ...,
+    order_check: str = ...,
+    nan_check: bool = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Placement | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_IS,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: None = None,
+    bucket_cap_mb: float = 25,
+    order_check: str = "sampled",
+    nan_check: bool = False,
+) -> Any:
+    """Shard the parameters of ``module`` in place, their gradients and their optimizer state; return ``module``.
+
+    Each parameter becomes a DTensor under its own name, of which each rank has some rows; optimizers, gradient
+    clipping, ``torch.distributed.checkpoint`` and its state dict functions take it as it is. Before the module
+    computes it is gathered, and freed after. Call it on inner modules first, and on the whole model last: what inner
+    calls have taken, outer ones leave alone.
+
+    >>> import torch
+    >>> from fairshard.nn import fully_shard
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+    >>> for layer in model:
+    ...     _ = fully_shard(layer)
+    >>> model = fully_shard(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> model(torch.ones(4, 8)).mean().backward()
+    >>> optimizer.step()
+
+    Args:
+        module: what to shard. A list is one unit: gathered at the first call of any of its modules, freed after the
+            last of all.
+        mesh: 1-D: the ranks to shard over; 2-D: the first dimension holds replicas, the second shards. All ranks if
+            None.
+        reshard_after_forward: free the whole parameters between forward and backward. A number, which divides that
+            of the ranks, keeps them cut over so many. None is True, and False for the outermost module.
+        shard_placement_fn: gives a parameter the dimension that it is cut on, as a ``Shard``, or None for the first.
+            Other dimensions must have a size that the number of ranks divides.
+        mp_policy: in which dtype what is done.
+        offload_policy: whether shards, gradients and optimizer state are kept in host memory.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: must be None: parameters that are DTensors already are not taken.
+        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are sent; 0 or less
+            sends each unit's on its own. The outermost module's value counts.
+        order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
+            50th (``"sampled"``) or never (``"off"``).
+        nan_check: after each backward, raise on all ranks if a gradient is not finite, and name it and its rank.
+
+    Raises:
+        ValueError: there is no process group, the arguments contradict each other, or the module is sharded already
+            or cannot be called.
+        TypeError: an argument has the wrong type, or a parameter a dtype that cannot be sharded.
+
+    Source: PyTorch's function of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
+    """
+    modules = _modules_of(module)
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            "`dp_mesh_dims` must be None: it is for parameters that are DTensors on a larger mesh, which are not taken "
+            "here. Pass the part of the mesh that is data parallel as `mesh`."
+        )
+    mesh = default_mesh() if mesh is None else mesh
+    _check_mesh(mesh)
+    policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
+    offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
+    num_ranks = mesh.size(mesh.ndim - 1)
+    config = _config(
+        reshard_after_forward,
+        num_ranks,
+        mixed_precision=policy.precision,
+        cpu_offload=offloads,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else None,
+        bucket_cap_mb=bucket_cap_mb,
+        order_check=order_check,
+        nan_check=nan_check,
+    )
+    tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    groups = find_groups(config.sharding_strategy, None, mesh, None)
+    how = resolve_construction(None, current_device() if mesh.device_type == "cuda" else None, None, False)
+    ignored = resolve_ignored(tree, None, None, ignored_params)
+    check_not_sharded(tree, ignored, in_place=True)
+    origin = make_ready(tree, how, ignored, groups.spanning())
+    flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks))
+    unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
+    for member in modules:
+        setattr(member, UNIT_ATTRIBUTE, unit)
+        member.__class__ = sharded_class(type(member))
+    watch_optimizers(flat_params, config)
+    for fqn, inner in units_below(tree):
+        inner.place(fqn)
+        inner.is_inner = inner is not unit
+    return module
+
+
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks in one dimension; the same mesh as long as there is the same default group."""
+    group = default_group()
+    if group not in _meshes:
+        _meshes[group] = init_device_mesh(default_device_type(), (group.size(),))
+    return _meshes[group]
+
+
+def _modules_of(given: Any) -> list[nn.Module]:
+    modules = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not modules:
+        raise ValueError("`module` must be a module or a list of some, but the list is empty.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`module` must be an nn.Module or a list of them, but there is a {type(module).__name__}.")
+        if unit_of(module) is not None:
+            raise ValueError(f"A module must not be sharded twice, but this {type(module).__name__} is already.")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"What is sharded must have a forward, but a {type(module).__name__} has none. "
+                "Call fully_shard on the modules in it, or on `list(...)` of them to make them one unit."
+            )
+    if len(set(map(id, modules))) < len(modules):
+        raise ValueError("`module` must hold each module once, but holds one several times.")
+    return modules
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"`mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh.")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"`mesh` must have one dimension, or two for hybrid sharding (replicas, shards), but has {mesh.ndim}. Pass "
+            "the part of it that is data parallel."
+        )
+
+
+def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
+    if reshard is not None and not isinstance(reshard, int):
+        raise ValueError(f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.")
+    keeps_root = reshard is None
+    reshard = True if reshard is None else reshard
+    if not isinstance(reshard, bool):
+        if not 0 < reshard <= num_ranks or num_ranks % reshard:
+            raise ValueError(
+                f"`reshard_after_forward` must be a bool or divide the number of ranks, {num_ranks}, but is {reshard}."
+            )
+        reshard = True if 1 < reshard == num_ranks else reshard
+    hybrid = settings["sharding_strategy"] is not None
+    if hybrid and reshard is False:
+        settings["sharding_strategy"] = ShardingStrategy._HYBRID_SHARD_ZERO2
+        reshard = True
+    return resolve(
+        reshard_after_forward=reshard,
+        fp32_reduce_scatter=False,
+        flatten_parameters=True,
+        compute_dtype=None,
+        move_grads_to_cpu=None,
+        late=LateOptions(disable_reshard_on_root=keeps_root),
+        **settings,
+    )
+
+
+def _placing(placement: Placement | None, num_ranks: int) -> Callable[[nn.Parameter], int]:
+    """The dimension that each parameter is cut on."""
+
+    def dim_of(param: nn.Parameter) -> int:
+        found: Any = None if placement is None else placement(param)
+        if found is None:
+            return 0
+        if not isinstance(found, Shard):
+            raise TypeError(
+                f"`shard_placement_fn` must return a torch.distributed.tensor.Shard or None, but returned {found!r}."
+            )
+        shape = tuple(param.shape)
+        if not -len(shape) <= found.dim < len(shape):
+            raise ValueError(f"`shard_placement_fn` must name a dimension of the parameter {shape}, but said {found}.")
+        dim = found.dim % len(shape)
+        if dim and shape[dim] % num_ranks:
+            raise ValueError(
+                f"A dimension other than the first must be cut evenly, but {num_ranks} ranks do not divide dimension "
+                f"{dim} of a parameter {shape}. Let `shard_placement_fn` return None for it."
+            )
+        return dim
+
+    return dim_of

@@ -1,0 +1,297 @@
+"""Parameters that are each cut by rows, so that what is registered is a DTensor under the original name.
+
+As any flat param, but the buffer ``[W, S]`` holds each rank's rows side by side, and whole parameters are copied out
+of it into memory of their own (one copy; none where there is one parameter, whose rows follow each other)::
+
+    shard    [S]        the local tensors of all DTensors, one after the other
+    buffer   [W, S]     from the gather to the copy
+    line     [numel]    while gathered: the leaves are views of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.kept_part import KeptPart
+from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.shard_grad import GradTransfers
+from fairshard.nn.data_parallel.viewed_flat_param import ViewedFlatParam
+from fairshard.nn.data_parallel.viewed_grad import ViewedGrad
+from fairshard.utils.collectives import Communicators, Transfer, exchange_tag
+from fairshard.utils.device import Event, now
+from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.span import Span, cut
+from fairshard.utils.storage import alloc_storage_, free_storage_
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter of shape ``shape`` is cut among ranks: along ``dim``, or not at all if that is None."""
+
+    shape: torch.Size
+    dim: int | None
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """``whole`` or its part with the dimension that is cut in front."""
+        return whole.movedim(self.dim, 0) if self.dim else whole
+
+    @property
+    def size(self) -> tuple[int | None, int]:
+        """Rows, and elements a row."""
+        if self.dim is None:
+            return None, self.shape.numel()
+        rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
+        return self.shape[self.dim], torch.Size(rest).numel()
+
+    def local(self, run: Tensor, num_rows: int) -> Tensor:
+        """``run``, the elements of ``num_rows`` rows, in the shape of this rank's part."""
+        if self.dim is None:
+            return run.view(self.shape)
+        rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
+        local = run.view(num_rows, *rest)
+        return local.movedim(0, self.dim) if self.dim else local
+
+
+class RowsGrad(ViewedGrad):
+    """The gradient of a shard, shown as a DTensor on each parameter."""
+
+    def __init__(self, flat_param: RowsFlatParam, *args: Any) -> None:
+        super().__init__(*args)
+        self._flat_param = flat_param
+
+    def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
+        """A DTensor of each run."""
+        return [self._flat_param.as_dtensor(index, run) for index, run in enumerate(runs)]
+
+    def own_of(self, index: int, grad: Tensor) -> Tensor:
+        """This rank's elements, also of what the user has put in place of what was shown."""
+        return self._flat_param.elements_of(index, grad)
+
+
+class RowsFlatParam(ViewedFlatParam):
+    """A flat param whose parameters are cut by rows among the ranks of a dimension of ``mesh``."""
+
+    layout: RowsLayout
+    _line: Tensor | None
+    _sources: list[Tensor]
+    _targets: list[Tensor]
+
+    def __init__(
+        self, slots: list[ParamSlot], name: str, mesh: DeviceMesh, dims: Sequence[int | None], on_cpu: bool
+    ) -> None:
+        rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        self.mesh = mesh
+        self.dims = list(dims)
+        # One rank has all rows, in whatever order: in that of memory.
+        cut_dims = [dim and 0 for dim in dims] if world_size == 1 else dims
+        self.cuts = [Cut(slot.shape, dim) for slot, dim in zip(slots, cut_dims, strict=True)]
+        super().__init__(slots, name, rank, world_size, on_cpu)
+        self.versioned = (self.shard, *self.registered)  # what is written through a DTensor counts there alone
+
+    # ---- layout
+
+    def layout_among(self, world_size: int) -> RowsLayout:
+        """Where each parameter lies."""
+        return RowsLayout([cut.size for cut in self.cuts], world_size)
+
+    def flattened(self, index: int, value: Tensor) -> Tensor:
+        """The elements of parameter ``index``, row by row."""
+        return self.cuts[index].rows(value).reshape(-1)
+
+    def lay_out(self, values: list[Tensor]) -> Tensor:
+        """Whole parameters as a buffer ``[W, S]`` in new memory, padded with zeros."""
+        buffer = values[0].new_zeros(self.layout.world_size, self.shard_numel)
+        for index, value in enumerate(values):
+            for block in self.layout.blocks(index):
+                block.of(buffer).copy_(block.like(self.flattened(index, value)))
+        return buffer
+
+    # ---- what is registered
+
+    def _make_specs(self, dtype: torch.dtype) -> None:
+        """What DTensors of ``dtype`` say of themselves; made once, for it takes longer than to make them."""
+        self._dtype, self._specs = dtype, []
+        for cut_one, dim in zip(self.cuts, self.dims, strict=True):
+            placements = (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
+            stride = torch.empty(cut_one.shape, device="meta").stride()
+            meta = TensorMeta(cut_one.shape, stride, dtype)
+            self._specs.append(DTensorSpec(self.mesh, placements, tensor_meta=meta))
+
+    def as_dtensor(self, index: int, run: Tensor) -> DTensor:
+        """``run``, this rank's elements of parameter ``index``, as a part of the whole; no copy, no communication."""
+        if self._dtype != run.dtype:
+            self._make_specs(run.dtype)
+        local = self.cuts[index].local(run, self.layout.num_rows(index, self.rank))
+        return DTensor(local, self._specs[index], requires_grad=False)
+
+    def elements_of(self, index: int, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``."""
+        if isinstance(value, DTensor):
+            return self.flattened(index, value._local_tensor.detach())
+        start, run = self.runs_of(self.shard.detach())[index]
+        return self.flattened(index, value.detach())[start : start + run.numel()]
+
+    def make_views(self) -> tuple[nn.Parameter, ...]:
+        """DTensors whose local tensors are views of the shard."""
+        self._make_specs(self.shard.dtype)
+        runs = self.runs_of(self.shard.detach())
+        views = [self.as_dtensor(index, run) for index, (_, run) in enumerate(runs)]
+        return tuple(nn.Parameter(view, requires_grad=self.requires_grad) for view in views)
+
+    def own_of(self, index: int) -> Tensor:
+        """The local elements of ``registered[index]``."""
+        return self.elements_of(index, self.registered[index])
+
+    def look_at(self, index: int, run: Tensor) -> None:
+        """Let ``registered[index]`` be the DTensor of ``run``."""
+        view, shown = self.registered[index], self.as_dtensor(index, run)
+        assert isinstance(view, DTensor)
+        view._local_tensor, view._spec = shown._local_tensor, shown._spec
+
+    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
+        """As for any flat param."""
+        self.make_grad = partial(RowsGrad, self)
+        super().materialize(comms, config, transfers, on_grad)
+
+    # ---- whole parameters
+
+    def _whole_params(self, buffer: Tensor) -> list[Tensor]:
+        """Views of ``buffer`` if whole parameters lie there, else of the line that `_copy_out` copies them to."""
+        if self.layout.world_size == 1 or (len(self.slots) == 1 and self.cuts[0].dim == 0):
+            self._line = None
+            spans = [Span(start, start + n) for start, n in zip(self.layout.columns, self.layout.numels, strict=True)]
+            flat = buffer.view(-1)
+            return [self._shaped(index, flat[span.start : span.stop]) for index, span in enumerate(spans)]
+        line, views, sources, targets = self._line_beside(buffer)
+        self._line, self._sources, self._targets = line, sources, targets
+        free_storage_(line)
+        return views
+
+    def params_of(self, line: Tensor) -> list[Tensor]:
+        """The parameters, shaped, of a gathered buffer of ``W * S`` elements, in memory of their own."""
+        _, views, sources, targets = self._line_beside(line.view(self.layout.world_size, -1))
+        torch._foreach_copy_(targets, sources)
+        return views
+
+    def _line_beside(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """New memory ``[numel]``, the parameters in it, and what is copied from where in ``buffer`` to where in it."""
+        world_size = self.layout.world_size
+        line = buffer.new_empty(cut(self.layout.numel, world_size) * world_size)  # a part of it can be kept
+        sources, targets, params = [], [], []
+        for index, each in enumerate(self.cuts):
+            span = self.layout.param_span(index)
+            flat = line[span.start : span.stop]
+            params.append(flat.view(each.shape))
+            for block in self.layout.blocks(index):
+                if each.dim is None:
+                    block = replace(block, rows=Span(0, 1))
+                source = block.of(buffer)
+                if each.dim:  # even: one block
+                    target = each.rows(params[-1])
+                    source = source.unflatten(1, (-1, *target.shape[1:]))
+                    target = target.unflatten(0, source.shape[:2])
+                else:
+                    target = block.like(flat)
+                sources.append(source)
+                targets.append(target)
+        return line, params, sources, targets
+
+    def _shaped(self, index: int, flat: Tensor) -> Tensor:
+        return self.cuts[index].local(flat, self.cuts[index].size[0] or 1)
+
+    @property
+    def kept_line(self) -> Tensor:
+        """The line that the leaves are views of."""
+        return self.buffer if self._line is None else self._line
+
+    def unshard(self, part: KeptPart | None = None) -> None:
+        """Start gathering into the buffer, or from a ``part`` straight into the line. **Collective.**"""
+        if part is not None and self._line is not None:
+            alloc_storage_(self._line)
+            self.is_gathered = True
+            self._uses += 1
+            self._transfer = part.write().start(exchange_tag("all_gather", self.tag_id, self._uses))
+            self._is_to_copy = False
+            return
+        super().unshard(part)
+        self._is_to_copy = self._line is not None and self._transfer is not None
+        if self._is_to_copy and self.compute_device.type == "cuda":  # there, and not where compute would wait for it
+            self._copy_out()
+            self._transfer = _Copied(now(self.compute_device))
+
+    def wait_unshard(self) -> None:
+        """Wait for the gather under way, if any, copy the parameters out, hang the leaves into their modules."""
+        if self._is_to_copy:
+            self._copy_out()
+        super().wait_unshard()
+
+    def reshard(self) -> None:
+        """Give all memory back and take the leaves off their modules."""
+        super().reshard()
+        self._is_to_copy = False
+        if self._line is not None:
+            free_storage_(self._line)
+
+    @torch.no_grad()
+    def _copy_out(self) -> None:
+        assert self._transfer is not None
+        transfer, self._transfer, self._is_to_copy = self._transfer, None, False
+        transfer.wait()
+        assert self._line is not None
+        alloc_storage_(self._line)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._storage.resize_(0)
+
+    # ---- gradients
+
+    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
+        """For each parameter the blocks of ``columns`` ``[W, S]`` where its gradient goes; last, the empty ones."""
+        layout = self.layout
+        views = [[block.of(columns) for block in layout.blocks(index)] for index in range(len(self.slots))]
+        return [*views, [block.of(columns) for block in layout.empty_blocks]]
+
+    def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
+        """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
+        flat = self.flattened(index, value)
+        return [block.like(flat) for block in self.layout.blocks(index)]
+
+    # ---- copies
+
+    def _forget_runtime(self) -> None:
+        super()._forget_runtime()
+        self._line = None
+        self._sources, self._targets = [], []
+        self._is_to_copy = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "cuts": self.cuts, "dims": self.dims, "mesh": self.mesh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_specs(self.shard.dtype)
+        super().__setstate__(state)
+
+
+class _Copied(Transfer):
+    """A copy under way on another stream."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Event) -> None:
+        super().__init__()
+        self._done = done
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        self._done.wait()

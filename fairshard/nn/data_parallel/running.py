@@ -1,0 +1,31 @@
+"""A forward through a door: the model is set up at the first one, and what a unit shares is gathered with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fairshard.nn.data_parallel.agreement import warn_of_other_values
+from fairshard.nn.data_parallel.claim import claim
+from fairshard.nn.data_parallel.origin import move_inputs
+from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
+from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.unit_call import call_in
+
+
+def run(
+    holder: nn.Module, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``function(*args, **kwargs)`` as a forward of ``unit``, which ``holder`` has. **Collective.**"""
+    if torch.compiler.is_dynamo_compiling():
+        refuse_tracing()
+    if unit.root is None:
+        warn_of_other_values(claim(holder).units)
+    if unit.origin.moves_inputs and not unit.is_inner:
+        args, kwargs = move_inputs((args, kwargs), unit.device)
+    if unit.origin.shared.owners:
+        function = unit.origin.shared.computing_with(function)
+    return call_in(unit, function, args, kwargs)

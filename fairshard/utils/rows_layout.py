@@ -1,0 +1,115 @@
+r"""Where parameters lie when each is cut by its rows: the columns that they share in the buffer that is gathered.
+
+A parameter of ``D`` rows (the slices along the dimension that it is cut on) gives every rank ``ceil(D / world_size)``
+of them, the last ranks fewer or none, as DTensor's ``Shard`` does. Rank ``r``'s rows of all parameters lie side by
+side in row ``r`` of the buffer::
+
+    buffer [W, S]    | weight       | bias |        weight (5, 2), bias (5,), on 2 ranks: 3 rows each
+    row 0            | w0 w1 w2     | b0-2 |
+    row 1            | w3 w4 pad    | b3-4 |
+    line             | w0 w1 w2 w3 w4 | b0-4 |      whole parameters one after the other: copied out of the buffer
+
+What has no dimension to be cut on (``D`` None) is whole in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torch import Tensor
+
+from fairshard.utils.layout import FlatLayout, Piece
+from fairshard.utils.span import Span, cut
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of the buffer: some rows, and the columns of one parameter, whose elements ``source`` it holds."""
+
+    rows: Span
+    columns: Span
+    source: Span
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The block, as a view of ``buffer`` ``[W, S]``."""
+        return buffer[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
+
+    def like(self, flat: Tensor) -> Tensor:
+        """What belongs there of ``flat``, the elements of the parameter, row by row; in the shape of the block."""
+        shape = self.rows.numel, self.columns.numel
+        run = flat[self.source.start : self.source.stop]
+        return run.view(shape) if run.numel() == shape[0] * shape[1] else run.expand(shape)
+
+
+class RowsLayout(FlatLayout):
+    """Parameters, each of ``(D, elements a row)``, cut by rows among ``world_size`` ranks.
+
+    `param_span` is a parameter's place on the line, `pieces` and `padding` say what lies in the buffer.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int | None, int]], world_size: int) -> None:
+        super().__init__([width if rows is None else rows * width for rows, width in sizes], world_size)
+        self.sizes = tuple(sizes)
+        self.widths = tuple(width * (1 if rows is None else cut(rows, world_size)) for rows, width in sizes)
+        self.columns = tuple(accumulate(self.widths, initial=0))[:-1]
+        self.shard_numel = sum(self.widths)
+        self.padded_numel = self.shard_numel * world_size
+
+    def num_rows(self, index: int, rank: int) -> int:
+        """How many rows of parameter ``index`` rank ``rank`` has."""
+        rows = self.sizes[index][0]
+        if rows is None:
+            return 1
+        chunk = cut(rows, self.world_size)
+        return max(0, min(chunk, rows - rank * chunk))
+
+    def filled(self, rank: int) -> int:
+        """All of a row: padding lies between parameters, and is zero."""
+        return self.shard_numel
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What each rank has of each parameter."""
+        pieces = []
+        for index, (rows, row_numel) in enumerate(self.sizes):
+            for rank in range(self.world_size):
+                numel = self.num_rows(index, rank) * row_numel
+                if numel:
+                    start = 0 if rows is None else rank * self.widths[index]
+                    source = Span(start, start + numel)
+                    pieces.append(Piece(index, rank, source, Span(0, numel).shift(self.columns[index])))
+        return tuple(pieces)
+
+    def blocks(self, index: int) -> list[Block]:
+        """The rectangles that hold parameter ``index``: one, or two if a rank's rows do not fill its columns."""
+        numel, width = self.numels[index], self.widths[index]
+        if not numel:
+            return []
+        columns = Span(0, width).shift(self.columns[index])
+        if self.sizes[index][0] is None:
+            return [Block(Span(0, self.world_size), columns, Span(0, numel))]
+        full, rest = divmod(numel, width)
+        blocks = [Block(Span(0, full), columns, Span(0, full * width))] if full else []
+        if rest:
+            short = Span(columns.start, columns.start + rest)
+            blocks.append(Block(Span(full, full + 1), short, Span(full * width, numel)))
+        return blocks
+
+    @cached_property
+    def empty_blocks(self) -> list[Block]:
+        """The rectangles that hold nothing; they are zero wherever they travel."""
+        blocks = []
+        for index, (numel, width) in enumerate(zip(self.numels, self.widths, strict=True)):
+            if not width or self.sizes[index][0] is None:
+                continue
+            columns = Span(0, width).shift(self.columns[index])
+            full, rest = divmod(numel, width)
+            if rest:
+                blocks.append(Block(Span(full, full + 1), Span(columns.start + rest, columns.stop), Span(0, 0)))
+            first_empty = full + bool(rest)
+            if first_empty < self.world_size:
+                blocks.append(Block(Span(first_empty, self.world_size), columns, Span(0, 0)))
+        return blocks
