@@ -49,8 +49,8 @@ class FSDPModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make what the class was made of: slicing a container, for one, calls its class."""
-        made = cls._original.__new__(cls._original, *args, **kwargs)  # type: ignore[call-arg]
-        made.__init__(*args, **kwargs)
+        made = cls._original.__new__(cls._original, *args, **kwargs)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

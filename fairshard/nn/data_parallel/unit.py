@@ -8,6 +8,7 @@ are sent. The parameters are given back when no task still needs them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
