@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ _NEEDS_SHAPES = {
 _NEEDS_WHOLE = {"LBFGS"}
 
 
-def watch_optimizers(flat_params: list[FlatParam], config: UnitConfig) -> None:
+def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> None:
     """From now on, check each optimizer that holds shards or original parameters of ``flat_params``."""
     global _num_sharded
     for flat_param in flat_params:
