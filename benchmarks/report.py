@@ -68,9 +68,9 @@ def by_engine(runs: Sequence[Run], warmup: int) -> Figures:
     return result
 
 
-def ratio(measured: Figures, peer: str, figure: str) -> Ratio | None:
-    """Compare fairshard with ``peer`` repeat by repeat, so that what slows the whole machine cancels."""
-    ours = measured.get("fairshard", {})
+def ratio(measured: Figures, peer: str, figure: str, engine: str = "fairshard") -> Ratio | None:
+    """Compare ``engine`` with ``peer`` repeat by repeat, so that what slows the whole machine cancels."""
+    ours = measured.get(engine, {})
     ratios = []
     for variant in engines.variants(peer):
         theirs = measured.get(variant, {})
@@ -98,13 +98,17 @@ def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequen
     for engine, repeats in measured.items():
         spreads = [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in FIGURES]
         rows.append([engine, *spreads, *_traffic(counted.get(engine))])
-    ratios = [["fairshard over", *FIGURES]]
-    for peer in peers:
-        cells = [ratio(measured, peer, figure) for figure in FIGURES]
-        if all(cells):
-            ratios.append([peer, *(f"{cell.spread.show(2)}{_mark(cell, peer)}" for cell in cells)])
+    tables = [table(rows)]
+    for ours in engines.OURS:
+        ratios = [[f"{ours} over", *FIGURES]]
+        for peer in peers:
+            cells = [ratio(measured, peer, figure, ours) for figure in FIGURES]
+            if all(cells):
+                ratios.append([peer, *(f"{cell.spread.show(2)}{_mark(cell, peer)}" for cell in cells)])
+        if len(ratios) > 1:
+            tables.append(table(ratios))
     note = "* the peer's explicit prefetch, where that is its better setting"
-    return f"{table(rows)}\n\n{table(ratios)}\n{note}"
+    return "\n\n".join(tables) + f"\n{note}"
 
 
 OVERHEADS = {"us per unit": "us_per_unit", "calls per unit": "calls_per_unit"}
@@ -114,14 +118,14 @@ OVERHEADS = {"us per unit": "us_per_unit", "calls per unit": "calls_per_unit"}
 def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequence[str]) -> str:
     """Render the microseconds and the calls that each engine adds to plain torch, per unit."""
     measured = overheads(runs, plain)
-    rows = [["added to plain torch", *(cell for figure in OVERHEADS for cell in (figure, "fairshard over it"))]]
-    best = {peer: {figure: ratio(measured, peer, figure) for figure in OVERHEADS} for peer in peers}
+    columns = [(figure, ours) for figure in OVERHEADS for ours in engines.OURS if ours in measured]
+    rows = [["added to plain torch", *OVERHEADS, *(f"{ours} over it: {figure}" for figure, ours in columns)]]
     for engine, repeats in measured.items():
         row = [engine]
-        for figure in OVERHEADS:
-            compared = [one[figure] for one in best.values() if one[figure] and one[figure].variant == engine]
-            row.append(Spread.of(repeat[figure] for repeat in repeats.values()).show(0))
-            row.append(compared[0].spread.show(2) if compared else "")
+        row += [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in OVERHEADS]
+        for figure, ours in columns:
+            best = [one for peer in peers if (one := ratio(measured, peer, figure, ours)) and one.variant == engine]
+            row.append(best[0].spread.show(2) if best else "")
         rows.append(row)
     plain_spread = Spread.of(run["us_per_unit"] for run in runs if run["engine"] == plain)
     return f"{table(rows)}\nplain torch: {plain_spread.show(0)} us per unit"

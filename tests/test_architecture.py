@@ -94,6 +94,7 @@ LAYERS = [
     [
         f"{DATA_PARALLEL}.advice",
         f"{DATA_PARALLEL}.unit_call",
+        f"{DATA_PARALLEL}.joint_gather",
         f"{DATA_PARALLEL}.members",
         f"{DATA_PARALLEL}.call",
         f"{DATA_PARALLEL}.shard_grad",

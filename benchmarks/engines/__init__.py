@@ -15,11 +15,15 @@ from engines.engine import Engine, Options
 
 ADAPTERS = {
     "fairshard": "fairshard_engine",
+    "fairshard-fully-shard": "fully_shard_engine",
     "fsdp2": "fsdp2",
     "fsdp1": "fsdp1",
     "ddp": "ddp",
     "deepspeed": "deepspeed",
 }
+
+OURS = ("fairshard", "fairshard-fully-shard")
+"""Both doors; what is not ours is a peer."""
 
 VARIANTS = {
     "fsdp2": ("fsdp2", "fsdp2-prefetch"),
@@ -35,6 +39,6 @@ def variants(engine: str) -> tuple[str, ...]:
 
 def build(variant: str, model: nn.Module, units: nn.Module, options: Options) -> Engine:
     """Wrap ``model`` in the engine that ``variant`` names. Only this engine's packages are imported."""
-    engine, _, setting = variant.partition("-")
+    engine, _, setting = (variant, "", "") if variant in ADAPTERS else variant.partition("-")
     adapter = importlib.import_module(f"engines.{ADAPTERS[engine]}")
     return adapter.build(model, units, replace(options, prefetch=setting == "prefetch"))

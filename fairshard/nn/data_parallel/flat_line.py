@@ -70,4 +70,4 @@ class FlatLine:
         """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
         if len(runs) > 1:
             return torch.split_with_sizes(value.reshape(-1), self.layout.lengths[index])
-        return [value.view(run.shape) if value.is_contiguous() else value.reshape(run.shape) for run in runs]
+        return [value.reshape(run.shape) for run in runs]

@@ -172,7 +172,7 @@ class FlatParam(FlatLine):
         self._storage = buffer.untyped_storage()
         self._nbytes = buffer.nbytes
         self._row = buffer[self.comm.rank]
-        self._gather = RowGather(self.comm, buffer)
+        self._gather: Any = RowGather(self.comm, buffer)
         # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
         # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
         self._views = [view.data for view in self._whole_params(buffer)]
@@ -260,12 +260,15 @@ class FlatParam(FlatLine):
         sources: list[Tensor] = []
         empty = list(views[-1])
         for index, slot in enumerate(self.slots):
-            grad = self._take_grad(index, slot)
+            runs, grad = views[index], self._take_grad(index, slot)
             if grad is None:
-                empty += views[index]
+                empty += runs
+                continue
+            targets += runs
+            if len(runs) == 1 and runs[0].shape == grad.shape:
+                sources.append(grad)
             else:
-                targets += views[index]
-                sources += self.cut_as(views[index], index, grad)
+                sources += self.cut_as(runs, index, grad)
         for run in empty:
             run.zero_()
         if targets:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.joint_gather import Joining, JointGather
 from fairshard.nn.data_parallel.kept_part import KeptPart
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
@@ -43,7 +44,7 @@ class Cut:
 
     def rows(self, whole: Tensor) -> Tensor:
         """``whole`` or its part with the dimension that is cut in front."""
-        return whole.movedim(self.dim, 0) if self.dim else whole
+        return torch.movedim(whole, self.dim, 0) if self.dim else whole  # type: ignore[no-any-return]
 
     @property
     def size(self) -> tuple[int | None, int]:
@@ -53,13 +54,16 @@ class Cut:
         rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
         return self.shape[self.dim], torch.Size(rest).numel()
 
-    def local(self, run: Tensor, num_rows: int) -> Tensor:
-        """``run``, the elements of ``num_rows`` rows, in the shape of this rank's part."""
-        if self.dim is None:
-            return run.view(self.shape)
+    def stacked(self, block: Tensor) -> Tensor:
+        """``block`` ``[W, n]``, which holds the whole parameter, as ``[W, rows of a rank, ...]``."""
         rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
-        local = run.view(num_rows, *rest)
-        return local.movedim(0, self.dim) if self.dim else local
+        return block.unflatten(1, (-1, *rest))
+
+    def shape_of(self, num_rows: int) -> tuple[int, ...]:
+        """Of what lies in memory where a rank has ``num_rows`` rows: those in front."""
+        if self.dim is None:
+            return tuple(self.shape)
+        return num_rows, *(size for dim, size in enumerate(self.shape) if dim != self.dim)
 
 
 class RowsGrad(ViewedGrad):
@@ -85,6 +89,7 @@ class RowsFlatParam(ViewedFlatParam):
     _line: Tensor | None
     _sources: list[Tensor]
     _targets: list[Tensor]
+    _together: list[RowsFlatParam]  # those that one gather brings, in order
 
     def __init__(
         self, slots: list[ParamSlot], name: str, mesh: DeviceMesh, dims: Sequence[int | None], on_cpu: bool
@@ -121,6 +126,9 @@ class RowsFlatParam(ViewedFlatParam):
     def _make_specs(self, dtype: torch.dtype) -> None:
         """What DTensors of ``dtype`` say of themselves; made once, for it takes longer than to make them."""
         self._dtype, self._specs = dtype, []
+        self._local_shapes = [
+            each.shape_of(self.layout.num_rows(index, self.rank)) for index, each in enumerate(self.cuts)
+        ]
         for cut_one, dim in zip(self.cuts, self.dims, strict=True):
             placements = (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
             stride = torch.empty(cut_one.shape, device="meta").stride()
@@ -131,8 +139,8 @@ class RowsFlatParam(ViewedFlatParam):
         """``run``, this rank's elements of parameter ``index``, as a part of the whole; no copy, no communication."""
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
-        local = self.cuts[index].local(run, self.layout.num_rows(index, self.rank))
-        return DTensor(local, self._specs[index], requires_grad=False)
+        local, dim = run.view(self._local_shapes[index]), self.cuts[index].dim
+        return DTensor(local.movedim(0, dim) if dim else local, self._specs[index], requires_grad=False)
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``."""
@@ -151,6 +159,9 @@ class RowsFlatParam(ViewedFlatParam):
     def own_of(self, index: int) -> Tensor:
         """The local elements of ``registered[index]``."""
         return self.elements_of(index, self.registered[index])
+
+    def _own_addresses(self) -> list[int]:
+        return [view._local_tensor.data_ptr() for view in self.registered]  # type: ignore[attr-defined]
 
     def look_at(self, index: int, run: Tensor) -> None:
         """Let ``registered[index]`` be the DTensor of ``run``."""
@@ -171,7 +182,10 @@ class RowsFlatParam(ViewedFlatParam):
             self._line = None
             spans = [Span(start, start + n) for start, n in zip(self.layout.columns, self.layout.numels, strict=True)]
             flat = buffer.view(-1)
-            return [self._shaped(index, flat[span.start : span.stop]) for index, span in enumerate(spans)]
+            return [flat[span.start : span.stop].view(each.shape) for each, span in zip(self.cuts, spans, strict=True)]
+        return self._views_beside(buffer)
+
+    def _views_beside(self, buffer: Tensor) -> list[Tensor]:
         line, views, sources, targets = self._line_beside(buffer)
         self._line, self._sources, self._targets = line, sources, targets
         free_storage_(line)
@@ -195,19 +209,12 @@ class RowsFlatParam(ViewedFlatParam):
             for block in self.layout.blocks(index):
                 if each.dim is None:
                     block = replace(block, rows=Span(0, 1))
-                source = block.of(buffer)
-                if each.dim:  # even: one block
-                    target = each.rows(params[-1])
-                    source = source.unflatten(1, (-1, *target.shape[1:]))
-                    target = target.unflatten(0, source.shape[:2])
-                else:
-                    target = block.like(flat)
+                source = each.stacked(block.of(buffer)) if each.dim else block.of(buffer)
                 sources.append(source)
-                targets.append(target)
+                targets.append(
+                    each.rows(params[-1]).unflatten(0, source.shape[:2]) if each.dim else block.like(flat)
+                )
         return line, params, sources, targets
-
-    def _shaped(self, index: int, flat: Tensor) -> Tensor:
-        return self.cuts[index].local(flat, self.cuts[index].size[0] or 1)
 
     @property
     def kept_line(self) -> Tensor:
@@ -225,9 +232,11 @@ class RowsFlatParam(ViewedFlatParam):
             return
         super().unshard(part)
         self._is_to_copy = self._line is not None and self._transfer is not None
-        if self._is_to_copy and self.compute_device.type == "cuda":  # there, and not where compute would wait for it
-            self._copy_out()
-            self._transfer = _Copied(now(self.compute_device))
+        if self.compute_device.type == "cuda" and self is self._together[-1]:
+            for each in self._together:  # on this stream, and not where compute would wait for it
+                if each._is_to_copy:
+                    each._copy_out()
+                    each._transfer = _Copied(now(self.compute_device))
 
     def wait_unshard(self) -> None:
         """Wait for the gather under way, if any, copy the parameters out, hang the leaves into their modules."""
@@ -251,19 +260,33 @@ class RowsFlatParam(ViewedFlatParam):
         alloc_storage_(self._line)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
-        self._storage.resize_(0)
+        if self is self._together[-1]:
+            self._storage.resize_(0)
+
+    def gather_with(self, others: list[RowsFlatParam], joint: JointGather, columns: Tensor) -> None:
+        """Gather into ``columns`` of ``joint``'s buffer from now on, in one with ``others`` (this one among them)."""
+        self._together = others
+        self.buffer, self._row = columns, columns[self.rank]
+        self._storage, self._nbytes = joint.buffer.untyped_storage(), joint.buffer.nbytes
+        self._gather = joint if self is others[-1] else Joining(joint)
+        self._views = [view.data for view in self._views_beside(columns)]
+        self._hook_leaves()
 
     # ---- gradients
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
         """For each parameter the blocks of ``columns`` ``[W, S]`` where its gradient goes; last, the empty ones."""
-        layout = self.layout
-        views = [[block.of(columns) for block in layout.blocks(index)] for index in range(len(self.slots))]
-        return [*views, [block.of(columns) for block in layout.empty_blocks]]
+        views = []
+        for index, each in enumerate(self.cuts):
+            blocks = [block.of(columns) for block in self.layout.blocks(index)]
+            views.append([each.stacked(block) for block in blocks] if each.dim else blocks)
+        return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
-        flat = self.flattened(index, value)
+        if self.cuts[index].dim:
+            return [self.cuts[index].rows(value).unflatten(0, run.shape[:2]) for run in runs]
+        flat = value.reshape(-1)
         return [block.like(flat) for block in self.layout.blocks(index)]
 
     # ---- copies
@@ -273,6 +296,7 @@ class RowsFlatParam(ViewedFlatParam):
         self._line = None
         self._sources, self._targets = [], []
         self._is_to_copy = False
+        self._together = [self]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "cuts": self.cuts, "dims": self.dims, "mesh": self.mesh}
@@ -281,6 +305,17 @@ class RowsFlatParam(ViewedFlatParam):
         self.__dict__.update(state)
         self._make_specs(self.shard.dtype)
         super().__setstate__(state)
+
+
+def join_gathers(flat_params: Sequence[object]) -> None:
+    """Let one gather bring all of ``flat_params``, those of one unit, as far as there is anything to gather."""
+    rows = [each for each in flat_params if isinstance(each, RowsFlatParam) and each.shard_numel]
+    if len(rows) < 2 or rows[0].layout.world_size == 1:
+        return
+    joint = JointGather(rows)
+    for each, columns in zip(rows, joint.columns, strict=True):
+        each.gather_with(rows, joint, columns)
+    free_storage_(joint.buffer)  # views cannot be taken after
 
 
 class _Copied(Transfer):

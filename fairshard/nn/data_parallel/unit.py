@@ -28,6 +28,7 @@ from fairshard.nn.data_parallel.kept_part import KeptParts
 from fairshard.nn.data_parallel.members import Members
 from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.prefetch import Prefetch
+from fairshard.nn.data_parallel.rows_flat_param import join_gathers
 from fairshard.nn.data_parallel.saved_group import SavedGroup
 from fairshard.nn.data_parallel.shard_versions import check_unchanged, versions_of
 from fairshard.nn.data_parallel.state_dict_config import default_settings
@@ -116,6 +117,7 @@ class Unit:
 
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, root.transfers, tell)
+        join_gathers(self.flat_params)
         part = part_of(comms.shard, self.config.reshard_after_forward, self.fqn)
         if part is not None:
             self._parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)

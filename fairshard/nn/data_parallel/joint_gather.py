@@ -1,0 +1,71 @@
+"""One gather for all flat params of a unit: parameters of several dtypes, or frozen ones among others.
+
+The bytes of each flat param's row lie side by side, aligned, in one buffer::
+
+    buffer [W, bytes]    | bf16, trained | fp32, trained | fp32, frozen |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fairshard.utils.collectives import Communicator, RowGather, Transfer
+from fairshard.utils.span import cut
+
+_ALIGNED = 16  # bytes: no dtype is wider
+
+
+class Joined(Protocol):
+    """A flat param as the gather sees it."""
+
+    comm: Communicator
+    compute_dtype: torch.dtype
+    compute_device: torch.device
+    shard_numel: int
+
+
+class JointGather(Transfer):
+    """Gathers the rows of ``flat_params``, which are written one after the other, once the last has been."""
+
+    __slots__ = ("_gather", "_transfer", "buffer", "columns")
+
+    def __init__(self, flat_params: Sequence[Joined]) -> None:
+        super().__init__()
+        first = flat_params[0]
+        nbytes = [each.shard_numel * each.compute_dtype.itemsize for each in flat_params]
+        starts = list(accumulate((cut(each, _ALIGNED) * _ALIGNED for each in nbytes), initial=0))
+        shape = first.comm.world_size, starts[-1]
+        self.buffer = torch.empty(shape, dtype=torch.uint8, device=first.compute_device)
+        self.columns: list[Tensor] = [
+            self.buffer[:, start : start + size].view(each.compute_dtype)
+            for start, size, each in zip(starts, nbytes, flat_params, strict=False)
+        ]
+        self._gather = RowGather(first.comm, self.buffer)
+        self._transfer: Transfer | None = None
+
+    def start(self, tag: int) -> Transfer:
+        """Gather all rows, of which this rank's are written. **Collective.**"""
+        self._transfer = self._gather.start(tag)
+        return self
+
+    def wait(self) -> None:
+        """Wait for all rows."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
+
+
+class Joining:
+    """What stands for the gather where another flat param of the unit is still to be written."""
+
+    def __init__(self, joint: JointGather) -> None:
+        self._joint = joint
+
+    def start(self, tag: int) -> Transfer:
+        """Nothing yet; what is returned waits for all."""
+        return self._joint
