@@ -95,6 +95,8 @@ LAYERS = [
         f"{DATA_PARALLEL}.advice",
         f"{DATA_PARALLEL}.unit_call",
         f"{DATA_PARALLEL}.members",
+        f"{DATA_PARALLEL}.backward_errors",
+        f"{DATA_PARALLEL}.bucket_plan",
         f"{DATA_PARALLEL}.call",
         f"{DATA_PARALLEL}.shard_grad",
         f"{DATA_PARALLEL}.kept_part",
