@@ -96,6 +96,8 @@ LAYERS = [
         f"{DATA_PARALLEL}.unit_call",
         f"{DATA_PARALLEL}.joint_gather",
         f"{DATA_PARALLEL}.members",
+        f"{DATA_PARALLEL}.backward_errors",
+        f"{DATA_PARALLEL}.bucket_plan",
         f"{DATA_PARALLEL}.call",
         f"{DATA_PARALLEL}.shard_grad",
         f"{DATA_PARALLEL}.kept_part",

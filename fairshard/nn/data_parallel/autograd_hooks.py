@@ -7,6 +7,8 @@ What is used, and what stands in for it where torch lacks it:
   with the same result (``tests/nn/data_parallel/test_autograd_hooks.py`` compares the two).
 - ``torch._C._current_graph_task_id``: tells one backward from another, and from none (-1).
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task.
+- ``Tensor._backward_hooks``: a dictionary of hooks, called in the order in which they are kept. Where torch keeps them
+  elsewhere a hook is called last: a unit's memory is given back a moment later.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +48,14 @@ def num_reached(nodes: Sequence[Any]) -> int:
 def at_end_of_task(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running graph task ends well; never after an exception."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
+    """``tensor.register_hook(hook)``, to be called before the hooks that are there already."""
+    handle = tensor.register_hook(hook)
+    hooks: dict[int, Any] = getattr(tensor, "_backward_hooks", None) or {}
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
 
 
 def input_node(tensor: Tensor) -> Any:

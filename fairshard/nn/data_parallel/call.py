@@ -8,7 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fairshard.nn.data_parallel.autograd_hooks import at_end_of_task, current_task, input_node, num_reached
+from fairshard.nn.data_parallel.autograd_hooks import (
+    at_end_of_task,
+    current_task,
+    hook_first,
+    input_node,
+    num_reached,
+)
 
 
 class _FlatParam(Protocol):
@@ -39,12 +45,20 @@ class CalledUnit(Protocol):
 
 
 class Call:
-    """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs."""
+    """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs.
 
-    __slots__ = ("__weakref__", "_awaited", "_awaited_nodes", "_input_nodes", "_task", "num_outputs", "unit")
+    Attributes:
+        is_later: an earlier forward awaits its backward, in which the unit may be gathered again: it is freed between.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_awaited", "_awaited_nodes", "_input_nodes", "_task"),
+        *("is_later", "num_outputs", "unit"),
+    )
 
     def __init__(self, unit: CalledUnit) -> None:
         self.unit = unit
+        self.is_later = False
         self.num_outputs = 0
         self._input_nodes: list[Any] = []
         self._awaited_nodes: list[Any] = []  # those whose gradient is the last thing that the call computes
@@ -62,7 +76,8 @@ class Call:
         """Tell the unit when the gradient of ``tensor`` is done.
 
         That of a leaf tells nothing: autograd runs what is ready from the newest node to the oldest, so that nodes
-        from before the call come after all of the call's, but it hands leaves their gradients at once.
+        from before the call come after all of the call's, but it hands leaves their gradients at once. The unit that
+        ``tensor`` comes from is told afterwards, so that this one has given back its memory by then.
         """
         if tensor.requires_grad:
             self._input_nodes.append(input_node(tensor))
@@ -76,7 +91,7 @@ class Call:
                 if known is not None:
                     known.close_input()
 
-            tensor.register_hook(on_input)
+            hook_first(tensor, on_input)
             self._awaited_nodes.append(self._input_nodes[-1])
         return tensor
 
@@ -86,14 +101,16 @@ class Call:
         trainable = any(flat_param.requires_grad for flat_param in self.unit.flat_params)
         return not self.num_outputs and (trainable or bool(self._input_nodes))
 
-    def await_inputs(self) -> None:
-        """Count the inputs that the running graph task computes gradients of; without any, its end closes the call.
+    def await_inputs(self, to_the_end: bool) -> bool:
+        """Count the inputs that the running graph task computes gradients of; they close the call.
 
-        Gradients of what the unit ignores, which it does not see, may come after those: its end does, too.
+        Gradients of what the unit ignores, which it does not see, may come after those, as if there were no inputs.
+        Then, with ``to_the_end``, the end of the task closes the call. Returns whether anything does.
         """
         self._awaited = 0 if self.unit.origin.trains_ignored else num_reached(self._awaited_nodes)
-        if not self._awaited:
+        if not self._awaited and to_the_end:
             at_end_of_task(lambda: self.unit.close_call(self))
+        return self._awaited > 0 or to_the_end
 
     def _on_output(self, grad: Tensor) -> None:
         task = current_task()

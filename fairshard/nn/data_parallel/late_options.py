@@ -13,7 +13,13 @@ from fairshard.nn.data_parallel.state_dict_config import FullStateDictConfig, St
 
 @dataclass(frozen=True)
 class LateOptions:
-    """What each means is in the docstring of the wrapper. The defaults change nothing."""
+    """What each means is in the docstring of the wrapper. The defaults change nothing.
+
+    Attributes:
+        keeps_across_passes: what a forward leaves gathered serves the next forward, unless an optimizer has stepped or
+            torch has counted a write to the shards; and the backward frees it after each of several forwards. Else
+            each forward gathers anew, and what a forward has left gathered stays so until all gradients are there.
+    """
 
     disable_reshard_on_root: bool = True
     state_dict_device: torch.device | None = None
@@ -21,6 +27,7 @@ class LateOptions:
     no_broadcast_optim_state: bool = False
     clear_autocast_cache: bool = False
     verbose: bool = False
+    keeps_across_passes: bool = False
 
     def settings(self) -> StateDictSettings | None:
         """The form of state dicts that is asked for; None for the usual one."""

@@ -248,6 +248,7 @@ class _Step:
         for step in unit.steps:
             if isinstance(step, PlannedUnit):
                 self._forward(step)
+        self._order.exited.append(unit)
         part = unit.config.reshard_after_forward
         if unit is not self._root and part:
             if not isinstance(part, bool) and part != self._world_size:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.root import Root
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.nn.data_parallel.unit import Unit
@@ -34,7 +35,8 @@ def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
     ``unshard``         a gather of the unit's parameters is issued; not told when they are gathered already
     ``reshard``         they have been freed; not told when the forward keeps them
     ``post_backward``   all gradients that a backward gives the unit are in their bucket, and the unit is freed if it
-                        is to be; told at the end of the backward for a unit that it has not come to
+                        is to be; told at the end of the backward for a unit that it has not come to. In the backward
+                        of several forwards also when it is freed until the backward comes to an earlier one
     ``forward``         from here to ``forward_end`` the unit computes, units inside it too
     ``backward``        to ``backward_end``, the unit computes its gradients
     ``unshard_wait``    to ``unshard_wait_end``, compute waits for the gather
@@ -119,6 +121,7 @@ class Observation:
                 "wait_unshard": self._on_wait_unshard,
                 "reshard": self._on_reshard,
                 "send_grads": self._on_send_grads,
+                "close_call": self._on_close_call,
             }
         for name, around in names.items():
             self._tap(unit, name, around, unit)
@@ -226,6 +229,11 @@ class Observation:
         self._sent.add(unit)
         is_kept = unit.is_pinned or (unit.config.keeps_in_no_sync and not unit.sync)
         if is_kept or not unit.is_gathered:
+            self._tell_post_backward(unit)
+
+    def _on_close_call(self, method: Any, unit: Unit, call: Call) -> None:
+        method(call)
+        if call.is_later and unit in self._in_backward and not unit.is_gathered:
             self._tell_post_backward(unit)
 
     def _tell_post_backward(self, unit: Unit) -> None:

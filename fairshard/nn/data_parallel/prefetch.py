@@ -14,6 +14,8 @@ UnitT = TypeVar("UnitT")
 class Prefetch(Generic[UnitT]):
     """What one unit gathers ahead. Units are freed at the end of a pass that gathered them and did not run them.
 
+    A backward that is not the last one of its forward leaves them to the next.
+
     Attributes:
         forward: named by the user, to be gathered in place of the unit that followed this one in the last pass.
         backward: named by the user, to be gathered in place of the one that the backward should come to next.

@@ -1,4 +1,4 @@
-"""Naming what is gathered ahead, for users who know better than the last pass."""
+"""Naming what is gathered ahead, and until when it is kept, for users who know better than the last pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.tree import unit_of
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.nn.data_parallel.unit_attributes import UnitAttributes
@@ -36,6 +37,26 @@ class PrefetchMethods(UnitAttributes):
         """
         self._unit.prefetch.backward = units_of(modules)
         self._settle()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: other backwards of the same forwards follow the next one, and what it does not come to is theirs.
+
+        What was gathered ahead of it in vain stays gathered, and the order of units remembered, until True is set.
+        Gradients are reduced as ever. Called on the outermost wrapper, after its first forward.
+
+        Raises:
+            TypeError: ``is_last_backward`` is not True or False.
+            TrainingStateError: there has been no forward.
+        """
+        if not isinstance(is_last_backward, bool):
+            raise TypeError(f"`is_last_backward` must be True or False, but is {is_last_backward!r}.")
+        root = self._unit.root
+        if root is None:
+            raise TrainingStateError(
+                "`set_is_last_backward` must be called between a forward and its backward, but there has been no "
+                "forward. Call it after."
+            )
+        root.is_last_backward = is_last_backward
 
     def _settle(self) -> None:
         root = self._unit.root

@@ -8,14 +8,17 @@ import torch
 
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.autograd_hooks import NO_BACKWARD, at_end_of_task, current_task
+from fairshard.nn.data_parallel.bucket_plan import planned
 from fairshard.nn.data_parallel.exec_order import ExecOrder
 from fairshard.nn.data_parallel.join import Join
 from fairshard.nn.data_parallel.nan_check import NanCheck
 from fairshard.nn.data_parallel.order_check import OrderCheck
 from fairshard.nn.data_parallel.placement import warn_autocast
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
+from fairshard.nn.data_parallel.shard_versions import versions_of
 from fairshard.nn.data_parallel.training_state import TrainingState, assert_none_summoned
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
@@ -28,8 +31,11 @@ class Root:
     """The outermost unit's view of all units.
 
     A *pass* through the model is opened by whichever unit is called first, normally the outermost, and may be
-    followed by a backward. Invariant: outside of passes nothing is under way, and after a backward nothing is
+    followed by a backward. Invariant: outside of passes nothing is under way, and after the last backward nothing is
     gathered.
+
+    Attributes:
+        is_last_backward: else what the next backward does not come to stays gathered and foreseen for the one after it.
     """
 
     def __init__(self, units: list[Unit], device: torch.device, comms: Sequence[Communicator]) -> None:
@@ -52,6 +58,7 @@ class Root:
         self._warned_autocast = False
         self.has_begun = False
         self.is_last_backward = True
+        self._num_steps = 0  # of optimizers, when the last pass began
         self.join: Join | None = None
 
     # ---- forward
@@ -71,9 +78,11 @@ class Root:
                 self._ahead.add(other)
         return ahead
 
-    def exit_forward(self, completed: bool) -> None:
-        """A unit's forward is over, ``completed`` unless it raised."""
+    def exit_forward(self, unit: Unit, completed: bool) -> None:
+        """The forward of ``unit`` is over, ``completed`` unless it raised."""
         self._depth -= 1
+        if completed and not self.in_backward:
+            self.order.exited.append(unit)
         if self._depth or self.in_backward:
             return
         self._wait_for_reads()
@@ -100,10 +109,13 @@ class Root:
         if self.join is not None:
             self.join.begin_pass()
         self.has_begun = True
+        is_same_step, self._num_steps = num_steps() == self._num_steps, num_steps()
         for other in self.units:
             for flat_param in other.flat_params:
                 flat_param.begin_pass()
-            other.is_stale = other.is_gathered and not other.is_kept_as_it_is
+            serves = other.config.late.keeps_across_passes and is_same_step and not other.is_stale
+            is_kept = (serves and versions_of(other.flat_params) == other.versions) or other.is_kept_as_it_is
+            other.is_stale = other.is_gathered and not is_kept
             if other.members is not None:
                 other.members.begin_pass()
         self.order.begin_forward()
@@ -125,19 +137,10 @@ class Root:
             expected = self.order.begin_backward()
             for other, num_calls in expected.items():
                 other.num_calls = num_calls
-            planned = [
-                flat_param
-                for other in expected
-                if other.sync
-                for flat_param in other.flat_params
-                if flat_param.requires_grad
-                and flat_param.shard_numel
-                and flat_param.comms.num_ranks > 1
-                and flat_param.hook is None
-            ]
+            flat_params = planned(expected)
             if self.join is not None:
-                self.join.begin_backward(planned)
-            self.bucketer.plan(planned)
+                self.join.begin_backward(flat_params)
+            self.bucketer.plan(flat_params)
         self.order_check.entered.append(unit)
         foreseen = self.order.reenter(unit)
         return () if unit.prefetch.waits_for_grads else unit.prefetch.in_backward(foreseen)
@@ -157,7 +160,7 @@ class Root:
         else:
             is_common = self.join.end_backward(ends_step)
         self.has_grads = False
-        self.order.end_backward()
+        self.order.end_backward(self.is_last_backward)
         self.in_backward = False
         self.order_check.end_backward(ends_step, is_common)
         if ends_step and self.nan_check.is_on:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import GradRequiresGradError, ParameterShardedError
 from fairshard.nn.data_parallel.advice import warn_opaque_outputs
 from fairshard.nn.data_parallel.autograd_hooks import current_task, num_reached
+from fairshard.nn.data_parallel.backward_errors import create_graph_error, unseen_error
 from fairshard.nn.data_parallel.buffers import ComputeBuffers
 from fairshard.nn.data_parallel.call import Call
 from fairshard.nn.data_parallel.config import UnitConfig
@@ -70,14 +70,14 @@ class Unit:
         self.buffers: ComputeBuffers | None = None
         self.is_gathered = False
         self.is_stale = False
-        self._versions: list[int] = []
+        self.versions: list[int] = []
         self._counted: dict[int, int] = {}  # graph task -> leaves that it reaches and has not come to yet
         self._open_calls: set[Call] = set()  # calls whose inputs' gradients are awaited
         self._hooks_inputs = True
         self.is_reached = False  # by the running backward
         self._owes = False  # gradients, to the reduction
         self._is_partial = False  # the running backward does not reach all leaves, as far as it is known
-        self._num_arrived = 0  # calls that the running backward has come to ...
+        self._num_arrived = self._num_closed = 0  # calls that the running backward has come to, and is through with ...
         self.num_calls = 0  # ... of those that it may come to
         self.is_pinned = False  # gathered for good: its backward could come unseen
 
@@ -142,9 +142,9 @@ class Unit:
                 self.buffers.attach()
             call = None
             if torch.is_grad_enabled():
-                self._versions = versions_of(self.flat_params)
+                self.versions = versions_of(self.flat_params)
                 call = Call(self)
-                if self._hooks_inputs:
+                if self._hooks_inputs or root.order.is_later:
                     apply_to_tensors(call.watch_input, (args, kwargs))
             if self._input_dtype is not None:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=self._input_dtype, **kwargs)
@@ -162,13 +162,15 @@ class Unit:
             if call is not None:
                 outputs = apply_to_tensors(call.watch_output, outputs)
                 keep = keep or call.lacks_outputs
-                if not is_transparent(outputs):
-                    self._pin(outputs)
+                call.is_later = root.order.is_later and (self.config.late.keeps_across_passes or not keep)
+                if not (self.is_pinned or is_transparent(outputs)):
+                    self.is_pinned = True
+                    warn_opaque_outputs(self.fqn, outputs)
         except BaseException:
             self.abort_forward()
             raise
         self._leave_forward(keep or self.is_pinned)
-        root.exit_forward(completed=True)
+        root.exit_forward(self, completed=True)
         return outputs
 
     def abort_forward(self) -> None:
@@ -176,12 +178,7 @@ class Unit:
         root = self.root
         assert root is not None
         self._leave_forward(keep=root.in_backward)  # a checkpoint may stop its recomputation by raising
-        root.exit_forward(completed=False)
-
-    def _pin(self, outputs: Any) -> None:
-        if not self.is_pinned:
-            self.is_pinned = True
-            warn_opaque_outputs(self.fqn, outputs)
+        root.exit_forward(self, completed=False)
 
     def _leave_forward(self, keep: bool) -> None:
         root = self.root
@@ -201,14 +198,10 @@ class Unit:
         root = self.root
         assert root is not None
         if torch.is_grad_enabled():
-            raise GradRequiresGradError(
-                f"Gradients of a sharded unit must not require grad, but the backward of `{self.fqn or 'the root'}` "
-                "was started with create_graph=True. Sharded gradients cannot be differentiated again; compute "
-                "such terms on an unwrapped module."
-            )
+            raise create_graph_error(self.fqn)
         root.check_live(self, task)
         ahead = root.enter_backward(self)
-        check_unchanged(self.flat_params, self._versions)
+        check_unchanged(self.flat_params, self.versions)
         self._reach()
         self._num_arrived += 1
         if self.unshard_in_backward:
@@ -226,8 +219,7 @@ class Unit:
             # parameters it may be read until the gradients of the unit's inputs are done.
             self._is_partial = reached < sum(len(flat_param.nodes) for flat_param in self.flat_params)
             self._hooks_inputs = self._is_partial or any(flat_param.has_frozen for flat_param in self.flat_params)
-        if self._hooks_inputs:
-            call.await_inputs()
+        if (self._hooks_inputs or call.is_later) and call.await_inputs(to_the_end=self._hooks_inputs):
             self._open_calls.add(call)
 
     def _on_grad(self, leaf: Tensor) -> None:
@@ -239,10 +231,7 @@ class Unit:
         left = self._counted.get(task)
         if left is None:  # a task that began inside this unit: a reentrant segment
             if not self.is_gathered:
-                raise ParameterShardedError(
-                    f"A backward came to the parameters of unit `{self.fqn or 'root'}` while they were sharded, "
-                    "through a tensor that the unit did not return. Return every tensor that the loss is made of."
-                )
+                raise unseen_error(self.fqn)
             root.enter_backward(self)
             self._reach()
             left = self._num_reached()
@@ -268,7 +257,14 @@ class Unit:
     def close_call(self, call: Call) -> None:
         """The gradients of one call's inputs are done."""
         self._open_calls.discard(call)
-        if self.is_reached:
+        if not self.is_reached:
+            return
+        root = self.root
+        assert root is not None
+        self._num_closed += 1
+        if call.is_later and self._num_closed == self._num_arrived and root.order.comes_again(self):
+            self._give_back(root)  # until the backward comes to an earlier forward; meanwhile gradients add up
+        else:
             self._finish_when_done()
 
     def send_grads(self) -> None:
@@ -299,7 +295,7 @@ class Unit:
                 self._owes = any(flat_param.has_accumulated for flat_param in self.flat_params)
             if self._owes or self._counted:
                 self.send_grads()
-        self._rest()
+        self._rest(keep=not self.is_reached and self.root is not None and not self.root.is_last_backward)
 
     def reset(self) -> None:
         """Leave an interrupted pass: drop its gradients, reshard, be idle."""
@@ -308,16 +304,16 @@ class Unit:
         self._kept_at = None
         self._rest()
 
-    def _rest(self) -> None:
+    def _rest(self, keep: bool = False) -> None:
         if self.buffers is not None:
             self.buffers.detach()
         self._counted.clear()
         self._open_calls.clear()
         self.is_reached = self._owes = self._is_partial = False
-        self._num_arrived = self.num_calls = 0
-        if self._parts is not None:
+        self._num_arrived = self._num_closed = self.num_calls = 0
+        if self._parts is not None and not keep:
             self._parts.forget()
-        if self.is_gathered and not self.is_pinned and self._kept_at is None:
+        if self.is_gathered and not self.is_pinned and self._kept_at is None and not keep:
             self.reshard()
         self.state = TrainingState.IDLE
 
@@ -338,16 +334,20 @@ class Unit:
         assert root is not None
         if self._owes and self._has_arrived and root.has_grads:
             self.send_grads()
-        if self.is_gathered and not self.is_pinned:
-            if self.buffers is not None:
-                self.buffers.detach()
-            if (self.config.keeps_in_no_sync and not self.sync) or not self.reshard_after_backward:
-                self.keep_as_it_is()
-            else:
-                self.reshard()
-            if self.prefetch.waits_for_grads:
-                for other in self.prefetch.in_backward(root.order.still_ahead(self)):
-                    other.unshard()
+        self._give_back(root)
+
+    def _give_back(self, root: Root) -> None:
+        if not self.is_gathered or self.is_pinned:
+            return
+        if self.buffers is not None:
+            self.buffers.detach()
+        if (self.config.keeps_in_no_sync and not self.sync) or not self.reshard_after_backward:
+            self.keep_as_it_is()
+        else:
+            self.reshard()
+        if self.prefetch.waits_for_grads:
+            for other in self.prefetch.in_backward(root.order.still_ahead(self)):
+                other.unshard()
 
     @property
     def _has_arrived(self) -> bool:

@@ -114,3 +114,14 @@ def test_the_public_fallback_copes_with_unused_parameters():
     with mock.patch.object(autograd_hooks, "_will_execute", None):
         train_alike(Chosen(alternate), wrap_all, loss_of, num_steps=4, momentum=0.0)
         train_alike(Chosen(alternate), FSDP, loss_of, num_steps=4, momentum=0.0)
+
+
+def test_a_hook_that_comes_first():
+    """It is called before those that are there, which keep their order and can be removed as ever."""
+    called = []
+    tensor = torch.ones(2, requires_grad=True) * 2
+    handles = [tensor.register_hook(lambda grad, name=name: called.append(name)) for name in "abc"]
+    autograd_hooks.hook_first(tensor, lambda grad: called.append("first"))
+    handles[1].remove()
+    tensor.sum().backward()
+    assert called == ["first", "a", "c"]

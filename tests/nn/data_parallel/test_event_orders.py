@@ -5,6 +5,7 @@ their bucket); layers go by their number.
 """
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import Phase, checkpoint_wrapper, observe
+from fairshard.nn.data_parallel.tree import units_below
 from tests.models import DIM, VOCAB, Block
 from tests.on_ranks import on_ranks
 from tests.reference import sgd
@@ -148,43 +150,122 @@ def test_forward_gathers_ahead_by_default():
             loss.backward()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("checkpointing", [None, pytest.param("ours", marks=pytest.mark.full)])
-def test_several_forwards_before_one_backward(checkpointing):
-    """Each forward gathers; the backward does once a unit, for its two calls, and has its gradients once.
+BACK_THROUGH_LAYERS = "+2 +1 -2 !2 +0 -1 !1 -0 !0"
+SEVERAL = {
+    # What is kept: arguments, whether it serves later forwards, the later forward, the later one's part of the backward
+    "all": ({"reshard_after_forward": False}, True, "", without_unshards(BACK_THROUGH_LAYERS)),
+    "root": ({}, True, FORWARD.removeprefix("+root "), BACK_THROUGH_LAYERS),
+    "root, few ranks": ({"reshard_after_forward": 2}, False, FORWARD, BACK_THROUGH_LAYERS),
+    "nothing": (ROOT_TOO, False, f"{FORWARD} -root", f"+root {BACK_THROUGH_LAYERS}"),
+}
 
-    FSDP2 gathers and reduces for every call. Here a leaf adds up the gradients of all calls before it is reduced.
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [None, "ours", pytest.param("torch's", marks=pytest.mark.full)])
+def test_several_forwards_before_one_backward(checkpointing):
+    """The backward goes through the later forward and then, gathering anew, through the earlier one.
+
+    Each layer is freed when the backward is through with its later call, though it has no gradients yet. The outermost
+    unit, whose inputs have no gradients, is freed at the end. It is so in every iteration, the first one too.
     """
-    backward = "+2 +1 +0 -2 !2 -1 !1 -0 !0 -root !root"
-    for keeps, again, expected in (
-        ("all", "+root +0 +1 +2", without_unshards(backward)),  # the weights may have changed in between
-        ("root", FORWARD, backward),
-        ("nothing", f"{FORWARD} -root", f"+root {backward}"),
-    ):
-        kwargs, forward, _ = KEEPS[keeps]
+    for keeps, (kwargs, serves, again, first_part) in SEVERAL.items():
+        forward = KEEPS[keeps][1]
         model = stack(3, checkpointing, **kwargs, **AS_CALLED)
-        with order(model, f"{forward} {again}"):
-            losses = model(tokens()), model(tokens())
-        with order(model, expected):
-            sum(losses).sum().backward()
+        if serves:
+            keep_across_passes(model)
+        optimizer = sgd(model)
+        for _ in range(2):
+            with order(model, f"{forward} {again}".strip()):
+                losses = model(tokens()), model(tokens())
+            with order(model, f"{first_part} {BACK_THROUGH_LAYERS} -root !root"):
+                sum(losses).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with order(model, forward):  # as if there had never been several
+            loss = model(tokens()).sum()
+        with order(model, KEEPS[keeps][2]):
+            loss.backward()
+
+
+@on_ranks(2)
+def test_three_forwards_before_one_backward():
+    """Every part of the backward is as the others; with a forward whose outputs are dropped it is the usual one."""
+    model = stack(3, **AS_CALLED)
+    with order(model, " ".join([FORWARD] * 3)):
+        losses = [model(tokens()).sum() for _ in range(3)]
+    with order(model, " ".join([BACK_THROUGH_LAYERS] * 3) + " -root !root"):
+        sum(losses).backward()
+    model(tokens())
+    loss = model(tokens()).sum()
+    with order(model, BACKWARD):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_what_a_forward_keeps_stays_while_several_await_their_backward():
+    """By default no weight is gathered in a backward that was kept for it; each forward gathers, for weights change."""
+    model = stack(3, reshard_after_forward=False, **AS_CALLED)
+    with order(model, "+root +0 +1 +2 +root +0 +1 +2"):
+        losses = model(tokens()), model(tokens())
+    with order(model, "-2 !2 -1 !1 -0 !0 -root !root"):
+        sum(losses).sum().backward()
+
+
+@on_ranks(2)
+def test_what_serves_later_forwards_is_gathered_again_once_it_has_changed():
+    """A write to the shards that torch counts, or a step of any optimizer, lets the next forward gather."""
+    model = stack(3, reshard_after_forward=False, **AS_CALLED)
+    keep_across_passes(model)
+    optimizer = sgd(model)
+    before = model(tokens())
+    with order(model, ""):
+        assert torch.equal(model(tokens()), before)
+    with torch.no_grad():
+        for param in model.layers[1].parameters():
+            param.mul_(2)
+    with order(model, "+1"):
+        after = model(tokens())
+    assert not torch.equal(after, before)
+    optimizer.step()
+    with order(model, "+root +0 +1 +2"):
+        assert torch.equal(model(tokens()), after)  # it had no gradients
+
+
+def keep_across_passes(model):
+    """Let what a forward leaves gathered serve the next one too."""
+    for _, unit in units_below(model):
+        unit.config = replace(unit.config, late=replace(unit.config.late, keeps_across_passes=True))
 
 
 @on_ranks(2)
 def test_a_unit_that_a_backward_does_not_come_to():
     """It is gathered ahead in vain, freed at the end, and has its (empty) gradients there; then comes its turn.
 
-    After a backward nothing is gathered, so that the second one starts anew, and it foresees nothing.
+    After a backward nothing is gathered, so that the second one starts anew, and it foresees nothing. Unless the first
+    is said not to be the last: then what it did not come to stays gathered, and the second foresees as the first did.
     """
+    for is_last, left, second_backward in (
+        (True, " -1.lin1 !1.lin1", "+1.lin1 -1.lin1 !1.lin1 +0 -0 !0 !1.lin2"),
+        (False, " !1.lin1", "+0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),
+    ):
+        model = branches()
+        with order(model, "+0 -0 +1.lin1 -1.lin1 +1.lin2 -1.lin2"):
+            first, second = model(torch.ones(2, DIM))
+        model.set_is_last_backward(is_last)
+        with order(model, "+1.lin2 +1.lin1 -1.lin2 !1.lin2 +0 -0 !0" + left):
+            second.sum().backward(retain_graph=True)
+        model.set_is_last_backward(True)
+        with order(model, second_backward):
+            first.sum().backward()
+        assert not any(unit.is_gathered for _, unit in units_below(model))
+
+
+def branches():
+    """A sharded Linear, and `Branches` of two units after it."""
     model = nn.Sequential(nn.Linear(DIM, DIM), Branches())
     for owner, name in ((model, "0"), (model[1], "lin1"), (model[1], "lin2")):
         setattr(owner, name, FSDP(getattr(owner, name), **AS_CALLED))
-    model = FSDP(model, **AS_CALLED)
-    with order(model, "+0 -0 +1.lin1 -1.lin1 +1.lin2 -1.lin2"):
-        first, second = model(torch.ones(2, DIM))
-    with order(model, "+1.lin2 +1.lin1 -1.lin2 !1.lin2 +0 -0 !0 -1.lin1 !1.lin1"):
-        second.sum().backward(retain_graph=True)
-    with order(model, "+1.lin1 -1.lin1 !1.lin1 +0 -0 !0 !1.lin2"):
-        first.sum().backward()
+    return FSDP(model, **AS_CALLED)
 
 
 @on_ranks(2)
@@ -222,10 +303,10 @@ def test_named_units_in_backward():
 
 @on_ranks(2)
 def test_units_inside_checkpoints():
-    """Inside a checkpoint in a checkpoint, names are followed; by default it is the order of calls, backwards.
+    """Inside a checkpoint in a checkpoint, names are followed; by default each unit gathers the next one ahead.
 
-    There the unit inside a layer, which was called last, is gathered ahead, and the layer at its turn. The outermost
-    unit, which has nothing of its own and no names, gathers what it foresees in either case.
+    That is the layer, the unit inside it, the layer before it. The outermost unit, which has nothing of its own and no
+    names, gathers what it foresees in either case.
     """
     model = Stack(ExpertBlock(**AS_CALLED) for _ in range(3))
     for kind in (ExpertBlock, Expert):
@@ -238,8 +319,8 @@ def test_units_inside_checkpoints():
         loss = model(tokens()).sum()
     with order(
         model,
-        "+head +2.expert.w1 -head !head +2 +1.expert.w1 -2.expert.w1 !2.expert.w1 -2 !2 "
-        "+1 +0.expert.w1 -1.expert.w1 !1.expert.w1 -1 !1 +0 +embed -0.expert.w1 !0.expert.w1 -0 !0 -embed !embed",
+        "+head +2 -head !head +2.expert.w1 +1 -2.expert.w1 !2.expert.w1 -2 !2 +1.expert.w1 +0 -1.expert.w1 "
+        "!1.expert.w1 -1 !1 +0.expert.w1 +embed -0.expert.w1 !0.expert.w1 -0 !0 -embed !embed",
     ):
         loss.backward()
     embed, head, (first, second, third) = model.embed, model.head, model.layers
@@ -251,7 +332,7 @@ def test_units_inside_checkpoints():
         loss = model(tokens()).sum()
     with order(
         model,
-        "+head +2 +2.expert.w1 -head !head +1 +1.expert.w1 -2.expert.w1 !2.expert.w1 -2 !2 "
+        "+head +2 -head !head +1 +1.expert.w1 +2.expert.w1 -2.expert.w1 !2.expert.w1 -2 !2 "
         "+0 +0.expert.w1 -1.expert.w1 !1.expert.w1 -1 !1 +embed -0.expert.w1 !0.expert.w1 -0 !0 -embed !embed",
     ):
         loss.backward()

@@ -1,0 +1,198 @@
+"""Several forwards before one backward: units are freed between the parts of the backward, with the same bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fairshard.errors import ShardChangedError
+from fairshard.nn import BackwardPrefetch, observe
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel.tree import units_below
+from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike
+
+FULL = pytest.mark.full
+KINDS = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "nothing kept": {"disable_reshard_on_root": False},
+    "gathered late": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "never ahead": {"backward_prefetch": None, "forward_prefetch": False},
+    "not flattened": {"flatten_parameters": False},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+def keep_across_passes(model):
+    for _, unit in units_below(model):
+        unit.config = replace(unit.config, late=replace(unit.config.late, keeps_across_passes=True))
+    return model
+
+
+def sum_of_three(model, key):
+    return sum((3 - index) * loss_of_tiny(model, (*key, index)) for index in range(3))
+
+
+def assert_nothing_is_gathered(model):
+    assert not [unit.fqn for _, unit in units_below(model) if unit.is_gathered]
+
+
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("kind", ["default", "kept", *(pytest.param(kind, marks=FULL) for kind in list(KINDS)[2:])])
+def test_losses_of_several_forwards(kind):
+    """Nested units, one called twice in a forward, tied weights: the sum trains as on the plain model."""
+    for prepare in (keep_across_passes, lambda model: model):
+        model = train_alike(
+            tiny(), lambda model, prepare=prepare: prepare(wrap_tiny(model, **KINDS[kind])), sum_of_three, num_steps=2
+        )
+        assert_nothing_is_gathered(model)
+
+
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("checkpointing", ["reentrant", "not_reentrant"])
+def test_recomputed_forwards(checkpointing):
+    """Checkpoints around units and inside units, whose recomputation is a forward that no backward awaits."""
+    # A reentrant segment adds up its calls apart, in another order than one backward over all of them does.
+    tolerance = 1e-5 if checkpointing == "reentrant" else 0.0
+    model = train_alike(tiny(checkpointing), wrap_tiny, sum_of_three, rtol=tolerance, atol=tolerance)
+    assert_nothing_is_gathered(model)
+
+
+@on_ranks(in_full(4))
+def test_units_that_keep_a_share_among_two_ranks():
+    """The backward gathers each unit twice from the shares that the last forward has left."""
+    # Sums over four ranks may be taken in another order by the reference.
+    train_alike(tiny(), lambda model: wrap_tiny(model, reshard_after_forward=2), sum_of_three, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(in_full(1), 2, in_full(3))
+def test_frozen_and_unused_parameters():
+    """Units of which a part, or all, is frozen, or that one of the forwards does not use."""
+
+    def build():
+        model = tiny()
+        model.first.up.requires_grad_(False)
+        model.second.norm.requires_grad_(False)
+        return model
+
+    def loss(model, key):
+        outputs = [loss_of_tiny(model, (*key, index)) for index in range(2)]
+        return outputs[0] + 2 * outputs[1]
+
+    train_alike(build, wrap_tiny, loss)
+    train_alike(Switch, wrap_layers, lambda model, key: sum(model(randn(3, 4, key=key), i).sum() for i in (0, 1, 0)))
+
+
+class Switch(nn.Module):
+    """Three layers, the middle one of which is left out on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(4, 4, 4, 4)
+
+    def forward(self, x, leave_out):
+        for index, layer in enumerate(self.layers):
+            if not (leave_out and index == 2):
+                x = layer(x)
+        return x
+
+
+def wrap_layers(model, **kwargs):
+    model.layers = wrap_each(model.layers, **kwargs)
+    return FSDP(model, **kwargs)
+
+
+@on_ranks(in_full(1), 2)
+def test_forwards_that_share_their_inputs():
+    """The gradient of what all of them read is done only when all are, that of a leaf at once; bits are the same."""
+
+    def loss(model, key):
+        leaf = randn(3, 4, key=key).requires_grad_()
+        hidden = leaf.tanh()
+        return model(hidden).sum() + 2 * model(hidden).square().sum() + model(leaf).tanh().sum()
+
+    assert_nothing_is_gathered(train_alike(mlp(4, 4, 4), wrap_each, loss))
+
+
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("later_first", [True, False])
+def test_one_backward_for_each_of_several_forwards(later_first):
+    """In either order, all but one said not to be the last: gradients add up as ever, and nothing stays gathered."""
+    states = []
+    for tells in (True, False):
+        model = wrap_tiny(tiny())
+        optimizer = sgd(model)
+        for step in range(3):
+            losses = [loss_of_tiny(model, (step, index)) for index in range(3)]
+            for number, loss in enumerate(losses[::-1] if later_first else losses):
+                if tells:
+                    model.set_is_last_backward(number == 2)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_nothing_is_gathered(model)
+        states.append(model.state_dict())
+    assert_same_state(*states)
+
+
+@on_ranks(in_full(1), 2)
+def test_weights_that_change_after_a_backward_that_is_not_the_last():
+    """What stays gathered is not used once an optimizer has stepped: the backward raises, and a forward gathers."""
+    model, plain = wrap_tiny(tiny()), tiny()
+    optimizers = sgd(model), sgd(plain)
+    first, second = (loss_of_tiny(model, (index,)) for index in range(2))
+    model.set_is_last_backward(False)
+    second.backward()
+    optimizers[0].step()
+    model.set_is_last_backward(True)
+    with pytest.raises(ShardChangedError, match="must not change"):
+        first.backward()
+    loss_of_tiny(plain, (1,)).backward()
+    average_grads_(plain.parameters())
+    optimizers[1].step()
+    assert torch.equal(loss_of_tiny(model, (2,)), loss_of_tiny(plain, (2,)))
+
+
+@on_ranks(in_full(1), 2)
+def test_an_exception_between_the_parts_of_a_backward():
+    """It raises when the later forward is through; the next step is as if it had not been tried."""
+
+    def loss(model, key):
+        if isinstance(model, FSDP):
+            earlier, later = (model(randn(3, 4, key=(key, index))) for index in range(2))
+            earlier.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                (earlier + later).sum().backward()
+        return sum(model(randn(3, 4, key=(key, index))).square().sum() for index in range(2))
+
+    assert_nothing_is_gathered(train_alike(mlp(4, 4, 4, 4), wrap_each, loss))
+
+
+def fail(grad):
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("num_forwards", [1, 2])
+def test_a_unit_and_the_next_are_gathered_and_no_more(num_forwards):
+    """Beside the outermost one, in the backward of several forwards as in that of one; if their inputs are trained."""
+    model = wrap_each(mlp(*[4] * 7))
+    layers, most = set(), 0
+
+    def note(event):
+        nonlocal most
+        if event.event == "unshard" and event.fqn:
+            layers.add(event.fqn)
+        elif event.event == "reshard":
+            layers.discard(event.fqn)
+        most = max(most, len(layers))
+
+    for _ in range(2):
+        outputs = [model(randn(3, 4, key=index).requires_grad_().tanh()) for index in range(num_forwards)]
+        with observe(model, note):
+            sum(outputs).sum().backward()
+    assert most == 2
+    assert not layers
