@@ -228,7 +228,7 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
         flatten_parameters=True,
         compute_dtype=None,
         move_grads_to_cpu=None,
-        late=LateOptions(disable_reshard_on_root=keeps_root),
+        late=LateOptions(disable_reshard_on_root=keeps_root, keeps_across_passes=True),
         **settings,
     )
 

@@ -44,7 +44,7 @@ class Cut:
 
     def rows(self, whole: Tensor) -> Tensor:
         """``whole`` or its part with the dimension that is cut in front."""
-        return torch.movedim(whole, self.dim, 0) if self.dim else whole  # type: ignore[no-any-return]
+        return torch.movedim(whole, self.dim, 0) if self.dim else whole
 
     @property
     def size(self) -> tuple[int | None, int]:
@@ -57,7 +57,7 @@ class Cut:
     def stacked(self, block: Tensor) -> Tensor:
         """``block`` ``[W, n]``, which holds the whole parameter, as ``[W, rows of a rank, ...]``."""
         rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
-        return block.unflatten(1, (-1, *rest))
+        return block.view(block.size(0), -1, *rest)
 
     def shape_of(self, num_rows: int) -> tuple[int, ...]:
         """Of what lies in memory where a rank has ``num_rows`` rows: those in front."""

@@ -50,8 +50,7 @@ class Unit:
         members: Members | None = None,
     ) -> None:  # fmt: skip
         self.groups, self.origin, self.members = groups, origin, members
-        self.flat_params = flat_params
-        self.config = config
+        self.flat_params, self.config = flat_params, config
         self.fqn = "" if members is None else members.fqn
         self.is_inner = False  # of another unit
         self.sync = True
@@ -68,8 +67,7 @@ class Unit:
         self._kept_at: tuple[int, list[int]] | None = None  # steps of optimizers and versions, when kept in no_sync
         self._parts: KeptParts | None = None
         self.buffers: ComputeBuffers | None = None
-        self.is_gathered = False
-        self.is_stale = False
+        self.is_gathered = self.is_stale = False
         self.versions: list[int] = []
         self._counted: dict[int, int] = {}  # graph task -> leaves that it reaches and has not come to yet
         self._open_calls: set[Call] = set()  # calls whose inputs' gradients are awaited
