@@ -265,7 +265,7 @@ class FlatParam(FlatLine):
                 empty += runs
                 continue
             targets += runs
-            if len(runs) == 1 and runs[0].shape == grad.shape:
+            if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
                 sources.append(grad)
             else:
                 sources += self.cut_as(runs, index, grad)

@@ -19,7 +19,7 @@ def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None
     Raises:
         ShardChangedError: naming the first that is not.
     """
-    versions = versions_of(flat_params)
+    versions = [param._version for flat_param in flat_params for param in flat_param.versioned]  # as `versions_of`
     if versions == before:
         return
     owners = [flat_param for flat_param in flat_params for _ in flat_param.versioned]
