@@ -38,6 +38,8 @@ LAYERS = [
         f"{DATA_PARALLEL}.fully_sharded_data_parallel",
         f"{DATA_PARALLEL}.fully_shard",
         f"{DATA_PARALLEL}.fsdp_module",
+        f"{DATA_PARALLEL}.whole_values",
+        f"{DATA_PARALLEL}.scalar_state",
     ],
     ["fairshard.checkpoint", "fairshard.optim"],
     [

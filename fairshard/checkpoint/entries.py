@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
@@ -29,6 +30,7 @@ from fairshard.checkpoint.reader import first_line, load_object
 from fairshard.nn.data_parallel.optim_params import OptimParams
 from fairshard.nn.data_parallel.state_dict_config import StateDictType
 from fairshard.nn.data_parallel.state_methods import StateMethods
+from fairshard.utils.dtensors import memory_of
 from fairshard.utils.span_tensor import SpanTensor
 
 
@@ -115,17 +117,15 @@ def live_storages(params: OptimParams, optimizer: Optimizer | None) -> set[int]:
     for named in params:
         if named.flat_param is not None and named.flat_param.on_cpu:
             tensors = [named.param, *state.get(named.param, {}).values()]
-            found.update(
-                tensor.untyped_storage().data_ptr()
-                for tensor in tensors
-                if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel()
-            )
+            memory = [memory_of(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+            found.update(own.untyped_storage().data_ptr() for own in memory if own.device.type == "cpu" and own.numel())
     return found
 
 
 def _replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     model = entries["model"].items()
-    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, SpanTensor)}
+    sharded = (SpanTensor, DTensor)
+    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, sharded)}
 
 
 def _checksum(value: Tensor) -> int:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fairshard.errors import CheckpointError
 from fairshard.utils.before_step import add_before_step, remove_before_step
 from fairshard.utils.device import now
+from fairshard.utils.dtensors import memory_of
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -34,7 +36,7 @@ class Snapshot:
     def __init__(self, entries: Mapping[str, Any], buffers: Buffers | None, live: set[int]) -> None:
         self._buffers: Buffers = {} if buffers is None else buffers
         self._lock = threading.Lock()
-        self._live: dict[int, tuple[Tensor, int]] = {}
+        self._live: dict[int, tuple[Tensor, Tensor, int]] = {}  # what is read, what counts writes to it, how many
         self._copies: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}  # of storages, among all of them: the same in every save of a model
         self._unread: dict[int, int] = {}  # bytes, of storages that are read where they are
@@ -53,12 +55,16 @@ class Snapshot:
 
     def read(self, part: Tensor) -> Tensor:
         """``part``, a view of what `entries` holds, as it was; each once, on a writer's thread."""
-        key = part.untyped_storage().data_ptr()
+        if not part.numel():
+            return part
+        key = part.data_ptr()
+        if key not in self._places:
+            key = part.untyped_storage().data_ptr()
         with self._lock:
             copy = self._copies.get(key)
             if copy is not None:
-                start = part.storage_offset()
-                return copy[start : start + part.numel()].view(part.shape)
+                start = (part.data_ptr() - key) // part.element_size()
+                return copy.as_strided(part.shape, part.stride(), start)
             if key not in self._unread:
                 return part
             self._unread[key] -= part.nbytes
@@ -75,8 +81,8 @@ class Snapshot:
                 self._copy(key, self._live.pop(key)[0])
 
     def _check(self, key: int) -> None:
-        base, version = self._live[key]
-        if base._version != version:
+        _, written, version = self._live[key]
+        if written._version != version:
             raise CheckpointError(
                 "While parameters and optimizer state are saved in the background only optimizers may change them, but "
                 "something else did. Call Checkpointer.wait() before such a change."
@@ -91,8 +97,9 @@ class Snapshot:
             self._unread.clear()
 
     def _map(self, value: Any) -> Any:
-        if isinstance(value, SpanTensor):
-            self._take(value.run)
+        if isinstance(value, (SpanTensor, DTensor)):
+            if memory_of(value).numel():
+                self._take(value)
             return value
         if isinstance(value, Tensor):
             return value.detach().to("cpu", copy=True)
@@ -102,28 +109,38 @@ class Snapshot:
             return [self._map(entry) for entry in value]
         return value
 
-    def _take(self, run: Tensor) -> None:
-        """Copy the whole shard that the run lies in, once; or note that it is to be read where it is."""
-        if not run.numel():
-            return
-        key = run.untyped_storage().data_ptr()
-        self._places.setdefault(key, len(self._places))
-        if key in self._may_be_live:
-            self._live.setdefault(key, (run, run._version))
-            self._unread[key] = self._unread.get(key, 0) + run.nbytes
-        elif key not in self._copies:
-            self._copy(key, run)
-            if run.device.type != "cpu":
-                self._device = run.device
+    def _take(self, value: SpanTensor | DTensor) -> None:
+        """Copy all that ``value`` is a part of here, once; or note that it is to be read where it is.
 
-    def _copy(self, key: int, part: Tensor) -> None:
-        """Copy the whole storage that ``part`` lies in to memory that is there from the save before."""
-        whole = _all_of(part)
+        That is the whole shard that a run lies in. Of a DTensor it is its own elements, for each is copied by itself.
+        """
+        memory = memory_of(value)
+        whole = _all_of(memory) if isinstance(value, SpanTensor) else _extent_of(memory)
+        # What is written through a DTensor counts there, and not in the memory that it shows.
+        written = whole if isinstance(value, SpanTensor) else value
+        key = whole.data_ptr()
+        self._places.setdefault(key, len(self._places))
+        if memory.untyped_storage().data_ptr() in self._may_be_live:
+            self._live.setdefault(key, (whole, written, written._version))
+            self._unread[key] = self._unread.get(key, 0) + memory.nbytes
+        elif key not in self._copies:
+            self._copy(key, whole)
+            if memory.device.type != "cpu":
+                self._device = memory.device
+
+    def _copy(self, key: int, whole: Tensor) -> None:
+        """Copy ``whole`` ``[n]`` to memory that is there from the save before."""
         slot = self._places[key], whole.numel(), whole.dtype
         if slot not in self._buffers:
             self._buffers[slot] = host_empty_like(whole, whole.device)
         self._copies[key] = self._buffers[slot].copy_(whole, non_blocking=True)
         self.nbytes_copied += whole.nbytes
+
+
+def _extent_of(part: Tensor) -> Tensor:
+    """``part`` in the order of memory, 1-D, with what lies between its elements."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    return part.detach().as_strided((extent,), (1,))
 
 
 def _all_of(part: Tensor) -> Tensor:

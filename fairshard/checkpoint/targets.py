@@ -122,7 +122,7 @@ class OptimizerTarget:
             flat_param = named.flat_param
             if flat_param is not None and tensors and is_elementwise(named, state, [e.size for e in tensors]):
                 dtype = tensors[0].properties.dtype
-                shard = torch.zeros(flat_param.shard_numel, dtype=dtype, device=flat_param.shard.device)
+                shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
                 spans = list(spans_of(flat_param, shard))
             for name, keys, entry, span in zip(named.first_names, own, entries, spans, strict=True):
                 if entry is not None:

@@ -26,6 +26,10 @@ class FlatLine:
         """The elements of parameter ``index``, of which ``value`` is the whole, in the order in which they are cut."""
         return value.reshape(-1)
 
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """The whole of parameter ``index`` of its elements, in the order in which they are cut."""
+        return flat.view(self.slots[index].shape)
+
     @torch.no_grad()
     def cut(self, values: list[Tensor]) -> Tensor:
         """This rank's shard ``[S]`` of whole parameters, padded with zeros; new memory, no communication."""

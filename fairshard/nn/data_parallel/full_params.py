@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.training_state import TrainingState
@@ -74,9 +76,11 @@ def show_spans(unit: Unit) -> Iterator[None]:
         yield
 
 
-def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor]:
-    """This rank's run of each parameter, as views of ``values`` ``[S]``, or of the shard."""
+def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor] | list[DTensor]:
+    """This rank's run of each parameter, as views of ``values`` ``[S]``, or of the shard; a DTensor is its own."""
     values = flat_param.shard.detach() if values is None else values
+    if isinstance(values, DTensor):
+        return [values]
     runs = flat_param.runs_of(values)
     return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
 
@@ -87,6 +91,10 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
     With ``first_only`` on rank 0 alone, and nothing elsewhere.
     """
     device = torch.device("cpu") if offload_to_cpu else flat_param.compute_device
+    if isinstance(values, DTensor):
+        on_device: Any = values.to(flat_param.compute_device)
+        whole = on_device.full_tensor()
+        return [] if first_only and flat_param.rank else [whole.to(device, copy=True)]
     if not first_only:
         return [part.to(device, copy=True) for part in flat_param.params_of(flat_param.gather_line(values))]
     comm, layout = flat_param.comm, flat_param.layout
@@ -95,8 +103,7 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
     if comm.rank != 0:
         comm.send_to_first(runs)
         return []
-    params = [values.new_empty(slot.shape) for slot in flat_param.slots]
-    lines = [param.view(-1) for param in params]
+    lines = [values.new_empty(slot.numel) for slot in flat_param.slots]
     comm.receive_on_first(
         runs,
         [
@@ -104,11 +111,15 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
             for rank in range(comm.world_size)
         ],
     )
-    return [param.to(device) for param in params]
+    return [flat_param.shaped(index, line).to(device) for index, line in enumerate(lines)]
 
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
     """This rank's shard ``[S]`` of the whole parameters that rank 0 has; the others pass none. **Collective.**"""
+    if isinstance(flat_param.shard, DTensor):
+        whole = values[0] if values else torch.empty(flat_param.shard.shape, dtype=dtype)
+        like = flat_param.shard
+        return distribute_tensor(whole.to(flat_param.compute_device), like.device_mesh, like.placements)
     row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
     line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
     flat_param.comm.scatter_rows(row, line)

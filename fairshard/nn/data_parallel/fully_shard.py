@@ -29,9 +29,12 @@ from fairshard.nn.data_parallel.policies import (
 )
 from fairshard.nn.data_parallel.registration import watch_registrations
 from fairshard.nn.data_parallel.saved_mesh import check_mesh, default_mesh
+from fairshard.nn.data_parallel.scalar_state import watch_scalars
 from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_rows
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, is_wrapper, unit_of, units_below
+from fairshard.nn.data_parallel.state_dict_config import StateDictType, resolve_settings
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.nn.data_parallel.unit import Unit
+from fairshard.nn.data_parallel.whole_values import accept_whole_values
 from fairshard.utils.device import current_device
 
 Placement = Callable[[nn.Parameter], Shard | None]
@@ -163,10 +166,13 @@ def fully_shard(
     origin = make_ready(tree, how, ignored, groups.spanning())
     flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks))
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
+    unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
         setattr(member, UNIT_ATTRIBUTE, unit)
         member.__class__ = sharded_class(type(member))
+        accept_whole_values(modules_of(member))
     watch_optimizers(flat_params, config)
+    watch_scalars(param for flat_param in flat_params for param in flat_param.registered)
     watch_registrations()
     for fqn, inner in units_below(tree):
         inner.place(fqn)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -153,7 +154,7 @@ def problem_among(every: list[dict[str, str]]) -> ValueError | None:
 
 
 def _is_run(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _describe(value: Any, shard: nn.Parameter) -> str:
@@ -161,7 +162,7 @@ def _describe(value: Any, shard: nn.Parameter) -> str:
     if isinstance(value, Tensor):
         if value.dim() and value.shape != shard.shape:
             return f"!has shape {tuple(value.shape)} where the shard has {tuple(shard.shape)}"
-        return f"{value.dtype} by element" if value.dim() else f"{value.item()} ({value.dtype})"
+        return f"{value.dtype} by element" if _is_run(value) else f"{value.item()} ({value.dtype})"
     if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
         return f"!is a {type(value).__name__} of tensors"
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

@@ -20,10 +20,11 @@ from fairshard.nn.data_parallel.full_params import scatter_params, spans_of
 from fairshard.nn.data_parallel.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.nn.data_parallel.tree import clean_tensor_name
 from fairshard.nn.data_parallel.viewed_flat_param import Stepped
+from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
 from fairshard.utils.span_tensor import SpanTensor
 
 # What torch's optimizers keep as one value, and not for each element, in 0-dim tensors.
-_SCALARS = {"step", "mu_product", "eta", "mu"}
+SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 class Source(Enum):
@@ -161,10 +162,12 @@ class ShardedOptimState:
         """This rank's shard ``[S]`` of ``values``, on the shard's device; a missing one counts as zeros."""
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
-        shard = torch.zeros(flat_param.shard_numel, dtype=dtype, device=flat_param.shard.device)
+        shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
         if self._source is Source.EVERY_RANK:
             for span, value in zip(spans_of(flat_param, shard), values, strict=True):
-                if value is not None:
+                if value is not None and isinstance(span, DTensor):
+                    span.copy_(placed_as(value, span))
+                elif value is not None:
                     span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             return shard
         wholes = [
@@ -204,10 +207,13 @@ class ShardedOptimState:
 
 def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:
     """The shard ``[S]`` of which ``values`` are this rank's runs, if they are of one."""
+    if isinstance(flat_param.shard, DTensor):
+        own = values[0]
+        return own if isinstance(own, DTensor) and are_placed_alike(own, flat_param.shard) else None
     base = values[0].run._base if isinstance(values[0], SpanTensor) else None
     if base is None or base.shape != flat_param.shard.shape:
         return None
-    runs = [span.run.data_ptr() for span in spans_of(flat_param, base)]
+    runs = [memory_of(span).data_ptr() for span in spans_of(flat_param, base)]
     return base if runs == [v.run.data_ptr() if isinstance(v, SpanTensor) else -1 for v in values] else None
 
 
@@ -243,7 +249,7 @@ def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> boo
     """Whether tensor state is one value for each element: by its shape, for 0-dim parameters by what torch calls it."""
     if any(shapes):
         return True
-    return bool(shapes) and not any(named.shapes) and key not in _SCALARS
+    return bool(shapes) and not any(named.shapes) and key not in SCALARS
 
 
 def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:

@@ -78,6 +78,10 @@ class OrigParam:
             line[piece.row, : piece.target.stop] = whole[piece.source.start : piece.source.stop]
         return line
 
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """The parameter of its elements in the order in which they are cut."""
+        return self._whole.shaped(self._index, flat)
+
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """``values`` ``[shard_numel]`` as a view, behind the number of the first element that this rank owns."""
         own = self.layout.pieces_of(self._whole.rank)

@@ -216,6 +216,12 @@ class RowsFlatParam(DTensorFlatParam):
                 targets.append(each.rows(params[-1]).unflatten(0, source.shape[:2]) if each.dim else block.like(flat))
         return line, params, sources, targets
 
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """The whole of parameter ``index`` of its elements, row by row; a view."""
+        each = self.cuts[index]
+        whole = flat.view(each.shape_of(each.size[0] or 0))
+        return whole.movedim(0, each.dim) if each.dim else whole
+
     @property
     def kept_line(self) -> Tensor:
         """The line that the leaves are views of."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.errors import NotRootError, StateDictTypesDifferError
+from fairshard.errors import FairshardError, NotRootError, StateDictTypesDifferError
 from fairshard.nn.data_parallel.claim import claim, roots_below
 from fairshard.nn.data_parallel.fairscale_shards import consolidate
 from fairshard.nn.data_parallel.full_params import Showing, summon
@@ -25,7 +25,7 @@ from fairshard.nn.data_parallel.state_dict_config import (
     default_settings,
     resolve_settings,
 )
-from fairshard.nn.data_parallel.tree import units_below, walk
+from fairshard.nn.data_parallel.tree import unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.nn.data_parallel.unit_attributes import UnitAttributes
 
@@ -134,6 +134,7 @@ class StateMethods(UnitAttributes):
             AssertionError: the wrappers have had different forms set.
         """
         settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        _check_door(module, settings)
         before = common_settings(module)
         for _, unit in units_below(module):
             unit.state_dict_settings = dataclasses.replace(settings)
@@ -200,15 +201,16 @@ class StateMethods(UnitAttributes):
                 "rank of the host.",
                 stacklevel=3,
             )
-        wrappers = [part for _, part in walk(self) if isinstance(part, StateMethods)]
-        outermost: list[StateMethods] = []
+        firsts = []
         for root in roots_below(self):
-            outermost += [wrapper for wrapper in wrappers if wrapper._unit is root.units[0]]
             root.assert_idle("summon_full_params")
+            firsts.append(root.units[0])
+        units = [unit for _, unit in units_below(self)]
         if not recurse:
-            wrappers = [self] if isinstance(self, StateMethods) else outermost
+            own = unit_of(self)
+            units = [unit for unit in units if unit is own or (own is None and unit in firsts)]
         how = Showing(writeback, rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
-        with summon([wrapper._unit for wrapper in wrappers], how):
+        with summon(units, how):
             yield
 
     # ---- private
@@ -258,6 +260,18 @@ def common_settings(module: nn.Module) -> StateDictSettings:
                 "Call FullyShardedDataParallel.set_state_dict_type on the outermost module."
             )
     return dataclasses.replace(first.state_dict_settings)
+
+
+def _check_door(module: nn.Module, settings: StateDictSettings) -> None:
+    """Raise if what `fully_shard` has sharded is to give its state in another form than the one that it has."""
+    for fqn, unit in units_below(module):
+        if unit.members is not None and settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
+            raise FairshardError(
+                f"The state dict of what `fully_shard` has sharded, `{fqn or 'root'}`, must stay one of DTensors, but "
+                f"{settings.state_dict_type.name} is asked for. For whole values call "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)), and load_state_dict takes them as they are."
+            )
 
 
 def _end_loading(wrapper: StateMethods, keys: Any) -> None:

@@ -1,0 +1,63 @@
+"""DTensors and whole tensors: which part of the one is the other's on this rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fairshard.utils.span import cut
+from fairshard.utils.span_tensor import SpanTensor
+
+
+def part_of(whole: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of ``whole``, placed as ``like``, which has its shape; a view, no communication.
+
+    Raises:
+        ValueError: ``like`` is placed in a way that does not tell which part that is.
+    """
+    local, mesh = whole.detach(), like.device_mesh
+    for mesh_dim, placement in enumerate(like.placements):
+        if type(placement) is Shard:
+            numel = local.shape[placement.dim]
+            chunk = cut(numel, mesh.size(mesh_dim))
+            start = min(mesh.get_local_rank(mesh_dim) * chunk, numel)
+            local = local.narrow(placement.dim, start, min(chunk, numel - start))
+        elif type(placement) is not Replicate:
+            raise ValueError(f"A whole tensor can be cut for Shard and Replicate, but not for {placement}.")
+    return DTensor.from_local(
+        local, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def placed_as(source: Tensor, like: DTensor) -> DTensor:
+    """``source`` as a DTensor placed as ``like``. **Collective** if it is one that is placed otherwise.
+
+    Raises:
+        ValueError: the shapes differ, or ``source`` is a run of elements, of which this rank may need others.
+    """
+    if source.shape != like.shape:
+        raise ValueError(f"Shapes must be equal, but {tuple(source.shape)} would go into {tuple(like.shape)}.")
+    if isinstance(source, SpanTensor):
+        raise ValueError(
+            "What is loaded into a DTensor must be whole or a DTensor, but is a run of elements, as "
+            "FullyShardedDataParallel's sharded state has them. Load it through torch.distributed.checkpoint or "
+            "fairshard.checkpoint, which read what is needed."
+        )
+    if isinstance(source, DTensor):
+        if are_placed_alike(source, like):
+            return source
+        source = source.full_tensor()
+    return part_of(source, like)
+
+
+def are_placed_alike(a: DTensor, b: DTensor) -> bool:
+    """Whether each rank has the same part of both."""
+    return a.device_mesh == b.device_mesh and a.placements == b.placements
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``: of a DTensor or a span tensor its part, else all; the same memory."""
+    if isinstance(tensor, DTensor):
+        local: Tensor = tensor._local_tensor
+        return local.detach()
+    return tensor.run if isinstance(tensor, SpanTensor) else tensor

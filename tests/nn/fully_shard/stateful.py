@@ -1,0 +1,61 @@
+"""Models that are hard to shard and to name, sharded in place and trained a little, for tests of their state."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fairshard.nn import fully_shard
+from fairshard.nn.data_parallel.tree import units_below
+from tests.reference import average_grads_, randn
+from tests.trained import odd
+
+
+def by_columns(param):
+    """Cut what can be along its second dimension."""
+    is_even = param.dim() == 2 and param.shape[1] % dist.get_world_size() == 0
+    return Shard(1) if is_even else None
+
+
+def shard_odd(model, **kwargs):
+    """A unit inside a unit."""
+    fully_shard(model.frozen, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+SHARDED = {
+    "rows": shard_odd,
+    "columns": lambda model: shard_odd(model, shard_placement_fn=by_columns),
+    "whole": fully_shard,
+}
+
+
+def sharded_odd(how="rows", seed=1):
+    """An `Odd` sharded as one of `SHARDED` says."""
+    return SHARDED[how](odd(seed=seed))
+
+
+def hybrid_mesh():
+    """Two replicas."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+
+
+def train_odd(model, optimizer, steps):
+    """Train with this rank's batches of ``steps``; gradients of a plain model are averaged over the ranks."""
+    is_plain = not units_below(model)
+    for step in steps:
+        model(randn(2, 3, key=step)).tanh().square().sum().backward()
+        if is_plain:
+            average_grads_(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_of(values):
+    """``values`` with DTensors as whole tensors. **Collective.**"""
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def copied(values):
+    """``values`` with tensors in memory of their own."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
