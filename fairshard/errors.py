@@ -6,6 +6,7 @@ running is one of these::
     FairshardError (RuntimeError)
     |-- TrainingStateError    (+ ValueError, AssertionError)  called in the wrong phase of training
     |-- NotRootError          (+ AssertionError)              only the outermost wrapper may do this
+    |-- OptionsExcludeError   (+ ValueError, AssertionError)  an option that another one leaves no room for
     |-- MixedGroupsError      (+ NotImplementedError)         the units use several process groups
     |-- GradRequiresGradError                                 a backward with ``create_graph=True``
     |-- ParameterShardedError                                 an original parameter read outside its unit
@@ -35,6 +36,10 @@ class TrainingStateError(FairshardError, ValueError, AssertionError):
 
 class NotRootError(FairshardError, AssertionError):
     """A method of the outermost wrapper was called on an inner one."""
+
+
+class OptionsExcludeError(FairshardError, ValueError, AssertionError):
+    """Two options were set that exclude each other."""
 
 
 class MixedGroupsError(FairshardError, NotImplementedError):

@@ -6,7 +6,17 @@ from fairshard.nn.data_parallel import FullyShardedDataParallel, comm_hooks
 from fairshard.nn.data_parallel import __all__ as _exported
 from fairshard.nn.data_parallel.buffers import cast_buffers_
 from fairshard.nn.flatten_params_wrapper import FlattenParamsWrapper
+from fairshard.utils.custom_comms import AllGather, ReduceScatter
 
 FSDP = FullyShardedDataParallel
 
-__all__ = ["FSDP", "FlattenParamsWrapper", "cast_buffers_", "checkpoint_wrapper", "comm_hooks", *_exported]
+__all__ = [
+    "FSDP",
+    "AllGather",
+    "FlattenParamsWrapper",
+    "ReduceScatter",
+    "cast_buffers_",
+    "checkpoint_wrapper",
+    "comm_hooks",
+    *_exported,
+]

@@ -29,12 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.messages import GATHER, GroupMessages, backend_name, timeout_of
+from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name, timeout_of
 from fairshard.utils.watchdog import explain
-
-# Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
-# 2.13; the old names can go with support for torch < 2.13.
-_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
@@ -210,13 +206,13 @@ class Communicator(GroupMessages):
 
     def _sum_native(self, tensor: Tensor) -> Transfer:
         """As `_scatter_native`."""
-        power = self._divide_fp16(tensor)
+        power = self.divide_fp16(tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         if power > 1:
             return Transfer((work,), (tensor,), finish=lambda: tensor.float().mul_(power))
         return Transfer((work,), (tensor,), tensor)
 
-    def _divide_fp16(self, tensor: Tensor) -> float:
+    def divide_fp16(self, tensor: Tensor) -> float:
         """Divide what is fp16 by a power of two, which is exact, lest its sum overflow; returns that."""
         power = 2.0 ** math.ceil(math.log2(self.world_size)) if tensor.dtype == torch.float16 else 1.0
         if power > 1:
@@ -226,8 +222,8 @@ class Communicator(GroupMessages):
     def _scatter_native(self, bucket: Tensor) -> Transfer:
         """The backend's own; fp16 travels divided."""
         reduced = bucket.new_empty(bucket.size(1))
-        power = self._divide_fp16(bucket)
-        work = getattr(self.group, _SCATTER)(reduced, bucket.view(-1))
+        power = self.divide_fp16(bucket)
+        work = getattr(self.group, SCATTER)(reduced, bucket.view(-1))
         if power > 1:
             return Transfer((work,), (bucket, reduced), finish=lambda: reduced.float().mul_(power))
         return Transfer((work,), (bucket,), reduced)
@@ -277,12 +273,12 @@ class Communicators:
 class RowGather:
     """An all-gather of the rows of one buffer, with everything prepared that is the same each time."""
 
-    __slots__ = ("_buffer", "_comm", "_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers")
+    __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm")
 
     def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
-        self._comm = comm
+        self.comm = comm
         self._kind: Kind = kind
-        self._buffer = buffer
+        self.buffer = buffer
         self._line = buffer.view(-1)
         self._own = buffer[comm.rank]
         self._nbytes = buffer.nbytes - buffer.nbytes // comm.world_size
@@ -296,13 +292,13 @@ class RowGather:
 
     def start(self, tag: int) -> Transfer:
         """Gather; this rank's row is already written. See `Communicator.all_gather`."""
-        comm = self._comm
+        comm = self.comm
         if comm.world_size == 1:
-            return Transfer(result=self._buffer)
+            return Transfer(result=self.buffer)
         comm.count(self._kind, self._nbytes)
         exchange = self._exchange
         if exchange is None:
-            return Transfer((self._native(self._line, self._own),), (self._buffer,), self._buffer)
+            return Transfer((self._native(self._line, self._own),), (self.buffer,), self.buffer)
         works: list[Any] = []
         try:
             for source, row, target in self._peers:
@@ -310,7 +306,7 @@ class RowGather:
                 works.append(exchange.send([self._own], target, tag))
         except Exception as error:
             _wait_all(works, error)
-        return Transfer(works, (self._buffer,), self._buffer)
+        return Transfer(works, (self.buffer,), self.buffer)
 
 
 _communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()

@@ -26,6 +26,13 @@ class Stream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
 
+    @classmethod
+    def of(cls, cuda: Any) -> "Stream":
+        """The user's own CUDA stream; of None that of the program."""
+        stream = cls(torch.device("cpu"))
+        stream._cuda = cuda
+        return stream
+
     def use(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which new work goes to this stream."""
         return _NOTHING if self._cuda is None else torch.cuda.stream(self._cuda)

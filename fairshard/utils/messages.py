@@ -14,8 +14,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeo
 from fairshard.errors import FairshardError
 from fairshard.utils.watchdog import explained
 
+# Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
+# 2.13; the old names can go with support for torch < 2.13.
 GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
-"""The method of a group that gathers tensors into one; renamed in torch 2.13, the old name can go with older torch."""
+"""The method of a group that gathers tensors into one."""
+SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+"""The method of a group that sums tensors over ranks and leaves each rank its part."""
 
 
 class GroupMessages:

@@ -26,6 +26,7 @@ from fairshard.utils.chunk_bucket import ChunkBucket
 from fairshard.utils.collectives import Chain, Communicators, Transfer, communicator, exchange_tag
 from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
+from fairshard.utils.tensors import add_runs
 
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``, whole."""
@@ -48,12 +49,17 @@ class GradSource(PlannedSource, Protocol):
     replica_id: int
     division: Division
     hook: Hook | None
+    lands_at_once: bool
+    """Whether its mean is waited for when it is sent, as what the user does with it may talk to other ranks."""
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
         """The parts of ``columns`` ``[world_size, shard_numel]`` that gradients are copied to."""
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy the gradients into ``views``, made by `bucket_views`."""
+
+    def take_kept(self) -> Tensor | None:
+        """What to add to its sum, ``[shard_numel]``, before that over replicas; given out once."""
 
     def accept_grad(self, reduced: Tensor) -> None:
         """Take the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
@@ -108,8 +114,13 @@ class Bucket:
             return scatter
         tag = exchange_tag("reduce_scatter", first.replica_id, self._uses, self._members)
         if self.comms.shard.world_size == 1:
-            return replicas.sum_over_ranks(self.data[0], tag)
-        return Chain(scatter, lambda reduced: replicas.sum_over_ranks(reduced, tag))
+            return replicas.sum_over_ranks(self._with_kept(self.data[0]), tag)
+        return Chain(scatter, lambda reduced: replicas.sum_over_ranks(self._with_kept(reduced), tag))
+
+    def _with_kept(self, reduced: Tensor) -> Tensor:
+        """``reduced`` ``[width]`` and what earlier backwards have kept from the sum over replicas."""
+        kept = [None if index in self._missing else source.take_kept() for index, source in enumerate(self.sources)]
+        return add_runs(reduced, kept, [source.shard_numel for source in self.sources])
 
     def deliver(self, reduced: Tensor) -> None:
         """Divide ``reduced`` ``[width]``, a sum; give every source that wrote its part."""
@@ -143,7 +154,7 @@ class ReduceScatterBucketer:
         self.bucket_cap_mb = bucket_cap_mb
         self._stream = stream or Stream(torch.device("cpu"))
         self._chunks: dict[tuple[ProcessGroup, torch.dtype, torch.device], ChunkBucket] = {}
-        self._order: list[GradSource] = []
+        self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
 
@@ -195,11 +206,12 @@ class ReduceScatterBucketer:
 
     def plan(self, order: Sequence[GradSource]) -> None:
         """Expect the gradients of ``order``, in that order; the same plan as last time costs nothing."""
-        if self._order == order:
+        expected = [(source, source.comms) for source in order]
+        if self._order == expected:
             return
-        self._order = list(order)
+        self._order = expected
         self._place = {}
-        for sources in pack(self._order, self.bucket_cap_mb):
+        for sources in pack(order, self.bucket_cap_mb):
             bucket = Bucket(sources)
             for index, source in enumerate(sources):
                 self._place[source] = bucket, index
@@ -224,6 +236,9 @@ class ReduceScatterBucketer:
             self._land()
         if bucket.write(index):
             self.launch(bucket)
+            lands = not bucket.data.is_cuda and any(source.lands_at_once for source in bucket.sources)
+            while lands and self._flying:
+                self._land()
 
     def flush(self) -> None:
         """Send every bucket that waits, full or not, and run the callbacks of all that was ever sent."""

@@ -1,6 +1,6 @@
 """Arithmetic over collections of tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,3 +58,16 @@ def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Gener
     noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, generator=generator)
     noise.add_(source.view(torch.int32)).bitwise_and_(-1 << 16)
     return target.copy_(noise.view(torch.float32))
+
+
+def add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
+    """``line`` with each of ``runs`` added at its place, ``numels`` elements wide; None adds nothing.
+
+    If there is any, the sum is in fp32 or wider, and in the memory of ``line`` where that is, too.
+    """
+    if any(run is not None for run in runs):
+        line = line.to(torch.promote_types(line.dtype, torch.float32))
+        for part, run in zip(line.split(numels), runs, strict=True):
+            if run is not None:
+                part.add_(run)
+    return line

@@ -225,10 +225,10 @@ _watchdogs: weakref.WeakKeyDictionary[ProcessGroup, Watchdog] = weakref.WeakKeyD
 def watch(training: Training) -> None:
     """Let this rank's watchdog tell the place of ``training``; starts it at first.
 
-    There is none for a single rank, nor where the store has no second connection to give.
+    There is none for a single rank, nor for ranks that are threads, nor where the store has no second connection.
     """
     world = dist.group.WORLD
-    if world is None or dist.get_world_size(world) == 1 or dist.get_backend(world) == "fake":
+    if world is None or dist.get_world_size(world) == 1 or dist.get_backend(world) in ("fake", "threaded"):
         return
     if world not in _watchdogs:
         store = distributed_c10d._get_default_store()

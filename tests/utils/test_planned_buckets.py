@@ -26,15 +26,18 @@ class Source:
         self.compute_device = rank_device()
         self.reduce_id = self.replica_id = comm.new_id()
         self.division = Division(1.0, float(comm.world_size))
-        self.hook = None
+        self.hook, self.lands_at_once = None, False
         self.value = 0.0
         self.accepted = []
 
     def bucket_views(self, columns):
         return [columns]
 
-    def write_grads(self, views, columns):
+    def write_grads(self, views):
         views[0].fill_(dist.get_rank() + self.value)
+
+    def take_kept(self):
+        return None
 
     def accept_grad(self, reduced):
         assert reduced.shape == (self.shard_numel,)

@@ -10,12 +10,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fairshard.nn.data_parallel.routed_flat_param import RoutedFlatParam
 from fairshard.nn.data_parallel.saved_mesh import SavedMesh
-from fairshard.nn.data_parallel.viewed_flat_param import ViewedFlatParam
 from fairshard.utils.device import current_device
 
 
-class DTensorFlatParam(ViewedFlatParam):
+class DTensorFlatParam(RoutedFlatParam):
     """A flat param of which a DTensor is registered for each parameter, cut on ``dims``, on the mesh ``placed``."""
 
     placed: SavedMesh

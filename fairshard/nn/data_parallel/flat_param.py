@@ -31,6 +31,7 @@ class FlatParam(FlatLine):
     """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
 
     make_grad: Callable[..., ShardGrad] = ShardGrad
+    lands_at_once = False
 
     def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int, on_cpu: bool = False) -> None:
         super().__init__(slots, rank, world_size)
@@ -220,8 +221,11 @@ class FlatParam(FlatLine):
         if part is None:
             self._row.copy_(self._newest(), non_blocking=True)
         self._uses += 1
-        gather = self._gather if part is None else part.write()
-        self._transfer = gather.start(exchange_tag("all_gather", self.tag_id, self._uses))
+        self._transfer = self.gather_from(part).start(exchange_tag("all_gather", self.tag_id, self._uses))
+
+    def gather_from(self, part: KeptPart | None) -> Any:
+        """What fills the buffer, in which this rank's row is written; with a ``part``, after writing that."""
+        return self._gather if part is None else part.write()
 
     def _newest(self) -> Tensor:
         """The shard as it is now, from the copy on the compute device where there is one."""
@@ -275,6 +279,10 @@ class FlatParam(FlatLine):
         if targets:
             torch._foreach_copy_(targets, sources)
         self._marker = self._accumulated = None
+
+    def take_kept(self) -> Tensor | None:
+        """Nothing is kept from the sum over replicas."""
+        return None
 
     def accept_grad(self, reduced: Tensor) -> None:
         """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and tell who waits for it."""

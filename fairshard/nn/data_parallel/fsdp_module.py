@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.claim import claim
+from fairshard.nn.data_parallel.comm_methods import CommMethods, check_flag
 from fairshard.nn.data_parallel.conversion import check_conversion
 from fairshard.nn.data_parallel.methods_in_place import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.optimizer_check import watch_copy
@@ -28,7 +28,6 @@ from fairshard.nn.data_parallel.training_state import TrainingState
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.containers import apply_to_tensors
-from fairshard.utils.reduce_scatter_bucketer import Division
 
 
 class UnshardHandle:
@@ -44,7 +43,7 @@ class UnshardHandle:
             unit.wait_unshard()
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(CommMethods):
     """Every module that `fully_shard` was called on is also one of these.
 
     Where a method takes ``recurse``, it is about this module and all below it; else about this one alone.
@@ -119,7 +118,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``reshard_after_forward`` is not a bool.
         """
-        _check_flag("reshard_after_forward", reshard_after_forward)
+        check_flag("reshard_after_forward", reshard_after_forward)
         for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
@@ -130,7 +129,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``reshard_after_backward`` is not a bool.
         """
-        _check_flag("reshard_after_backward", reshard_after_backward)
+        check_flag("reshard_after_backward", reshard_after_backward)
         for unit in _units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -140,7 +139,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``unshard_in_backward`` is not a bool.
         """
-        _check_flag("unshard_in_backward", unshard_in_backward)
+        check_flag("unshard_in_backward", unshard_in_backward)
         self._fairshard_unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -167,7 +166,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``enable`` is not a bool.
         """
-        _check_flag("enable", enable)
+        check_flag("enable", enable)
         for unit in _units_of(self, recurse):
             unit.prefetch.is_forward_on = enable
 
@@ -179,7 +178,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``is_last_backward`` is not a bool.
         """
-        _check_flag("is_last_backward", is_last_backward)
+        check_flag("is_last_backward", is_last_backward)
         root_of(self).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -188,29 +187,9 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``requires_gradient_sync`` is not a bool.
         """
-        _check_flag("requires_gradient_sync", requires_gradient_sync)
+        check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in _units_of(self, recurse):
             unit.sync = requires_gradient_sync
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's gradients, over all ranks and replicas, by ``factor`` and nothing else.
-
-        Raises:
-            ValueError: ``factor`` is not positive.
-        """
-        if not factor > 0:
-            raise ValueError(f"`factor` must be a positive number to divide gradients by, but is {factor!r}.")
-        for flat_param in self._fairshard_unit.flat_params:
-            flat_param.divide_by(Division(1.0, float(factor)))
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
-        warnings.warn(
-            "`set_reduce_scatter_divide_factor` is deprecated: call `set_gradient_divide_factor`.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        self.set_gradient_divide_factor(factor)
 
     def reset_iter_state(self) -> None:
         """Drop what a forward or backward left behind that raised; the next forward does so by itself.
@@ -339,8 +318,3 @@ def _casting(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwa
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return apply_to_tensors(cast, function(*args, **kwargs))
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False, but is {value!r}.")

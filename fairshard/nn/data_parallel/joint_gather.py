@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, RowGather, Transfer
+from fairshard.utils.custom_comms import AllGather, CustomGather
 from fairshard.utils.span import cut
 
 _ALIGNED = 16  # bytes: no dtype is wider
@@ -32,7 +33,7 @@ class Joined(Protocol):
 class JointGather(Transfer):
     """Gathers the rows of ``flat_params``, which are written one after the other, once the last has been."""
 
-    __slots__ = ("_gather", "_transfer", "buffer", "columns")
+    __slots__ = ("_gather", "_transfer", "buffer", "columns", "custom")
 
     def __init__(self, flat_params: Sequence[Joined]) -> None:
         super().__init__()
@@ -46,11 +47,13 @@ class JointGather(Transfer):
             for start, size, each in zip(starts, nbytes, flat_params, strict=False)
         ]
         self._gather = RowGather(first.comm, self.buffer)
+        self.custom: AllGather | None = None
         self._transfer: Transfer | None = None
 
     def start(self, tag: int) -> Transfer:
         """Gather all rows, of which this rank's are written. **Collective.**"""
-        self._transfer = self._gather.start(tag)
+        gather = self._gather if self.custom is None else CustomGather(self._gather, self.custom)
+        self._transfer = gather.start(tag)
         return self
 
     def wait(self) -> None:

@@ -20,7 +20,7 @@ from fairshard.nn.data_parallel.training_state import TrainingState, assert_none
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.device import Stream, now
+from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.watchdog import watch
 
@@ -50,6 +50,7 @@ class Root:
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
         self.bucketer = ReduceScatterBucketer(units[0].config.bucket_cap_mb, self.reduce_stream)
         self.free = now(device)
+        self.after_step: Event | None = None  # what the next pass's gathers wait for, instead of its beginning
         self.in_backward = False
         self.task = NO_BACKWARD
         self.has_grads = False  # from the running backward, which may be an autograd.grad() that makes none
@@ -121,7 +122,8 @@ class Root:
         self.order.begin_forward()
         self.order_check.begin_forward(self.join is not None)
         watch(self.order_check)
-        self.unshard_stream.wait(now(self.device))  # the optimizer's step
+        stepped, self.after_step = self.after_step, None
+        self.unshard_stream.wait(stepped or now(self.device))  # the optimizer's step
         self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
 
     # ---- backward

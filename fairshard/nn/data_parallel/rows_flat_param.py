@@ -29,8 +29,9 @@ from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.saved_mesh import SavedMesh
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
 from fairshard.nn.data_parallel.viewed_grad import ViewedGrad
-from fairshard.utils.collectives import Communicators, Transfer, exchange_tag
-from fairshard.utils.device import Event, now
+from fairshard.utils.collectives import Communicators, exchange_tag
+from fairshard.utils.custom_comms import Ready
+from fairshard.utils.device import now
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.span import Span, cut
 from fairshard.utils.storage import alloc_storage_, free_storage_, own_storage
@@ -81,6 +82,10 @@ class RowsGrad(ViewedGrad):
     def own_of(self, index: int, grad: Tensor) -> Tensor:
         """This rank's elements, also of what the user has put in place of what was shown."""
         return self._flat_param.elements_of(index, grad)
+
+    def stamp(self, index: int, grad: Tensor) -> Any:
+        """Its version, which operators on lists of DTensors leave alone, and its first element, with its sign."""
+        return grad._version, repr(self.own_of(index, grad)[:1].tolist())
 
 
 class RowsFlatParam(DTensorFlatParam):
@@ -233,7 +238,7 @@ class RowsFlatParam(DTensorFlatParam):
             alloc_storage_(self._line)
             self.is_gathered = True
             self._uses += 1
-            self._transfer = part.write().start(exchange_tag("all_gather", self.tag_id, self._uses))
+            self._transfer = self.gather_from(part).start(exchange_tag("all_gather", self.tag_id, self._uses))
             self._is_to_copy = False
             return
         super().unshard(part)
@@ -242,7 +247,7 @@ class RowsFlatParam(DTensorFlatParam):
             for each in self._together:  # on this stream, and not where compute would wait for it
                 if each._is_to_copy:
                     each._copy_out()
-                    each._transfer = _Copied(now(self.compute_device))
+                    each._transfer = Ready(now(self.compute_device))
 
     def wait_unshard(self) -> None:
         """Wait for the gather under way, if any, copy the parameters out, hang the leaves into their modules."""
@@ -329,17 +334,3 @@ def join_gathers(flat_params: Sequence[object]) -> None:
     for each, columns in zip(rows, joint.columns, strict=True):
         each.gather_with(rows, joint, columns)
     free_storage_(joint.buffer)  # views cannot be taken after
-
-
-class _Copied(Transfer):
-    """A copy under way on another stream."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self, done: Event) -> None:
-        super().__init__()
-        self._done = done
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-        self._done.wait()

@@ -1,0 +1,194 @@
+"""Gathers and reductions that the user brings, in place of those of ``collectives.py``.
+
+What is sent and what comes is in memory that ``allocate`` gives; one copy leads there, and one from there to where
+the engine computes, so that an ``allocate`` may give the same memory every time.
+
+Source: PyTorch's FSDP2, whose interfaces these are; its own subclasses are taken as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fairshard.utils.collectives import Communicator, RowGather, Transfer
+from fairshard.utils.device import Event, now
+from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name
+
+
+class Comm(ABC):
+    """How memory for communication is made; `AllGather` and `ReduceScatter` say what is done with it."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous tensor of ``size``, whose contents do not matter; called on the stream that uses it."""
+
+
+class AllGather(Comm):
+    """What `FSDPModule.set_custom_all_gather` takes."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Fill ``output_tensor`` ``[world_size * S]`` with ``input_tensor`` ``[S]`` of each rank, in rank order.
+
+        ``input_tensor`` is this rank's part of ``output_tensor``, from `allocate`. Always called with ``async_op``
+        False; what it returns is waited for if it is not None. **Collective.**
+        """
+
+
+class ReduceScatter(Comm):
+    """What `FSDPModule.set_custom_reduce_scatter` takes."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Fill ``output_tensor`` ``[S]`` with this rank's part of ``input_tensor`` ``[world_size * S]``, reduced.
+
+        Both are from `allocate`. ``op`` is always ``ReduceOp.SUM``, ``async_op`` False; what it returns is waited for
+        if it is not None. **Collective.**
+        """
+
+
+class Ready(Transfer):
+    """What a stream has been given to do: ends when it has."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Event) -> None:
+        super().__init__()
+        self._done = done
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        self._done.wait()
+
+
+class CustomGather(RowGather):
+    """A gather of rows through an `AllGather`."""
+
+    __slots__ = ("_custom",)
+
+    def __init__(self, rows: RowGather, custom: AllGather) -> None:
+        super().__init__(rows.comm, rows.buffer)
+        self._custom = custom
+
+    def start(self, tag: int) -> Transfer:
+        """Gather, in program order; ``tag`` is of no use."""
+        comm, buffer = self.comm, self.buffer
+        if comm.world_size == 1:
+            return Transfer(result=buffer)
+        comm.count("all_gather", buffer.nbytes - buffer.nbytes // comm.world_size)
+        output = _allocated(self._custom, buffer.numel(), buffer)
+        own = output.view_as(buffer)[comm.rank]
+        own.copy_(buffer[comm.rank])
+        _wait(self._custom(output_tensor=output, input_tensor=own, group=comm.group, async_op=False))
+        buffer.copy_(output.view_as(buffer))
+        return Ready(now(buffer.device))
+
+
+class CustomReduce(Communicator):
+    """``comm``, with a `ReduceScatter` in place of its own."""
+
+    def __init__(self, comm: Communicator, custom: ReduceScatter) -> None:
+        GroupMessages.__init__(self, comm.group)
+        self.counts = comm.counts
+        self._custom = custom
+
+    def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
+        """As `Communicator.reduce_scatter`, in program order; fp16 travels divided by a power of 2."""
+        self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
+        if self.world_size == 1:
+            return Transfer(result=bucket[0])
+        power = self.divide_fp16(bucket)
+        given, reduced = (_allocated(self._custom, numel, bucket) for numel in (bucket.numel(), bucket.size(1)))
+        given.copy_(bucket.view(-1))
+        done = self._custom(
+            output_tensor=reduced, input_tensor=given, group=self.group, op=dist.ReduceOp.SUM, async_op=False
+        )
+        _wait(done)
+        wide = reduced.to(torch.promote_types(reduced.dtype, torch.float32), copy=True)
+        return Transfer(result=wide.mul_(power) if power > 1 else wide)
+
+
+class GroupAllGather(AllGather):
+    """The group's own all-gather, in memory of its backend's own."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that the backend need not copy from, or to."""
+        return _of_backend(self._group, size, dtype, device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather."""
+        return getattr(group, GATHER)(output_tensor, input_tensor)
+
+
+class GroupReduceScatter(ReduceScatter):
+    """The group's own reduce-scatter, in memory of its backend's own."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that the backend need not copy from, or to."""
+        return _of_backend(self._group, size, dtype, device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Sum."""
+        return getattr(group, SCATTER)(output_tensor, input_tensor)
+
+
+def check_allocates(group: ProcessGroup, device: torch.device) -> None:
+    """Raise unless the backend of ``group`` gives memory of its own on ``device``.
+
+    Raises:
+        ValueError: it does not.
+    """
+    name = backend_name(group, device)
+    allocates = False
+    if name not in ("fake", "threaded"):
+        supports = getattr(group._get_backend(device), "supports_tensor_alloc", None)
+        allocates = supports is not None and supports(device)
+    if not allocates:
+        raise ValueError(
+            f"The backend must have an allocator for memory to come from the process group, but {name} has none on "
+            f"{device.type}. Leave set_allocate_memory_from_process_group_for_comm out, or use NCCL."
+        )
+
+
+def _of_backend(group: ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    made: Tensor = group._get_backend(device).allocate_tensor(math.prod(size), dtype=dtype, device=device)
+    return made.view(*size)
+
+
+def _allocated(custom: Comm, numel: int, like: Tensor) -> Tensor:
+    made = custom.allocate((numel,), dtype=like.dtype, device=like.device)
+    is_fit = isinstance(made, Tensor) and made.numel() == numel and made.dtype == like.dtype
+    if not is_fit or made.device != like.device or not made.is_contiguous():
+        shown = f"{tuple(made.shape)} {made.dtype} on {made.device}" if isinstance(made, Tensor) else repr(made)
+        raise ValueError(
+            f"`allocate` of {type(custom).__name__} must return a contiguous tensor of {numel} elements, {like.dtype} "
+            f"on {like.device}, but returned {shown}."
+        )
+    return made.view(-1)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()

@@ -1,0 +1,250 @@
+"""Gathers and reductions that the user brings: called for all of a module's, and what they write counts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from fairshard.errors import FairshardError, OptionsExcludeError
+from fairshard.nn import AllGather, MixedPrecisionPolicy, ReduceScatter, fully_shard
+from fairshard.nn.data_parallel.routed_flat_param import Route
+from fairshard.utils import custom_comms
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
+from tests.models import mlp
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+
+
+class CountingGather(AllGather):
+    """Plain torch, in one piece of memory that serves every time; multiplies what it gathers by ``scale``."""
+
+    def __init__(self, scale=1.0):
+        self.scale, self.num_calls, self.sizes, self._memory = scale, 0, set(), {}
+
+    def allocate(self, size, *, dtype, device):
+        return self._memory.setdefault((tuple(size), dtype), torch.empty(*size, dtype=dtype, device=device))
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        assert not async_op
+        self.num_calls += 1
+        self.sizes.add(group.size())
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        if self.scale != 1:
+            output_tensor.mul_(self.scale)
+
+
+class CountingReduce(ReduceScatter):
+    """As `CountingGather`; what it returns is to be waited for."""
+
+    def __init__(self, scale=1.0):
+        self.scale, self.num_calls, self._memory = scale, 0, {}
+
+    def allocate(self, size, *, dtype, device):
+        return self._memory.setdefault((tuple(size), dtype), torch.empty(*size, dtype=dtype, device=device))
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        assert op == dist.ReduceOp.SUM
+        self.num_calls += 1
+        if self.scale != 1:
+            input_tensor.mul_(self.scale)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+
+
+def linears(model, **kwargs):
+    for layer in list(model)[::2]:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def train(model, num_steps=3):
+    optimizer = sgd(model, lr=0.01)
+    for step in range(num_steps):
+        model(randn(3, 4, key=(step,))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def assert_equal(actual, expected, rtol=0.0):
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before the first forward", "later"])
+def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
+    """Results are the same to the bit; other modules go on as they were."""
+    plain = mlp(4, 9, 5, 3)
+    expected = train(linears(copy.deepcopy(plain)))
+    model = linears(copy.deepcopy(plain))
+    if when == "later":
+        model(randn(3, 4)).sum()
+    gather, scatter = CountingGather(), CountingReduce()
+    model[0].set_custom_all_gather(gather)
+    model[0].set_custom_reduce_scatter(scatter)
+    model[2].set_custom_reduce_scatter(scatter)
+    reset_counters()
+    assert_equal(train(model), expected)
+    assert gather.num_calls == 3 * 2  # forward and backward
+    assert scatter.num_calls == 3 * 2  # modules
+    assert counters()["all_gather"][0] == 3 * 3 * 2  # of all three, wherever they travel
+    assert counters()["reduce_scatter"][0] == 3 * 3  # one for each of these two, one bucket for what is left
+
+
+@on_ranks(2)
+def test_torch_s_own_are_taken():
+    """PyTorch's subclasses need not be ours."""
+    plain = mlp(4, 9, 5, 3)
+    expected = train(linears(copy.deepcopy(plain)))
+    model = linears(plain)
+    for layer in list(model)[::2]:
+        layer.set_custom_all_gather(DefaultAllGather())
+        layer.set_custom_reduce_scatter(DefaultReduceScatter())
+    assert_equal(train(model), expected)
+
+
+@on_ranks(2)
+def test_what_they_write_is_what_counts():
+    """Gathered weights and summed gradients that are scaled come out scaled."""
+    for scale in (1.0, 2.0):
+        model = fully_shard(mlp(4, 3))
+        model.set_custom_all_gather(CountingGather(scale))
+        inputs = randn(3, 4)
+        weight, bias = (param.full_tensor() for param in (model[0].weight, model[0].bias))
+        torch.testing.assert_close(model(inputs), inputs @ (scale * weight).t() + scale * bias)
+        model = fully_shard(mlp(4, 3))
+        model.set_custom_reduce_scatter(CountingReduce(scale))
+        model(torch.ones(1, 4, device=rank_device())).sum().backward()
+        assert model[0].weight.grad.full_tensor().unique().tolist() == [scale]
+
+
+@on_ranks(2)
+def test_narrow_dtypes_and_several_in_one_module():
+    """bf16 gathers, fp16 sums that would overflow, parameters of two dtypes in one gather: as ours."""
+    for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy(None, torch.float16)):
+        results = []
+        for custom in (False, True):
+            model = fully_shard(mlp(4, 3), mp_policy=policy)
+            if custom:
+                model.set_custom_all_gather(CountingGather())
+                model.set_custom_reduce_scatter(CountingReduce())
+            model(torch.full((1, 4), 60000.0, device=rank_device())).sum().backward()
+            results.append([param.grad.full_tensor() for param in model.parameters()])
+        assert_equal(*results)
+        assert results[0][0].isfinite().all()
+    model = mlp(4, 3, 2)
+    model[2].double()
+    inputs = randn(3, 4)
+    model[1].register_forward_hook(lambda module, args, out: out.double())
+    expected = copy.deepcopy(model)(inputs)
+    fully_shard(model)
+    gather = CountingGather()
+    model.set_custom_all_gather(gather)
+    assert torch.equal(model(inputs), expected)
+    assert gather.num_calls == 1
+
+
+@on_ranks(4)
+def test_parts_and_replicas():
+    """What was kept among 2 of 4 ranks is gathered among them through the same; replicas are summed by us."""
+    gather = CountingGather()
+    model = mlp(4, 9, 5)
+    fully_shard(model[0], reshard_after_forward=2)
+    fully_shard(model)
+    model[0].set_custom_all_gather(gather)
+    model(randn(3, 4)).sum().backward()
+    assert gather.sizes == {2, 4}
+    mesh = init_device_mesh(rank_device().type, (2, 2))
+    model, scatter = fully_shard(mlp(4, 3), mesh=mesh), CountingReduce()
+    model.set_custom_reduce_scatter(scatter)
+    model(torch.full((1, 4), dist.get_rank() + 1.0, device=rank_device())).sum().backward()
+    assert scatter.num_calls == 1
+    assert model[0].weight.grad.full_tensor().unique().tolist() == [2.5]
+
+
+@on_ranks(1)
+def test_what_cannot_be_used_is_named():
+    """Objects without the methods; memory of the wrong size; pickling; one rank needs none."""
+    model = fully_shard(mlp(2, 2))
+    for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        for wrong in (None, lambda *_: None, torch.ones(1)):
+            with pytest.raises(TypeError, match="`comm` must have `__call__` and `allocate`"):
+                getattr(model, method)(wrong)
+    gather = CountingGather()
+    model.set_custom_all_gather(gather)
+    model.set_custom_reduce_scatter(CountingReduce())
+    model(torch.ones(1, 2, device=rank_device())).sum().backward()
+    assert gather.num_calls == 0
+    route = Route(gather=gather)
+    assert copy.deepcopy(route).gather is gather
+    with pytest.raises(FairshardError, match="must not be pickled"):
+        pickle.dumps(route)
+
+
+@on_ranks(2)
+def test_memory_of_the_wrong_size_is_refused():
+    """On all ranks, before anything is sent."""
+
+    class Short(CountingGather):
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(size[0] - 1, dtype=dtype, device=device)
+
+    model = fully_shard(mlp(4, 3))
+    model.set_custom_all_gather(Short())
+    with pytest.raises(ValueError, match="`allocate` of Short must return a contiguous tensor of"):
+        model(randn(3, 4))
+    model.set_custom_all_gather(CountingGather())
+    model(randn(3, 4))
+
+
+@pytest.mark.cpu_only
+@on_ranks(2)
+def test_memory_of_the_group_is_refused_where_there_is_none():
+    """gloo has no allocator; beside custom communication neither may be set."""
+    model = fully_shard(mlp(4, 3))
+    with pytest.raises(ValueError, match="but gloo has none on cpu"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(ValueError, match="`enable` must be True or False"):
+        model.set_allocate_memory_from_process_group_for_comm("yes")
+    model.set_custom_all_gather(CountingGather())
+    for kind in (OptionsExcludeError, AssertionError, ValueError):
+        with pytest.raises(kind, match="must not come from the process group where communication is custom"):
+            model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@pytest.mark.cpu_only
+@on_ranks(2)
+def test_memory_of_the_group_is_used_where_there_is_some():
+    """With an allocator put in gloo's place: called for each gather and reduction, results are the same."""
+    made = []
+
+    def allocate(group, size, dtype, device):
+        made.append(tuple(size))
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        plain = mlp(4, 9, 5, 3)
+        expected = train(linears(copy.deepcopy(plain)))
+        model = linears(plain)
+        patch.setattr("fairshard.nn.data_parallel.comm_methods.check_allocates", lambda group, device: None)
+        patch.setattr(custom_comms, "_of_backend", allocate)
+        model[0].set_allocate_memory_from_process_group_for_comm(True)
+        with pytest.raises(OptionsExcludeError, match="where memory comes from the process group"):
+            model[0].set_custom_all_gather(CountingGather())
+        with pytest.raises(OptionsExcludeError, match="where memory comes from the process group"):
+            model[0].set_custom_reduce_scatter(CountingReduce())
+        patch.setattr(custom_comms, "SCATTER", "fake_scatter")
+        patch.setattr(dist.ProcessGroup, "fake_scatter", _scatter, raising=False)
+        assert_equal(train(model), expected)
+        assert len(made) == 3 * (2 + 2)  # two gathers; what is summed, and the sum
+        model[0].set_allocate_memory_from_process_group_for_comm(False)
+        model[0].set_custom_all_gather(CountingGather())
+
+
+def _scatter(group, output, given):
+    return dist.reduce_scatter_tensor(output, given, group=group, async_op=True)
