@@ -87,7 +87,7 @@ LAYERS = [
     [f"{DATA_PARALLEL}.ignored", f"{DATA_PARALLEL}.shared_params"],
     [f"{DATA_PARALLEL}.tree"],
     [f"{DATA_PARALLEL}.groups"],
-    [f"{DATA_PARALLEL}.rows_flat_param"],
+    [f"{DATA_PARALLEL}.rows_flat_param", f"{DATA_PARALLEL}.rows_grad"],
     [f"{DATA_PARALLEL}.viewed_flat_param", f"{DATA_PARALLEL}.grad_notes", f"{DATA_PARALLEL}.shard_versions"],
     [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.orig_param", f"{DATA_PARALLEL}.saved_group"],
     [f"{DATA_PARALLEL}.flat_line", f"{DATA_PARALLEL}.viewed_grad"],

@@ -134,8 +134,8 @@ class EarlySteps:
                 continue
             if self._optimizer.grad_of(shard) is not taken.grad or taken.has_changed:
                 raise FairshardError(
-                    f"The gradient of `{taken.flat_param.name}` must not change between last_backward() and step(), but "
-                    "did. Run the backward outside of last_backward() to edit gradients."
+                    f"The gradient of `{taken.flat_param.name}` must not change between last_backward() and step(), "
+                    "but did. Run the backward outside of last_backward() to edit gradients."
                 )
 
     def _step(self, flat_param: Stepped, group: dict[str, Any], ready: Event) -> None:

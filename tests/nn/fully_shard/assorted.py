@@ -96,18 +96,20 @@ class ByRows:
         self._optimizer = make(cut)
 
     def _cut(self, param, num_ranks):
-        rows = [slice(None)]
-        if param.dim():
+        whole = param.detach()
+        if not param.dim():
+            self._parts[param] = [(..., nn.Parameter(whole))]
+        else:
             size = math.ceil(len(param) / num_ranks)
-            rows = [slice(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
-        self._parts[param] = [(span, nn.Parameter(param.detach()[span] if param.dim() else param.detach())) for span in rows]
+            spans = [slice(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
+            self._parts[param] = [(span, nn.Parameter(whole[span])) for span in spans]
         return [part for _, part in self._parts[param]]
 
     def step(self):
         """Step all rows."""
         for param, parts in self._parts.items():
             for span, part in parts:
-                part.grad = None if param.grad is None else param.grad[span] if param.dim() else param.grad
+                part.grad = None if param.grad is None else param.grad[span]
         self._optimizer.step()
 
     def zero_grad(self):

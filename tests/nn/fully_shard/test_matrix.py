@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.testing import rank_device
 from tests.covering import covering_array, over_cells, random_cells
