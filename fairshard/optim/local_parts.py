@@ -48,33 +48,37 @@ class LocalParts:
         name = "" if stepped is None else f"{stepped.name} of rank {0 if is_whole else stepped.rank}"
         return zlib.crc32(name.encode())
 
-    def enter(self, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> tuple[list[dict[str, Any]], Any]:
-        """``groups`` and ``state`` as what steps them sees them, in plain tensors."""
+    def enter(self, groups: list[dict[str, Any]], state: Any) -> tuple[list[dict[str, Any]], Any]:
+        """``groups`` and ``state`` as what steps them is to see them: themselves where there is no DTensor."""
+        params = _params_of(groups)
+        if not any(self.origin_of(param) for param in params):
+            return groups, state
         entered = [{**group, "params": [self._enter(param) for param in group["params"]]} for group in groups]
         plain_state: dict[Any, Any] = defaultdict(dict)
-        for param in _params_of(groups):
-            if param in state:
-                own = {
-                    name: self.own(param, value) if isinstance(value, DTensor) else value
-                    for name, value in state[param].items()
-                }
-                plain_state[self._plain.get(param, param)] = own
+        for param in params:
+            plain, kept = self._plain.get(param), state.get(param)
+            if kept is not None and plain is not None:
+                kept = {name: self.own(param, v) if isinstance(v, DTensor) else v for name, v in kept.items()}
+            if kept is not None:
+                plain_state[param if plain is None else plain] = kept
         return entered, plain_state
 
-    def leave(self, groups: list[dict[str, Any]], plain_state: Mapping[Any, Any], state: Any) -> None:
+    def leave(self, groups: list[dict[str, Any]], plain_state: Any, state: Any) -> None:
         """Take into ``state`` what the step has made of ``plain_state``."""
+        if plain_state is state:
+            return
         for param in _params_of(groups):
-            plain = self._plain.get(param, param)
-            plain.grad = param.grad if plain is param else None
-            if plain not in plain_state:
-                continue
-            before, made = state[param], {}
-            for name, value in plain_state[plain].items():
-                is_part = plain is not param and isinstance(value, Tensor) and value.shape == plain.shape
-                made[name] = self._kept(param, before.get(name), value) if is_part else value
-            state[param] = made
-            if plain is not param:
+            plain = self._plain.get(param)
+            made = plain_state.get(param if plain is None else plain)
+            if plain is not None:
+                plain.grad = None
                 increment_version(param)
+                before = state.get(param, {})
+                for name, value in (made or {}).items():
+                    if isinstance(value, Tensor) and value.shape == plain.shape:
+                        made[name] = self._kept(param, before.get(name), value)
+            if made is not None:
+                state[param] = made
 
     def _enter(self, param: nn.Parameter) -> nn.Parameter:
         origin = self.origin_of(param)

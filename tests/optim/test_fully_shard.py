@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def full_optimizer_state(optimizer):
 
 
 @on_ranks(in_full(1), in_full(2), 3)
-@pytest.mark.parametrize("kind", ["no_dim", "few_rows", "frozen", "empty"])
+@pytest.mark.parametrize("kind", ["no_dim", "frozen", *map(in_full, ["few_rows", "empty"])])
 def test_the_plain_optimizers_bits(kind):
     """Parameters and state after steps with param groups, in host memory and not, in the backward and after it."""
     plain = build(kind)
@@ -72,6 +73,22 @@ def test_the_plain_optimizers_bits(kind):
             for param, state in optimizer.state.items():
                 assert isinstance(state["exp_avg"], DTensor)
                 assert state["exp_avg"].placements == param.placements
+
+
+@on_ranks(2)
+def test_gradients_are_let_go():
+    """A step keeps no gradient alive, and counts as a change of the weights, also where there is no state."""
+    model = build("plain", offload_policy=OffloadPolicy())
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
+    loss_of_tiny(model, (0,)).backward()
+    grad = weakref.ref(model.head.weight.grad.to_local().untyped_storage())
+    version = model.head.weight._version
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.head.weight._version > version
+    loss_of_tiny(model, (1,))  # the next forward notices that they were dropped
+    assert grad() is None
+    assert not optimizer.state
 
 
 @on_ranks(2, in_full(3))

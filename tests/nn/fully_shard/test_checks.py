@@ -45,9 +45,13 @@ def test_ranks_that_run_different_modules_are_told(order_check):
     model.taken = dist.get_rank() % 2
     # Without tags gathers are matched by their order alone, as with NCCL: nothing hangs.
     untagged = mock.patch.object(collectives, "_EXCHANGE_RANKS", ())
-    with untagged, pytest.raises(RanksDisagreeError, match=r"(?s)experts\.0.*experts\.1|experts\.1.*experts\.0"):
+
+    def step():
         model(randn(2, 4)).sum().backward()
         optimizer.step()
+
+    with untagged, pytest.raises(RanksDisagreeError, match=r"(?s)experts\.0.*experts\.1|experts\.1.*experts\.0"):
+        step()
     assert_same_state(full_state(model), before)
 
 
