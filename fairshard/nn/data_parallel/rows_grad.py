@@ -42,7 +42,7 @@ class RowsGrad(ViewedGrad):
     def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
         """As `ViewedGrad.zeroed_since`.
 
-        A parameter of which this rank has no elements counts as zeroed if all were of which it has some.
+        A parameter of which this rank has no elements counts as zeroed if all were, uncounted, of which it has some.
         """
         counted, before = marks
         zeroed = set(super().zeroed_since(counted, names))
@@ -53,14 +53,15 @@ class RowsGrad(ViewedGrad):
             return sorted(zeroed)
         differs = (before.view(-1, 1).view(torch.uint8) != now.view(-1, 1).view(torch.uint8)).any(dim=1).tolist()
         with_elements = [index for index, run in enumerate(self._runs) if run.numel()]
+        uncounted = set()
         for index, is_other in zip(with_elements, differs, strict=True):
             if is_other and index not in zeroed:
                 never_counted = self._runs[index], -1
                 if is_zeroed(self._shows[index], never_counted, names[index], self._runs[index]):
-                    zeroed.add(index)
-        if zeroed.issuperset(with_elements):
+                    uncounted.add(index)
+        if uncounted.issuperset(with_elements):
             return list(range(len(names)))
-        return sorted(zeroed)
+        return sorted(zeroed | uncounted)
 
     def _first_elements(self) -> Tensor:
         whole = self.value
