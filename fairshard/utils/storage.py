@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 
 def free_storage_(data: Tensor) -> None:
@@ -30,6 +31,19 @@ def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
             f"and {nbytes} were asked for. Call free_storage_(data) first."
         )
     storage.resize_(nbytes)
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """The elements of ``view``, in the same memory, as a tensor whose storage begins with them.
+
+    For what a DTensor holds: torch (to 2.13) pickles and copies only those whose local tensor begins its storage.
+    Writes to it do not count as writes to ``view``.
+    """
+    if not view.storage_offset():
+        return view
+    if view.is_meta or not view.numel():
+        return torch.empty_like(view)
+    return from_dlpack(to_dlpack(view))
 
 
 def is_aliased(data: Tensor) -> bool:

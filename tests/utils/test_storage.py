@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.storage import alloc_storage_, free_storage_, own_storage
 
 
 def test_free_gives_the_memory_back_and_keeps_the_shape():
@@ -57,3 +57,22 @@ def test_another_size_must_be_freed_first():
     with pytest.raises(ValueError, match="freed"):
         alloc_storage_(tensor, 8)
     assert tensor.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_storage(dtype):
+    """The result shows the view's memory, of which its storage has no more than the view needs."""
+    line = torch.arange(12, dtype=dtype)
+    view = line[3:9].view(2, 3)
+    own = own_storage(view)
+    assert torch.equal(own, view)
+    assert (own.storage_offset(), own.data_ptr(), own.stride()) == (0, view.data_ptr(), view.stride())
+    assert own.untyped_storage().nbytes() == view.nbytes
+    own.zero_()
+    assert line[3:9].eq(0).all()
+    del line, view
+    assert own.eq(0).all()
+    whole = torch.ones(3)
+    assert own_storage(whole) is whole
+    assert own_storage(torch.empty(4, 2)[4:]).shape == (0, 2)
+    assert own_storage(torch.empty(4, device="meta")[2:]).is_meta

@@ -1,7 +1,7 @@
 """The engine, and the doors to it."""
 
-from fairshard.nn.data_parallel.forward_methods import register_forward_method
-from fairshard.nn.data_parallel.fsdp_module import FSDPModule, UnshardHandle
+from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
+from fairshard.nn.data_parallel.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from fairshard.nn.data_parallel.fully_shard import fully_shard
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.nn.data_parallel.observer import Observation, observe
@@ -56,4 +56,6 @@ __all__ = [
     "get_fsdp_instances",
     "observe",
     "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -12,6 +12,8 @@ from itertools import zip_longest
 import torch
 
 from fairshard.errors import RanksDisagreeError
+from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.rows_flat_param import RowsFlatParam
 from fairshard.nn.data_parallel.tree import join
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.collectives import Communicator, communicator
@@ -121,11 +123,17 @@ def _describe(unit: Unit) -> list[str]:
     settings = ", ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
     ahead = {"forward": unit.prefetch.forward, "backward": unit.prefetch.backward}
     lines = [f"{place} with {settings}"]
+    if unit.members is not None:
+        lines.append(f"{place} of {len(unit.members.modules)} modules, outputs in {unit.members.output_dtype}")
     lines += [f"{place}, gathered ahead in {name}: {[u.fqn for u in units]}" for name, units in ahead.items() if units]
     lines += [
         f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "
-        f"{'trainable' if flat_param.requires_grad else 'frozen'}"
+        f"{'trainable' if flat_param.requires_grad else 'frozen'}{_describe_cut(flat_param, index)}"
         for flat_param in unit.flat_params
-        for slot in flat_param.slots
+        for index, slot in enumerate(flat_param.slots)
     ]
     return lines
+
+
+def _describe_cut(flat_param: FlatParam, index: int) -> str:
+    return f", cut on {flat_param.dims[index]}" if isinstance(flat_param, RowsFlatParam) else ""

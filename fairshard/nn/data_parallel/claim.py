@@ -9,6 +9,7 @@ from fairshard.nn.data_parallel.groups import check_pairs
 from fairshard.nn.data_parallel.order_check import check_settings
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.root import Root
+from fairshard.nn.data_parallel.settling import connect, settle_all
 from fairshard.nn.data_parallel.tree import modules_of, unit_of, units_below, walk
 from fairshard.nn.data_parallel.unit import Unit
 
@@ -26,10 +27,13 @@ def claim(module: nn.Module) -> Root:
                 unit.reshard()
         unit.place(fqn)
     units = [unit for _, unit in found]
+    settle_all(module, units)
     for unit in units:
         unit.origin.shared.settle(unit, units)
     check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
+    for unit in units:
+        connect(unit)
     check_pairs(unit.groups for unit in units)
     device = compute_device(units)
     for own in dict.fromkeys(comms.values()):

@@ -28,12 +28,16 @@ _RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of what it adds up
 
 @dataclass(frozen=True)
 class Construction:
-    """The arguments of a wrapper on how its module becomes a unit; ``device`` None leaves the module where it is."""
+    """The arguments of a wrapper on how its module becomes a unit; ``device`` None leaves the module where it is.
+
+    ``leaves_meta``: what is on the meta device stays there, and is given memory once it has been cut.
+    """
 
     param_init_fn: Callable[[nn.Module], Any] | None
     device: torch.device | None
     moves_inputs: bool
     sync_module_states: bool
+    leaves_meta: bool = False
 
 
 def resolve_construction(
@@ -79,8 +83,8 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
     else:
         device = _settle(own, how, groups, has_values=True)
         if any(group.size() > 1 for group in groups):
-            sums = {fqn: _checksum(param) for fqn, param in own.params.items()}
-    if how.device is not None:
+            sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
+    if how.device is not None and not own.on_meta:
         own.move_buffers(device)
     return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums)
 
@@ -89,7 +93,8 @@ def _settle(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_
     device = _home(own, how.device, groups[0])
     for group in groups:
         validate_process_group(device, group)
-    own.materialize(how.param_init_fn, device, has_values)
+    if not how.leaves_meta:
+        own.materialize(how.param_init_fn, device, has_values)
     return device
 
 

@@ -41,7 +41,8 @@ class FlatParam(FlatLine):
         self.on_cpu = on_cpu
         self.requires_grad = slots[0].leaf.requires_grad
         shard = self.cut([slot.leaf for slot in slots])
-        self.shard = nn.Parameter(shard.cpu() if on_cpu else shard, requires_grad=self.requires_grad)
+        shard = shard.cpu() if on_cpu and not shard.is_meta else shard
+        self.shard = nn.Parameter(shard, requires_grad=self.requires_grad)
         self._trained = [self.requires_grad] * len(slots)  # which parameters want a gradient
         self.registered: tuple[nn.Parameter, ...] = (self.shard,)  # what users see, and hang hooks on
         self.versioned: tuple[nn.Parameter, ...] = (self.shard,)  # a change of the shard is one of theirs

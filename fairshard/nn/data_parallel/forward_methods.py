@@ -1,15 +1,15 @@
-"""Methods of a wrapped module, other than its forward, that run with the unit gathered."""
+"""Methods of a sharded module, other than its forward, that run with the unit gathered."""
 
 from __future__ import annotations
 
-import inspect
+from torch import nn
 
+from fairshard.nn.data_parallel.fsdp_module import FSDPModule, run_gathered
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+from fairshard.nn.data_parallel.methods_in_place import check_runs_now
 
-_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
-
-def register_forward_method(module: FullyShardedDataParallel, method_name: str) -> None:
+def register_forward_method(module: FullyShardedDataParallel | FSDPModule, method_name: str) -> None:
     """Let ``module.<method_name>(...)``, of the wrapped module, run with the unit gathered, as a forward does.
 
     For methods that read parameters without going through ``module(...)``: ``generate`` of Hugging Face's models,
@@ -31,11 +31,16 @@ def register_forward_method(module: FullyShardedDataParallel, method_name: str) 
 
     Raises:
         AttributeError: the wrapped module has no such method.
-        TypeError: ``module`` is not a FullyShardedDataParallel; or the method is a generator or coroutine function.
+        TypeError: ``module`` has not been sharded; or the method is a generator or coroutine function.
         ValueError: the wrapper has a method of that name itself.
 
     Source: ``register_fsdp_forward_method`` of PyTorch's FSDP2.
     """
+    if isinstance(module, FSDPModule):
+        if not callable(getattr(module, method_name, None)):
+            raise AttributeError(_missing(module._fairshard_class, method_name))
+        register_fsdp_forward_method(module, method_name)
+        return
     if not isinstance(module, FullyShardedDataParallel):
         raise TypeError(
             f"A forward method is registered on the wrapper, but this is a {type(module).__name__}. Pass the "
@@ -52,13 +57,47 @@ def register_forward_method(module: FullyShardedDataParallel, method_name: str) 
         inside = inside.module
     method = getattr(inside, method_name, None)
     if not callable(method):
-        raise AttributeError(
-            f"The wrapped {type(inside).__name__} must have a method `{method_name}` to register, but has none."
-        )
-    if any(runs_later(method) for runs_later in _RUN_LATER):
-        raise TypeError(
-            f"A forward method must be done when it returns, but `{method_name}` of {type(inside).__name__} is a "
-            "generator or coroutine function: its body would find the parameters freed again. Register what it calls."
-        )
+        raise AttributeError(_missing(type(inside), method_name))
+    check_runs_now(method, method_name, type(inside))
     for layer in (module, *layers):
         layer.forward_methods.add(method_name)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """As `register_forward_method`; nothing happens if ``module`` has not been sharded.
+
+    >>> import torch
+    >>> from fairshard.nn import fully_shard, register_fsdp_forward_method
+    >>> class Encoder(torch.nn.Linear):
+    ...     def encode(self, x):
+    ...         return torch.nn.functional.linear(x, self.weight)
+    >>> model = fully_shard(Encoder(4, 4))
+    >>> register_fsdp_forward_method(model, "encode")
+    >>> model.encode(torch.ones(2, 4)).sum().backward()
+
+    Raises:
+        ValueError: there is no such method, or it is one of `FSDPModule`.
+        TypeError: it is a generator or coroutine function.
+
+    Source: PyTorch's function of the same name.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        if not callable(getattr(module.module, method_name, None)):
+            raise ValueError(_missing(type(module.module), method_name))
+        register_forward_method(module, method_name)
+    if not isinstance(module, FSDPModule):
+        return
+    original = module._fairshard_class
+    if any(method_name in vars(base) for base in FSDPModule.__mro__ if not issubclass(nn.Module, base)):
+        raise ValueError(
+            f"`{method_name}` is a method of FSDPModule itself. Give the method of {original.__name__} another name."
+        )
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(_missing(original, method_name))
+    check_runs_now(method, method_name, original)
+    run_gathered(module, method_name)
+
+
+def _missing(owner: type, method_name: str) -> str:
+    return f"The sharded {owner.__name__} must have a method `{method_name}` to register, but has none."

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fairshard.errors import TrainingStateError
+from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.claim import claim
 from fairshard.nn.data_parallel.conversion import check_conversion
+from fairshard.nn.data_parallel.methods_in_place import ForwardMethod, explaining_methods
+from fairshard.nn.data_parallel.optimizer_check import watch_copy
 from fairshard.nn.data_parallel.prefetch_methods import units_of
+from fairshard.nn.data_parallel.registration import watch_registrations
 from fairshard.nn.data_parallel.root import Root
+from fairshard.nn.data_parallel.rows_flat_param import RowsFlatParam
 from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.saved_mesh import SavedMesh, check_mesh
+from fairshard.nn.data_parallel.settling import settle
 from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, units_below
+from fairshard.nn.data_parallel.tree import units_below
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.reduce_scatter_bucketer import Division
@@ -45,20 +52,23 @@ class FSDPModule(nn.Module):
     Source: PyTorch's FSDP2, whose names, arguments and defaults these are.
     """
 
-    _original: type[nn.Module]
+    # The names here must not be those that a user's class may have.
+    _fairshard_class: type[nn.Module]
+    _fairshard_methods: frozenset[str]
+    _fairshard_unit: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make what the class was made of: slicing a container, for one, calls its class."""
-        made = cls._original.__new__(cls._original, *args, **kwargs)
+        made = cls._fairshard_class.__new__(cls._fairshard_class, *args, **kwargs)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the module and its hooks, free them. **Collective.**"""
-        return self._run_gathered(super().__call__, args, kwargs)
+        return self._fairshard_run(super().__call__, args, kwargs)
 
-    def _run_gathered(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = self._unit
+    def _fairshard_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self._fairshard_unit
         assert unit.members is not None
         unit.members.enter(self)
         if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
@@ -75,8 +85,8 @@ class FSDPModule(nn.Module):
 
         The next forward waits in any case. Weights that change meanwhile are gathered again by it. **Collective.**
         """
-        root = self._root
-        unit = self._unit
+        root = root_of(self)
+        unit = self._fairshard_unit
         unit.unshard()
         if root.is_between_passes:
             unit.keep_as_it_is()
@@ -92,7 +102,7 @@ class FSDPModule(nn.Module):
         Raises:
             TrainingStateError: in the middle of its own forward.
         """
-        unit = self._unit
+        unit = self._fairshard_unit
         if unit.state is TrainingState.FORWARD:
             raise TrainingStateError(
                 f"`reshard` must not be called inside the forward of the module itself, `{unit.fqn or 'root'}`, which "
@@ -110,7 +120,7 @@ class FSDPModule(nn.Module):
             ValueError: ``reshard_after_forward`` is not a bool.
         """
         _check_flag("reshard_after_forward", reshard_after_forward)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
 
@@ -121,7 +131,7 @@ class FSDPModule(nn.Module):
             ValueError: ``reshard_after_backward`` is not a bool.
         """
         _check_flag("reshard_after_backward", reshard_after_backward)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -131,7 +141,7 @@ class FSDPModule(nn.Module):
             ValueError: ``unshard_in_backward`` is not a bool.
         """
         _check_flag("unshard_in_backward", unshard_in_backward)
-        self._unit.unshard_in_backward = unshard_in_backward
+        self._fairshard_unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather ``modules`` when the forward of this one starts, instead of the one that followed in the last pass.
@@ -139,8 +149,8 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
-        self._unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
-        self._settle_prefetch()
+        self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
+        _settle_prefetch(self._fairshard_unit)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather ``modules`` when the backward comes to this one, instead of the one that it should come to next.
@@ -148,8 +158,8 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
-        self._unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
-        self._settle_prefetch()
+        self._fairshard_unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
+        _settle_prefetch(self._fairshard_unit)
 
     def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
         """False: gather nothing ahead in forward but what `set_modules_to_forward_prefetch` names, as PyTorch does.
@@ -158,7 +168,7 @@ class FSDPModule(nn.Module):
             ValueError: ``enable`` is not a bool.
         """
         _check_flag("enable", enable)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.prefetch.is_forward_on = enable
 
     # ---- gradients
@@ -170,7 +180,7 @@ class FSDPModule(nn.Module):
             ValueError: ``is_last_backward`` is not a bool.
         """
         _check_flag("is_last_backward", is_last_backward)
-        self._root.is_last_backward = is_last_backward
+        root_of(self).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: add up gradients on each rank, whole, without communication, until it is True again.
@@ -179,7 +189,7 @@ class FSDPModule(nn.Module):
             ValueError: ``requires_gradient_sync`` is not a bool.
         """
         _check_flag("requires_gradient_sync", requires_gradient_sync)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.sync = requires_gradient_sync
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -190,7 +200,7 @@ class FSDPModule(nn.Module):
         """
         if not factor > 0:
             raise ValueError(f"`factor` must be a positive number to divide gradients by, but is {factor!r}.")
-        for flat_param in self._unit.flat_params:
+        for flat_param in self._fairshard_unit.flat_params:
             flat_param.divide_by(Division(1.0, float(factor)))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -208,67 +218,119 @@ class FSDPModule(nn.Module):
         Raises:
             TrainingStateError: this is not the outermost module.
         """
-        root = self._root
-        if root.units[0] is not self._unit:
+        root = root_of(self)
+        if root.units[0] is not self._fairshard_unit:
             raise TrainingStateError(
                 "`reset_iter_state` must be called on the outermost module that was sharded, but this is "
-                f"`{self._unit.fqn}`. Call it on the model."
+                f"`{self._fairshard_unit.fqn}`. Call it on the model."
             )
         root.reset()
+
+    def set_device_mesh(self, mesh: DeviceMesh) -> None:
+        """After unpickling, be sharded over ``mesh``, this module and all below it; without, over all ranks.
+
+        Raises:
+            TypeError: it is no mesh.
+            ValueError: it has not the dimensions that the module was sharded over, or not this rank.
+            TrainingStateError: in the middle of a pass.
+        """
+        check_mesh(mesh)
+        units = _units_of(self, recurse=True)
+        for unit in units:
+            if unit.root is not None:
+                unit.root.assert_idle("set_device_mesh")
+            wanted = 1 if unit.groups.replicas is None else 2
+            if mesh.ndim != wanted:
+                raise ValueError(
+                    f"`mesh` must have {wanted} dimension{'s' * (wanted - 1)}, as the one had that unit "
+                    f"`{unit.fqn or 'root'}` was sharded over, but has {mesh.ndim}."
+                )
+        for unit in units:
+            unit.groups.set(mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0)))
+            unit.root = None
+            for flat_param in unit.flat_params:
+                if isinstance(flat_param, RowsFlatParam):
+                    flat_param.placed = SavedMesh(mesh)
+                    flat_param.connect()
 
     # ---- nn.Module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
-        unit = self._unit
-        self.reshard()
-        check_conversion(unit, fn)
+        for unit in _units_of(self, recurse):  # before anything is changed
+            check_conversion(unit, fn)
+            if unit.is_gathered and unit.state is not TrainingState.FORWARD:
+                unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for flat_param in unit.flat_params:
-            flat_param.settle()
+        settle(self._fairshard_unit)
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        unit = self._unit
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        unit = self._fairshard_unit
         if unit.root is not None:
             unit.root.assert_idle("pickle or deepcopy")
         self.reshard()
-        return _rebuilt, (self._original,), self.__dict__.copy()
+        settle(unit)  # a copy begins with what the shards hold
+        reduced = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
+            raise FairshardError(
+                f"A sharded module must be pickled and copied by its state, but {self._fairshard_class.__name__} has a "
+                "`__reduce__` of its own, which knows nothing of shards. Save its state dict instead."
+            )
+        return _rebuilt, (self._fairshard_class, self._fairshard_methods), *reduced[2:]
 
-    # ---- private
-
-    @property
-    def _unit(self) -> Unit:
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
-        return unit
-
-    @property
-    def _root(self) -> Root:
-        """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
-        return self._unit.root or claim(self)
-
-    def _units(self, recurse: bool) -> Iterator[Unit]:
-        yield from [unit for _, unit in units_below(self)] if recurse else [self._unit]
-
-    def _settle_prefetch(self) -> None:
-        root = self._unit.root
-        if root is not None:
-            self._unit.prefetch.settle(root.units)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_copy(self._fairshard_unit)
+        watch_registrations()
 
 
-_classes: dict[type[nn.Module], type[FSDPModule]] = {}
+def root_of(module: FSDPModule) -> Root:
+    """The root that the unit of ``module`` belongs to; it becomes one itself if nothing has claimed it."""
+    return module._fairshard_unit.root or claim(module)
 
 
-def sharded_class(original: type[nn.Module]) -> type[FSDPModule]:
-    """The class of modules of class ``original`` after `fully_shard`."""
-    if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {"_original": original})
-    return _classes[original]
+def _units_of(module: FSDPModule, recurse: bool) -> list[Unit]:
+    return [unit for _, unit in units_below(module)] if recurse else [module._fairshard_unit]
 
 
-def _rebuilt(original: type[nn.Module]) -> nn.Module:
+def _settle_prefetch(unit: Unit) -> None:
+    if unit.root is not None:
+        unit.prefetch.settle(unit.root.units)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted for models that are stages of a pipeline, and needs to do nothing: each keeps streams of its own.
+
+    Raises:
+        ValueError: ``modules`` holds something that is not an FSDPModule.
+
+    Source: PyTorch's function of the same name.
+    """
+    units_of(modules, "FSDPModule", ValueError)
+
+
+_classes: dict[tuple[type[nn.Module], frozenset[str]], type[FSDPModule]] = {}
+
+
+def sharded_class(original: type[nn.Module], forward_methods: frozenset[str] = frozenset()) -> type[FSDPModule]:
+    """The class of modules of class ``original`` after `fully_shard`; ``forward_methods`` of it run gathered."""
+    key = original, forward_methods
+    if key not in _classes:
+        methods = {**explaining_methods(original), **{name: ForwardMethod(name) for name in forward_methods}}
+        own = {"_fairshard_class": original, "_fairshard_methods": forward_methods, "__module__": original.__module__}
+        _classes[key] = type(f"FSDP{original.__name__}", (FSDPModule, original), {**methods, **own})
+    return _classes[key]
+
+
+def run_gathered(module: FSDPModule, method_name: str) -> None:
+    """Let ``module`` run its method of that name as it runs its forward."""
+    module.__class__ = sharded_class(module._fairshard_class, module._fairshard_methods | {method_name})
+
+
+def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.Module:
     """An empty module of class ``original``, sharded, to be filled with state."""
     made = original.__new__(original)
-    made.__class__ = sharded_class(original)
+    made.__class__ = sharded_class(original, forward_methods)
     return made
 
 

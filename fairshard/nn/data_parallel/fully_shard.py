@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, overload
 
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fairshard.nn.data_parallel.config import UnitConfig, resolve
@@ -20,20 +20,23 @@ from fairshard.nn.data_parallel.late_options import LateOptions
 from fairshard.nn.data_parallel.members import Members
 from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
 from fairshard.nn.data_parallel.options import ShardingStrategy
+from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     adopt_policy,
 )
+from fairshard.nn.data_parallel.registration import watch_registrations
+from fairshard.nn.data_parallel.saved_mesh import check_mesh, default_mesh
 from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_rows
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, unit_of, units_below
+from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, is_wrapper, unit_of, units_below
 from fairshard.nn.data_parallel.unit import Unit
-from fairshard.utils.device import current_device, default_device_type
-from fairshard.utils.messages import default_group
+from fairshard.utils.device import current_device
 
 Placement = Callable[[nn.Parameter], Shard | None]
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _AS_IS, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -129,15 +132,17 @@ def fully_shard(
     Source: PyTorch's function of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
     """
     modules = _modules_of(module)
+    policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
+    offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"`shard_placement_fn` must be a function of a parameter, but is {shard_placement_fn!r}.")
     if dp_mesh_dims is not None:
         raise ValueError(
             "`dp_mesh_dims` must be None: it is for parameters that are DTensors on a larger mesh, which are not taken "
             "here. Pass the part of the mesh that is data parallel as `mesh`."
         )
     mesh = default_mesh() if mesh is None else mesh
-    _check_mesh(mesh)
-    policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
-    offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
+    check_mesh(mesh)
     num_ranks = mesh.size(mesh.ndim - 1)
     config = _config(
         reshard_after_forward,
@@ -151,8 +156,9 @@ def fully_shard(
     )
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     groups = find_groups(config.sharding_strategy, None, mesh, None)
-    how = resolve_construction(None, current_device() if mesh.device_type == "cuda" else None, None, False)
-    ignored = resolve_ignored(tree, None, None, ignored_params)
+    device = current_device() if mesh.device_type == "cuda" else None
+    how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
+    ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
     check_not_sharded(tree, ignored, in_place=True)
     origin = make_ready(tree, how, ignored, groups.spanning())
     flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks))
@@ -161,21 +167,11 @@ def fully_shard(
         setattr(member, UNIT_ATTRIBUTE, unit)
         member.__class__ = sharded_class(type(member))
     watch_optimizers(flat_params, config)
+    watch_registrations()
     for fqn, inner in units_below(tree):
         inner.place(fqn)
         inner.is_inner = inner is not unit
     return module
-
-
-_meshes: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
-
-
-def default_mesh() -> DeviceMesh:
-    """All ranks in one dimension; the same mesh as long as there is the same default group."""
-    group = default_group()
-    if group not in _meshes:
-        _meshes[group] = init_device_mesh(default_device_type(), (group.size(),))
-    return _meshes[group]
 
 
 def _modules_of(given: Any) -> list[nn.Module]:
@@ -186,8 +182,9 @@ def _modules_of(given: Any) -> list[nn.Module]:
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module or a list of them, but there is a {type(module).__name__}.")
         if unit_of(module) is not None:
-            raise ValueError(f"A module must not be sharded twice, but this {type(module).__name__} is already.")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            how = "by FullyShardedDataParallel" if is_wrapper(module) else "already"
+            raise ValueError(f"A module must not be sharded twice, but this {type(module).__name__} has been {how}.")
+        if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"What is sharded must have a forward, but a {type(module).__name__} has none. "
                 "Call fully_shard on the modules in it, or on `list(...)` of them to make them one unit."
@@ -195,16 +192,6 @@ def _modules_of(given: Any) -> list[nn.Module]:
     if len(set(map(id, modules))) < len(modules):
         raise ValueError("`module` must hold each module once, but holds one several times.")
     return modules
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"`mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh.")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"`mesh` must have one dimension, or two for hybrid sharding (replicas, shards), but has {mesh.ndim}. Pass "
-            "the part of it that is data parallel."
-        )
 
 
 def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
@@ -217,7 +204,13 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
             raise ValueError(
                 f"`reshard_after_forward` must be a bool or divide the number of ranks, {num_ranks}, but is {reshard}."
             )
-        reshard = True if 1 < reshard == num_ranks else reshard
+        if reshard == 1:
+            warnings.warn(
+                "`reshard_after_forward=1` keeps the parameters whole on each rank, which is what False does and is "
+                "taken for. Pass False, or a larger number.",
+                stacklevel=3,
+            )
+        reshard = False if reshard == 1 else True if reshard == num_ranks else reshard
     hybrid = settings["sharding_strategy"] is not None
     if hybrid and reshard is False:
         settings["sharding_strategy"] = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -233,25 +226,29 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
     )
 
 
-def _placing(placement: Placement | None, num_ranks: int) -> Callable[[nn.Parameter], int]:
+def _placing(placement: Placement | None, num_ranks: int) -> Callable[[ParamSlot], int]:
     """The dimension that each parameter is cut on."""
 
-    def dim_of(param: nn.Parameter) -> int:
-        found: Any = None if placement is None else placement(param)
+    def dim_of(slot: ParamSlot) -> int:
+        found: Any = None if placement is None else placement(slot.leaf)
         if found is None:
             return 0
         if not isinstance(found, Shard):
             raise TypeError(
-                f"`shard_placement_fn` must return a torch.distributed.tensor.Shard or None, but returned {found!r}."
+                "`shard_placement_fn` must return a torch.distributed.tensor.Shard or None, but returned "
+                f"{type(found).__name__} ({found!r}) for `{slot.fqn}`. All parameters of a unit lie on its `mesh`."
             )
-        shape = tuple(param.shape)
+        shape = tuple(slot.shape)
         if not -len(shape) <= found.dim < len(shape):
-            raise ValueError(f"`shard_placement_fn` must name a dimension of the parameter {shape}, but said {found}.")
+            raise ValueError(
+                f"`shard_placement_fn` must name a dimension of the parameter, but returned {found!r} for "
+                f"`{slot.fqn}`, which is {shape}."
+            )
         dim = found.dim % len(shape)
         if dim and shape[dim] % num_ranks:
             raise ValueError(
                 f"A dimension other than the first must be cut evenly, but {num_ranks} ranks do not divide dimension "
-                f"{dim} of a parameter {shape}. Let `shard_placement_fn` return None for it."
+                f"{dim} of `{slot.fqn}`, which is {shape}. Let `shard_placement_fn` return None for it."
             )
         return dim
 

@@ -39,8 +39,16 @@ class Ignored:
 NOTHING = Ignored()
 
 
-def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, ignored_parameters: Any) -> Ignored:
+def resolve_ignored(
+    module: nn.Module,
+    ignored_modules: Any,
+    ignored_states: Any,
+    ignored_parameters: Any,
+    name: str = "ignored_parameters",
+) -> Ignored:
     """What a wrapper of ``module`` was asked to ignore, and what the wrappers inside it ignore, as far as it is there.
+
+    ``name`` is that of the last argument in the door that has it.
 
     Raises:
         TypeError: an argument is no iterable of modules, or of parameters.
@@ -54,7 +62,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
     given = [
         *_items("ignored_modules", ignored_modules, nn.Module),
         *_items("ignored_states", ignored_states, nn.Module, nn.Parameter),
-        *_items("ignored_parameters", ignored_parameters, nn.Parameter),
+        *_items(name, ignored_parameters, nn.Parameter),
     ]
     inner = [unit.origin.ignored for _, unit in units_below(module)]
     roots = [item for item in given if isinstance(item, nn.Module)]

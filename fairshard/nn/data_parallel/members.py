@@ -30,6 +30,8 @@ class Members:
 
     def enter(self, module: nn.Module) -> None:
         """``module`` is called."""
+        if len(self.modules) == 1:
+            return
         if not self._left:
             self._left = set(range(len(self.modules)))
         self._left.discard(self.modules.index(module))

@@ -24,7 +24,8 @@ from fairshard.nn.data_parallel.unit import Unit
 # Which original parameters are leaves now, which parameters are shards; how many there were, and how many it held, when
 # an optimizer was clean, and what it holds of DTensors.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By `id`: torch converts DTensors in place (`module.to`) unless something refers to them weakly.
+_shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], DTensorsOf]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that a deepcopy or an unpickling has made since
@@ -46,8 +47,25 @@ def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> No
             _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
             _num_sharded += 1
         for stepped in flat_param.stepped:
-            _shards[stepped.shard] = weakref.ref(stepped), config.grad_home
+            _watch(stepped, config.grad_home)
     _install()
+
+
+def _watch(stepped: Any, home: GradHome) -> None:
+    key = id(stepped.shard)
+
+    def forget(reference: weakref.ref[Any]) -> None:
+        if key in _shards and _shards[key][0] is reference:
+            del _shards[key]
+
+    _shards[key] = weakref.ref(stepped, forget), home
+
+
+def _watched(param: nn.Parameter) -> tuple[Any, GradHome]:
+    """The flat param, or `OrigParam`, whose shard ``param`` is, and where its gradient is kept; else None."""
+    reference, home = _shards.get(id(param), (None, GradHome.SHARD))
+    stepped = reference() if reference is not None else None
+    return (stepped if stepped is not None and stepped.shard is param else None), home
 
 
 def watch_copy(unit: Unit) -> None:
@@ -74,11 +92,15 @@ def allow_held_gradients(optimizer: Optimizer) -> None:
     _fetchers.add(optimizer)
 
 
+def stepped_of(param: Any) -> Any:
+    """The flat param, or `OrigParam`, whose shard ``param`` is; None if it is not one."""
+    _watch_copies()
+    return _watched(param)[0]
+
+
 def name_of_shard(param: nn.Parameter) -> str | None:
     """The name of the flat param whose shard ``param`` is; None if it is not one."""
-    _watch_copies()
-    entry: tuple[weakref.ref[FlatParam], GradHome] | None = _shards.get(param)
-    flat_param = entry[0]() if entry else None
+    flat_param = stepped_of(param)
     return flat_param.name if flat_param is not None else None
 
 
@@ -130,8 +152,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:
     """The shards in which the DTensors lie that ``optimizer`` steps."""
-    entries = [_shards.get(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    found = [entry[0]() for entry in entries if entry is not None]
+    found = [_watched(p)[0] for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     return list({id(shard): shard for one in found if one is not None for shard in one.versioned[:1]}.values())
 
 
@@ -151,9 +172,8 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
-    entry: tuple[weakref.ref[FlatParam], GradHome] | None = _shards.get(param)
-    flat_param = entry[0]() if entry else None
-    if entry is None or flat_param is None:
+    flat_param, home = _watched(param)
+    if flat_param is None:
         return
     if not isinstance(param, DTensor):  # which has its own shape, and what PyTorch's optimizers make of it
         check_optimizer_class(type(optimizer), flat_param.name)
@@ -166,7 +186,7 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
         )
     if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
         _refuse_low_precision(flat_param.name, param)
-    if entry[1] is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
+    if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
         raise HeldGradientError(
             f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
             f"compute device, where {type(optimizer).__name__} does not see it: it would skip the parameter. Use "

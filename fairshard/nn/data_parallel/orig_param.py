@@ -24,11 +24,20 @@ class OrigParam:
     """
 
     def __init__(self, whole: ViewedFlatParam, index: int) -> None:
+        self.move_to(whole, index)
+
+    def move_to(self, whole: ViewedFlatParam, index: int) -> None:
+        """Be parameter ``index`` of ``whole``."""
+        self.__dict__.clear()  # the layout among others
         self._whole = whole
         self._index = index
         self.slots = [whole.slots[index]]
         self.shard = whole.registered[index]
         self.shard_numel = whole.own_of(index).numel()
+
+    def take(self, param: Any) -> Any:
+        """What is registered, with the values of ``param``; as `RowsFlatParam.take`."""
+        return self._whole.take(self._index, param)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         """Ranks, devices and the like are the flat param's."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.ignored import Ignored
+from fairshard.nn.data_parallel.shard_versions import versions_of
 from fairshard.nn.data_parallel.shared_params import SharedParams
 from fairshard.utils.containers import apply_to_tensors
-
-
-class _Sharded(Protocol):
-    shard: nn.Parameter
 
 
 @dataclass
@@ -35,13 +33,13 @@ class Origin:
     shared: SharedParams = field(default_factory=SharedParams)
     _versions: list[int] = field(default_factory=list)
 
-    def note_cut(self, flat_params: Sequence[_Sharded]) -> None:
+    def note_cut(self, flat_params: Sequence[FlatParam]) -> None:
         """The shards of ``flat_params`` have just been cut."""
-        self._versions = [flat_param.shard._version for flat_param in flat_params]
+        self._versions = versions_of(flat_params)
 
-    def has_changed(self, flat_params: Sequence[_Sharded]) -> bool:
+    def has_changed(self, flat_params: Sequence[FlatParam]) -> bool:
         """Whether something was written to a shard since."""
-        return self._versions != [flat_param.shard._version for flat_param in flat_params]
+        return self._versions != versions_of(flat_params)
 
     @property
     def trains_ignored(self) -> bool:

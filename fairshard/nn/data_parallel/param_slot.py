@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -84,7 +85,26 @@ class _Guard:
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if self._name not in module.__dict__ and module._parameters.get(self._name) is self._slot.registered:
-            ShardedParameter(self._slot.fqn, self._slot.shape)._refuse()
+            slot = self._slot
+            if not isinstance(slot.registered, DTensor):
+                ShardedParameter(slot.fqn, slot.shape)._refuse()
+            raise ParameterShardedError(
+                f"Parameter `{slot.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
+                f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
+                "that fully_shard was called on. Call that module; or make the method of it that comes here one that "
+                'gathers, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
+            )
+
+
+def taken_from(module: nn.Module) -> str | None:
+    """The fqn of a parameter of ``module`` itself that a unit has taken; None if none has."""
+    for shown in module.__dict__.values():
+        if isinstance(shown, ShardedParameter):
+            return shown.fqn
+        slot = slot_of(shown) if isinstance(shown, nn.Parameter) else None
+        if slot is not None:
+            return slot.fqn
+    return next((hook._slot.fqn for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
 
 
 def _guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
@@ -157,6 +177,13 @@ class ParamSlot:
                 _guard(self, module, name)
         self.leaf.grad = None
         self.detach()
+
+    def renew_leaf(self, device: torch.device) -> None:
+        """Let another leaf stand there, on ``device``: one of the meta device can never show memory."""
+        old = self.leaf
+        self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+        self.leaf.__dict__.update(old.__dict__)
+        _slots[self.leaf] = weakref.ref(self)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""

@@ -22,17 +22,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fairshard.nn.data_parallel.config import UnitConfig
+from fairshard.nn.data_parallel.dtensor_flat_param import DTensorFlatParam
 from fairshard.nn.data_parallel.joint_gather import Joining, JointGather
 from fairshard.nn.data_parallel.kept_part import KeptPart
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.rows_grad import RowsGrad
+from fairshard.nn.data_parallel.saved_mesh import SavedMesh
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
-from fairshard.nn.data_parallel.viewed_flat_param import ViewedFlatParam
 from fairshard.utils.collectives import Communicators, Transfer, exchange_tag
 from fairshard.utils.device import Event, now
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.span import Span, cut
-from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.storage import alloc_storage_, free_storage_, own_storage
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Cut:
         return num_rows, *(size for dim, size in enumerate(self.shape) if dim != self.dim)
 
 
-class RowsFlatParam(ViewedFlatParam):
+class RowsFlatParam(DTensorFlatParam):
     """A flat param whose parameters are cut by rows among the ranks of a dimension of ``mesh``."""
 
     layout: RowsLayout
@@ -79,7 +80,7 @@ class RowsFlatParam(ViewedFlatParam):
         self, slots: list[ParamSlot], name: str, mesh: DeviceMesh, dims: Sequence[int | None], on_cpu: bool
     ) -> None:
         rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        self.mesh = mesh
+        self.placed = SavedMesh(mesh)
         self.dims = list(dims)
         # One rank has all rows, in whatever order: in that of memory.
         cut_dims = [dim and 0 for dim in dims] if world_size == 1 else dims
@@ -124,7 +125,8 @@ class RowsFlatParam(ViewedFlatParam):
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
         local, dim = run.view(self._local_shapes[index]), self.cuts[index].dim
-        return DTensor(local.movedim(0, dim) if dim else local, self._specs[index], requires_grad=False)
+        local = own_storage(local.movedim(0, dim) if dim else local)
+        return DTensor(local, self._specs[index], requires_grad=False)
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``."""
@@ -191,9 +193,7 @@ class RowsFlatParam(ViewedFlatParam):
                     block = replace(block, rows=Span(0, 1))
                 source = each.stacked(block.of(buffer)) if each.dim else block.of(buffer)
                 sources.append(source)
-                targets.append(
-                    each.rows(params[-1]).unflatten(0, source.shape[:2]) if each.dim else block.like(flat)
-                )
+                targets.append(each.rows(params[-1]).unflatten(0, source.shape[:2]) if each.dim else block.like(flat))
         return line, params, sources, targets
 
     @property
@@ -279,12 +279,19 @@ class RowsFlatParam(ViewedFlatParam):
         self._together = [self]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "cuts": self.cuts, "dims": self.dims, "mesh": self.mesh}
+        # What is registered has all elements, and is copied by the modules: the shard would be there twice.
+        shard = nn.Parameter(self.shard.detach().new_empty(0), requires_grad=self.requires_grad)
+        own = {"cuts": self.cuts, "dims": self.dims, "placed": self.placed, "shard": shard, "versioned": ()}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._make_specs(self.shard.dtype)
-        super().__setstate__(state)
+        shard = self.shard.detach().new_zeros(self.shard_numel)
+        for index, (_, run) in enumerate(self.runs_of(shard)):
+            run.copy_(self.own_of(index))
+        self.shard = nn.Parameter(shard, requires_grad=self.requires_grad)
+        self._make_specs(shard.dtype)
+        super().__setstate__({"shard": self.shard})
 
 
 def join_gathers(flat_params: Sequence[object]) -> None:

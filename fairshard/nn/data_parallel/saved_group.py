@@ -31,8 +31,9 @@ class SavedGroup:
         if (rank, world_size) != (self.rank, self.world_size):
             raise ValueError(
                 f"A pickled model must be used by the rank that its shards were cut for, which is {self.rank} of "
-                f"{self.world_size}, but this is rank {rank} of {world_size}. Set `model.process_group`, or save "
-                "with state_dict() and load into a newly wrapped model."
+                f"{self.world_size}, but this is rank {rank} of {world_size}. Set `model.process_group`, or after "
+                "fully_shard call `model.set_device_mesh(mesh)`; or save with state_dict() and load into a newly "
+                "wrapped model."
             )
         self.group = group
         return group

@@ -13,7 +13,7 @@ from fairshard.nn.data_parallel.config import UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.ignored import Ignored
 from fairshard.nn.data_parallel.origin import Origin
-from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of
+from fairshard.nn.data_parallel.param_slot import ParamSlot, slot_of, taken_from
 from fairshard.nn.data_parallel.rows_flat_param import RowsFlatParam
 from fairshard.nn.data_parallel.shared_params import SharedParams, refusal
 from fairshard.nn.data_parallel.tree import join, units_below, walk
@@ -66,7 +66,7 @@ def shard_parameters(
 
 
 def shard_rows(
-    module: nn.Module, config: UnitConfig, mesh: DeviceMesh, origin: Origin, dim_of: Callable[[nn.Parameter], int]
+    module: nn.Module, config: UnitConfig, mesh: DeviceMesh, origin: Origin, dim_of: Callable[[ParamSlot], int]
 ) -> list[FlatParam]:
     """As `shard_parameters`, each parameter by itself: along ``dim_of`` it, among the last dimension of ``mesh``.
 
@@ -80,15 +80,17 @@ def shard_rows(
     dims: dict[ParamSlot, int | None] = {}
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
-        dims[slot] = dim_of(slot.leaf) if slot.shape else None
+        dims[slot] = dim_of(slot) if slot.shape else None
     flat_params: list[FlatParam] = []
     for index, group in enumerate(group_slots(slots, config)):
         for slot in group:
-            slot.leaf.data = slot.leaf.data.to(origin.device)
+            if not slot.leaf.is_meta:
+                slot.leaf.data = slot.leaf.data.to(origin.device)
         own_dims = [dims[slot] for slot in group]
         flat_params.append(RowsFlatParam(group, f"flat_param_{index}", mesh, own_dims, config.master_on_cpu))
         for slot in group:
-            slot.move_to(origin.device)
+            if not slot.leaf.is_meta:
+                slot.move_to(origin.device)
     origin.note_cut(flat_params)
     return flat_params
 
@@ -145,17 +147,27 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
     Raises:
         ValueError: naming it.
     """
-    skipped = ignored.ids
+    skipped, inner = ignored.ids, set[int]()
     for fqn, unit in units_below(module):
         if (unit.members is not None) != in_place:
             raise ValueError(
                 f"A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but `{fqn}` in "
                 f"this {type(module).__name__} has been by the other one. Use one of the two throughout."
             )
+        slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
         skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.registered}
+        inner |= {id(owner) for slot in slots for owner, _ in slot.owners}
     for fqn, part in walk(module):
         if id(part) not in skipped:
             _check_module(fqn, part)
+            taken = None if id(part) in inner else taken_from(part)
+            if taken is not None:
+                raise ValueError(
+                    "Inner modules must be sharded before outer ones, but of what is to be sharded a unit around or "
+                    f"beside it has already taken the parameter `{taken}`. Call fully_shard or "
+                    "FullyShardedDataParallel on inner modules first, on modules that share parameters together, and "
+                    "use one of the two throughout."
+                )
         for name, param in part._parameters.items():
             if param is not None and is_lazy(param) and id(param) not in skipped:
                 raise ValueError(

@@ -110,13 +110,17 @@ class ViewedFlatParam(FlatParam):
         self._check_moved(values, runs)
         values = [value.clone() for value in values]
         if values[0].dtype != self.shard.dtype or values[0].device != self.shard.device:
-            self.shard.data = values[0].new_zeros(self.shard_numel)
+            self.renew_shard(values[0].new_zeros(self.shard_numel))
         for index, (_, run) in enumerate(self.runs_of(self.shard.detach())):
             if run.numel():
                 run.copy_(values[index])
         self._link()
         if self.grad is not None:
             self.grad.settle()
+
+    def renew_shard(self, shard: Tensor) -> None:
+        """Keep the shard in ``shard``, of another dtype or device."""
+        self.shard.data = shard
 
     def forget_zeroed(self) -> None:
         """Drop what was accumulated for each parameter whose gradient the user has zeroed since."""

@@ -1,0 +1,79 @@
+"""The mesh that DTensors of a unit lie on: shared by deepcopy; pickle leaves its groups behind."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fairshard.utils.device import default_device_type
+from fairshard.utils.messages import default_group
+
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks in one dimension; the same mesh as long as there is the same default group."""
+    group = default_group()
+    if group not in _meshes:
+        _meshes[group] = init_device_mesh(default_device_type(), (group.size(),))
+    return _meshes[group]
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise unless ``mesh`` is one to shard over, or to hold replicas and to shard over, and has this rank.
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: it has more dimensions, or other ranks.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"`mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh.")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"`mesh` must have one dimension, or two for hybrid sharding (replicas, shards), but has {mesh.ndim}. Pass "
+            "the part of it that is data parallel."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"`mesh` must have this rank in it, but holds {mesh.mesh.tolist()} and not rank {dist.get_rank()}. Call "
+            "fully_shard on the ranks of the mesh only."
+        )
+
+
+class SavedMesh:
+    """A ``mesh``; after unpickling one of the same ranks that has no groups until `connect` gives it some."""
+
+    def __init__(self, mesh: DeviceMesh, is_connected: bool = True) -> None:
+        self.mesh = mesh
+        self.is_connected = is_connected
+
+    def connect(self, groups: tuple[ProcessGroup, ...]) -> None:
+        """Talk through ``groups``, one for each dimension. No communication."""
+        old = self.mesh
+        names = old.mesh_dim_names or tuple(f"dim_{index}" for index in range(old.ndim))
+        if old.ndim == 1:
+            self.mesh = DeviceMesh.from_group(groups[0], old.device_type, mesh_dim_names=old.mesh_dim_names)
+        else:
+            self.mesh = DeviceMesh.from_group(list(groups), old.device_type, mesh=old.mesh, mesh_dim_names=names)
+        self.is_connected = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedMesh:
+        return SavedMesh(self.mesh, self.is_connected)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.mesh,)
+
+
+def _restored(mesh: DeviceMesh) -> SavedMesh:
+    """``mesh``, unpickled: through the default group if that is what it spans, else it waits for its groups."""
+    if not dist.is_initialized() or mesh.mesh.tolist() != list(range(dist.get_world_size())):
+        return SavedMesh(mesh, is_connected=False)
+    group = default_group()
+    known = _meshes.get(group)
+    if known is None or (known.device_type, known.mesh_dim_names) != (mesh.device_type, mesh.mesh_dim_names):
+        known = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    return SavedMesh(known)
