@@ -61,7 +61,7 @@ def _watch(stepped: Any, home: GradHome) -> None:
     _shards[key] = weakref.ref(stepped, forget), home
 
 
-def _watched(param: nn.Parameter) -> tuple[Any, GradHome]:
+def _watched(param: Tensor) -> tuple[Any, GradHome]:
     """The flat param, or `OrigParam`, whose shard ``param`` is, and where its gradient is kept; else None."""
     reference, home = _shards.get(id(param), (None, GradHome.SHARD))
     stepped = reference() if reference is not None else None
