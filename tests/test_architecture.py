@@ -93,7 +93,7 @@ LAYERS = [
     [f"{DATA_PARALLEL}.ignored", f"{DATA_PARALLEL}.shared_params"],
     [f"{DATA_PARALLEL}.tree"],
     [f"{DATA_PARALLEL}.groups"],
-    [f"{DATA_PARALLEL}.rows_flat_param"],
+    [f"{DATA_PARALLEL}.rows_flat_param", f"{DATA_PARALLEL}.rows_grad"],
     [f"{DATA_PARALLEL}.dtensor_flat_param"],
     [f"{DATA_PARALLEL}.routed_flat_param"],
     [f"{DATA_PARALLEL}.viewed_flat_param", f"{DATA_PARALLEL}.grad_notes", f"{DATA_PARALLEL}.shard_versions"],
@@ -102,6 +102,7 @@ LAYERS = [
     [f"{DATA_PARALLEL}.flat_line", f"{DATA_PARALLEL}.viewed_grad"],
     [
         f"{DATA_PARALLEL}.advice",
+        f"{DATA_PARALLEL}.dtensor_steps",
         f"{DATA_PARALLEL}.unit_call",
         f"{DATA_PARALLEL}.joint_gather",
         f"{DATA_PARALLEL}.members",

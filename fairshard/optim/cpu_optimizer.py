@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from fairshard.nn.data_parallel.tree import unit_of, units_below
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_staging import GradStaging
+from fairshard.optim.local_parts import LocalParts
 from fairshard.optim.shard_step import ShardStep, Twin
 
 ClipMode = Literal["wait", "speculate"]
@@ -89,8 +89,8 @@ class CPUOptimizer(Optimizer):
         self._flat_params = {stepped.shard: stepped for flat_param in self._lines for stepped in flat_param.stepped}
         if not self._flat_params:
             raise ValueError(
-                f"`model` must contain FullyShardedDataParallel units, but {type(model).__name__} has none. Wrap it "
-                "first, and build the optimizer from the wrapped model."
+                f"`model` must contain FullyShardedDataParallel units or be sharded, but {type(model).__name__} has "
+                "none and is not. Wrap or shard it first, and build the optimizer after."
             )
         check_cpu_steps(optimizer_class, [unit for _, unit in units_below(model)])
         _keep_on_device(self._lines, offload_fraction)
@@ -105,7 +105,8 @@ class CPUOptimizer(Optimizer):
         self.state_dtype = state_dtype
         self._worker = CPUWorker(default_num_threads(overlap) if num_threads is None else num_threads)
         self._staging = GradStaging(self._worker)
-        self._twin = Twin(self._template, self)
+        self._parts = LocalParts(self._flat_params)
+        self._twin = Twin(self._template, self, self._parts)
         self._steps: dict[nn.Parameter, ShardStep] = {}
         self._early: EarlySteps | None = None
         self._broken = ""
@@ -244,10 +245,8 @@ class CPUOptimizer(Optimizer):
     def step_of(self, param: nn.Parameter) -> ShardStep:
         """What steps ``param``."""
         if param not in self._steps:
-            flat_param = self._flat_params.get(param)
-            name = "" if flat_param is None else f"{flat_param.name} of rank {flat_param.rank}"
-            seed = zlib.crc32(name.encode())
-            self._steps[param] = ShardStep(self._template, self, param, seed)
+            seed = self._parts.seed_of(param)
+            self._steps[param] = ShardStep(self._template, self, self._parts, param, seed)
         return self._steps[param]
 
     # ---- private

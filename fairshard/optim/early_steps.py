@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.nn.data_parallel.orig_param import OrigParam
 from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.optim.shard_step import ShardStep
@@ -43,7 +46,7 @@ class EarlySteps:
         self._speculates = optimizer.clip_mode == "speculate"
         self._settings = [_settings_of(group) for group in optimizer.param_groups]
         self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
-        self._taken: dict[nn.Parameter, tuple[Stepped, Tensor, int] | None] = {}
+        self._taken: dict[nn.Parameter, _Taken | None] = {}
         self._is_unscaled = False
 
     def take(self, flat_param: FlatParam) -> None:
@@ -109,7 +112,7 @@ class EarlySteps:
         self._is_unscaled = True
         for shard, taken in self._taken.items():
             if taken is not None:
-                self._taken[shard] = taken[0], taken[1], taken[1]._version
+                self._taken[shard] = _Taken.of(taken.flat_param, taken.grad)
 
     def check_unchanged(self) -> None:
         """Raise, by name, if hyperparameters or gradients are not those that the steps were taken with."""
@@ -129,11 +132,10 @@ class EarlySteps:
         for shard, taken in self._taken.items():
             if taken is None:
                 continue
-            flat_param, grad, version = taken
-            if self._optimizer.grad_of(shard) is not grad or grad._version != version:
+            if self._optimizer.grad_of(shard) is not taken.grad or taken.has_changed:
                 raise FairshardError(
-                    f"The gradient of `{flat_param.name}` must not change between last_backward() and step(), but "
-                    "did. Run the backward outside of last_backward() to edit gradients."
+                    f"The gradient of `{taken.flat_param.name}` must not change between last_backward() and step(), "
+                    "but did. Run the backward outside of last_backward() to edit gradients."
                 )
 
     def _step(self, flat_param: Stepped, group: dict[str, Any], ready: Event) -> None:
@@ -146,11 +148,39 @@ class EarlySteps:
         step = self._optimizer.step_of(shard)
         if self._speculates:
             step.save_image()
-        self._taken[shard] = flat_param, grad, grad._version
+        self._taken[shard] = _Taken.of(flat_param, grad)
         host = grad.to(shard.device)
         if self._inverse_scale is not None:
             host = host * self._inverse_scale
         step.run(group, host, self._optimizer.state_dtype)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A gradient as it was: ``largest`` of a DTensor, where it is, and ``[1]``, for torch does not count all writes."""
+
+    flat_param: Stepped
+    grad: Tensor
+    version: int
+    largest: tuple[int, Tensor] | None
+
+    @staticmethod
+    def of(flat_param: Stepped, grad: Tensor) -> _Taken:
+        largest = None
+        if isinstance(grad, DTensor) and isinstance(flat_param, OrigParam) and flat_param.shard_numel:
+            own = flat_param.own_of(grad)
+            place = int(own.abs().argmax())
+            largest = place, own[place : place + 1].clone()
+        return _Taken(flat_param, grad, grad._version, largest)
+
+    @property
+    def has_changed(self) -> bool:
+        if self.largest is None:
+            return self.grad._version != self.version
+        place, value = self.largest
+        assert isinstance(self.flat_param, OrigParam)
+        now = self.flat_param.own_of(self.grad)[place : place + 1]
+        return self.grad._version != self.version or not torch.equal(now.view(torch.uint8), value.view(torch.uint8))
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

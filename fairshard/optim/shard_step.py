@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients
+from fairshard.optim.local_parts import LocalParts
 from fairshard.utils.before_step import about_to_step
 from fairshard.utils.tensors import round_stochastically_
 
@@ -22,11 +24,12 @@ _ROUNDINGS = "num_roundings"
 class Twin:
     """An optimizer of the wanted class that steps some parameters of ``owner``, whose state it works on.
 
-    ``template`` is an optimizer of that class.
+    ``template`` is an optimizer of that class; ``parts`` says what is stepped of parameters that are DTensors.
     """
 
-    def __init__(self, template: Optimizer, owner: Optimizer) -> None:
+    def __init__(self, template: Optimizer, owner: Optimizer, parts: LocalParts) -> None:
         self._owner = weakref.proxy(owner)  # which holds this one
+        self._parts = parts
         self._optimizer = object.__new__(type(template))
         self._optimizer.__dict__.update(template.__dict__)
         # Without the profiler and the hooks around it, which belong to the owner's step.
@@ -38,16 +41,24 @@ class Twin:
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Step the parameters of ``groups``, with their hyperparameters and the gradients that are on them."""
         about_to_step()
-        self._optimizer.param_groups = groups
-        self._optimizer.state = self._owner.state
-        self._step(self._optimizer)
+        entered, state = self._parts.enter(groups, self._owner.state)
+        self._optimizer.param_groups, self._optimizer.state = entered, state
+        try:
+            self._step(self._optimizer)
+        finally:
+            self._parts.leave(groups, state, self._owner.state)
+        for group, stepped in zip(groups, entered, strict=True):
+            group.update({name: value for name, value in stepped.items() if name != "params"})
 
 
 class ShardStep:
     """Steps one shard with the hyperparameters that its group has at that moment."""
 
-    def __init__(self, template: Optimizer, owner: Optimizer, shard: nn.Parameter, seed: int) -> None:
-        self._twin = Twin(template, owner)
+    def __init__(
+        self, template: Optimizer, owner: Optimizer, parts: LocalParts, shard: nn.Parameter, seed: int
+    ) -> None:
+        self._twin = Twin(template, owner, parts)
+        self._parts = parts
         self._owner = weakref.proxy(owner)
         self._shard = shard
         self._seed = seed
@@ -90,7 +101,7 @@ class ShardStep:
         state = self._owner.state.get(self._shard, {})
         narrow = {name: value for name, value in state.items() if self._is_moment(value)}
         for name, value in narrow.items():
-            state[name] = value.to(self._shard.dtype)
+            state[name] = self._shown(self._own(value).to(self._shard.dtype))
         return narrow
 
     def _narrow(self, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -100,13 +111,19 @@ class ShardStep:
         generator = torch.Generator().manual_seed(hash((self._seed, state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF)
         for name, value in list(state.items()):
             if self._is_moment(value):
-                target = narrow.get(name)
-                state[name] = round_stochastically_(
-                    value, torch.empty_like(value, dtype=dtype) if target is None else target, generator
-                )
+                target, own = narrow.get(name), self._own(value)
+                into = torch.empty_like(own, dtype=dtype) if target is None else self._own(target)
+                state[name] = self._shown(round_stochastically_(own, into, generator))
+
+    def _own(self, value: Tensor) -> Tensor:
+        return self._parts.own(self._shard, value)
+
+    def _shown(self, own: Tensor) -> Tensor:
+        return self._parts.shown(self._shard, own)
 
     def _is_moment(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == self._shard.shape and value.is_floating_point()
+        is_alike = isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(self._shard, DTensor)
+        return is_alike and value.shape == self._shard.shape and value.is_floating_point()
 
 
 class _Image:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.joined_optimizers import check_scaler
@@ -103,12 +105,17 @@ class ShardedGradScaler(GradScaler):
         else:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
+        shown = [grad for grad in grads if isinstance(grad, DTensor)]
+        # Each rank has its own elements looked at here: a rank may have none, and must not wait in a DTensor's step.
+        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         overflowed = found_inf.clone()
         for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in grads):
             found = torch.zeros((), dtype=torch.float32, device=device)
             own = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
             torch._amp_foreach_non_finite_check_and_unscale_(own, found, inv_scale.to(device))
             overflowed.copy_(torch.maximum(overflowed, found.to(overflowed.device)))
+        for grad in shown:
+            increment_version(grad)
         communicator(self._group or default_group()).all_reduce(overflowed, "max").wait()
         if isinstance(optimizer, CPUOptimizer):
             optimizer.note_unscaled(inv_scale)

@@ -53,6 +53,10 @@ class FlatLayout:
         """How many leading elements of row ``rank`` are parameters; the rest is padding."""
         return overlap(part(rank, self.shard_numel), Span(0, self.numel)).numel
 
+    def counted(self, rank: int) -> list[Span]:
+        """What of row ``rank`` is no other rank's too: together the rows have each element of a parameter once."""
+        return [Span(0, self.filled(rank))]
+
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every (parameter, row) overlap, in the order of the line."""

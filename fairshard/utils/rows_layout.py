@@ -70,6 +70,12 @@ class RowsLayout(FlatLayout):
         """All of a row: padding lies between parameters, and is zero."""
         return self.shard_numel
 
+    def counted(self, rank: int) -> list[Span]:
+        """All of a row but, after the first, what is whole in every one."""
+        if not rank or all(rows is not None for rows, _ in self.sizes):
+            return [Span(0, self.shard_numel)]
+        return [piece.target for piece in self.pieces_of(rank) if self.sizes[piece.index][0] is not None]
+
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What each rank has of each parameter."""

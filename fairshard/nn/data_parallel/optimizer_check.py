@@ -8,23 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn.data_parallel.config import GradHome, UnitConfig
+from fairshard.nn.data_parallel.dtensor_steps import DTensorsOf
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.unit import Unit
 
-# Which original parameters are leaves now, which parameters are shards, how many there were, and how many it held,
-# when an optimizer was clean.
+# Which original parameters are leaves now, which parameters are shards; how many there were, and how many it held, when
+# an optimizer was clean, and what it holds of DTensors.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # By `id`: torch converts DTensors in place (`module.to`) unless something refers to them weakly.
 _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
-_clean: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], DTensorsOf]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that a deepcopy or an unpickling has made since
 _num_sharded = 0
@@ -59,7 +61,7 @@ def _watch(stepped: Any, home: GradHome) -> None:
     _shards[key] = weakref.ref(stepped, forget), home
 
 
-def _watched(param: nn.Parameter) -> tuple[Any, GradHome]:
+def _watched(param: Tensor) -> tuple[Any, GradHome]:
     """The flat param, or `OrigParam`, whose shard ``param`` is, and where its gradient is kept; else None."""
     reference, home = _shards.get(id(param), (None, GradHome.SHARD))
     stepped = reference() if reference is not None else None
@@ -111,7 +113,7 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
     names = {base.__name__ for base in optimizer_class.__mro__}
     if names & _NEEDS_SHAPES:
         raise ShardOptimizerError(
-            f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is a 1-D shard of one rank. "
+            f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is the shard of one rank. "
             "Use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or train that module unwrapped."
         )
     if names & _NEEDS_WHOLE:
@@ -142,8 +144,19 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _watch_copies()
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
-    if _clean.get(optimizer) == seen:
-        return
+    if optimizer not in _clean or _clean[optimizer][0] != seen:
+        _check(optimizer)
+        _clean[optimizer] = seen, DTensorsOf(optimizer, _shards_of_rows(optimizer))
+    _clean[optimizer][1].before_step(optimizer)
+
+
+def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:
+    """The shards in which the DTensors lie that ``optimizer`` steps."""
+    found = [_watched(p)[0] for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    return list({id(shard): shard for one in found if one is not None for shard in one.versioned[:1]}.values())
+
+
+def _check(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             slot: weakref.ref[ParamSlot] | None = _sharded.get(param)
@@ -156,14 +169,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     "optimizer from `model.parameters()` of the wrapped model."
                 )
             _check_shard(optimizer, param)
-    _clean[optimizer] = seen
 
 
 def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
     flat_param, home = _watched(param)
     if flat_param is None:
         return
-    check_optimizer_class(type(optimizer), flat_param.name)
+    if not isinstance(param, DTensor):  # which has its own shape, and what PyTorch's optimizers make of it
+        check_optimizer_class(type(optimizer), flat_param.name)
     if param._backward_hooks:
         warnings.warn(
             f"A hook that `register_hook` put on `{flat_param.name}` is never called, for autograd does not come to "
@@ -172,14 +185,25 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
             stacklevel=5,
         )
     if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
-        raise ShardOptimizerError(
-            f"An optimizer on the CPU must step fp32 masters, but `{flat_param.name}` is {param.dtype}: its moments "
-            "would lose what they add up. Wrap the fp32 module with `mixed_precision=True` and "
-            f"`compute_dtype={param.dtype}`; CPUOptimizer's `state_dtype` halves the moments."
-        )
+        _refuse_low_precision(flat_param.name, param)
     if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
         raise HeldGradientError(
             f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
             f"compute device, where {type(optimizer).__name__} does not see it: it would skip the parameter. Use "
             "fairshard.optim.CPUOptimizer, or leave `move_grads_to_cpu` out."
         )
+
+
+def _refuse_low_precision(name: str, param: nn.Parameter) -> None:
+    why = f"but `{name}` is {param.dtype}: its moments lose what they add up."
+    if isinstance(param, DTensor):  # PyTorch's own optimizers step such ones without a word
+        warnings.warn(
+            f"An optimizer on the CPU should step fp32 masters, {why} Shard the fp32 module with "
+            f"MixedPrecisionPolicy(param_dtype={param.dtype}).",
+            stacklevel=6,
+        )
+        return
+    raise ShardOptimizerError(
+        f"An optimizer on the CPU must step fp32 masters, {why} Wrap the fp32 module with `mixed_precision=True` and "
+        f"`compute_dtype={param.dtype}`; CPUOptimizer's `state_dtype` halves the moments."
+    )

@@ -33,7 +33,7 @@ class OrigParam:
         self._index = index
         self.slots = [whole.slots[index]]
         self.shard = whole.registered[index]
-        self.shard_numel = self.shard.numel()
+        self.shard_numel = whole.own_of(index).numel()
 
     def take(self, param: Any) -> Any:
         """What is registered, with the values of ``param``; as `RowsFlatParam.take`."""
@@ -57,6 +57,14 @@ class OrigParam:
     def grad(self) -> Any:
         """The `OrigGrad` of this parameter; None before the first forward."""
         return None if self._whole.grad is None else OrigGrad(self._whole.grad, self._index)
+
+    def own_of(self, value: Tensor) -> Tensor:
+        """This rank's elements ``[shard_numel]`` of ``value``, which is shaped as ``shard`` is."""
+        return self._whole.elements_of(self._index, value)
+
+    def shown(self, own: Tensor) -> Tensor:
+        """``own`` ``[shard_numel]`` shaped as ``shard`` is, a DTensor if that is one; no copy."""
+        return self._whole.shown_as(self._index, own)
 
     def gather_line(self, values: Tensor) -> Tensor:
         """``values`` ``[shard_numel]`` of every rank as a line ``[W, n]`` on the compute device. **Collective.**"""

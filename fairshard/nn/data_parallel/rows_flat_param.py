@@ -26,9 +26,9 @@ from fairshard.nn.data_parallel.dtensor_flat_param import DTensorFlatParam
 from fairshard.nn.data_parallel.joint_gather import Joining, JointGather
 from fairshard.nn.data_parallel.kept_part import KeptPart
 from fairshard.nn.data_parallel.param_slot import ParamSlot
+from fairshard.nn.data_parallel.rows_grad import RowsGrad
 from fairshard.nn.data_parallel.saved_mesh import SavedMesh
 from fairshard.nn.data_parallel.shard_grad import GradTransfers
-from fairshard.nn.data_parallel.viewed_grad import ViewedGrad
 from fairshard.utils.collectives import Communicators, exchange_tag
 from fairshard.utils.custom_comms import Ready
 from fairshard.utils.device import now
@@ -66,26 +66,6 @@ class Cut:
         if self.dim is None:
             return tuple(self.shape)
         return num_rows, *(size for dim, size in enumerate(self.shape) if dim != self.dim)
-
-
-class RowsGrad(ViewedGrad):
-    """The gradient of a shard, shown as a DTensor on each parameter."""
-
-    def __init__(self, flat_param: RowsFlatParam, *args: Any) -> None:
-        super().__init__(*args)
-        self._flat_param = flat_param
-
-    def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
-        """A DTensor of each run."""
-        return [self._flat_param.as_dtensor(index, run) for index, run in enumerate(runs)]
-
-    def own_of(self, index: int, grad: Tensor) -> Tensor:
-        """This rank's elements, also of what the user has put in place of what was shown."""
-        return self._flat_param.elements_of(index, grad)
-
-    def stamp(self, index: int, grad: Tensor) -> Any:
-        """Its version, which operators on lists of DTensors leave alone, and its first element, with its sign."""
-        return grad._version, repr(self.own_of(index, grad)[:1].tolist())
 
 
 class RowsFlatParam(DTensorFlatParam):
@@ -141,7 +121,7 @@ class RowsFlatParam(DTensorFlatParam):
             meta = TensorMeta(cut_one.shape, stride, dtype)
             self._specs.append(DTensorSpec(self.mesh, placements, tensor_meta=meta))
 
-    def as_dtensor(self, index: int, run: Tensor) -> DTensor:
+    def shown_as(self, index: int, run: Tensor) -> DTensor:
         """``run``, this rank's elements of parameter ``index``, as a part of the whole; no copy, no communication."""
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
@@ -160,19 +140,15 @@ class RowsFlatParam(DTensorFlatParam):
         """DTensors whose local tensors are views of the shard."""
         self._make_specs(self.shard.dtype)
         runs = self.runs_of(self.shard.detach())
-        views = [self.as_dtensor(index, run) for index, (_, run) in enumerate(runs)]
+        views = [self.shown_as(index, run) for index, (_, run) in enumerate(runs)]
         return tuple(nn.Parameter(view, requires_grad=self.requires_grad) for view in views)
-
-    def own_of(self, index: int) -> Tensor:
-        """The local elements of ``registered[index]``."""
-        return self.elements_of(index, self.registered[index])
 
     def _own_addresses(self) -> list[int]:
         return [view._local_tensor.data_ptr() for view in self.registered]  # type: ignore[attr-defined]
 
     def look_at(self, index: int, run: Tensor) -> None:
         """Let ``registered[index]`` be the DTensor of ``run``."""
-        view, shown = self.registered[index], self.as_dtensor(index, run)
+        view, shown = self.registered[index], self.shown_as(index, run)
         assert isinstance(view, DTensor)
         view._local_tensor, view._spec = shown._local_tensor, shown._spec
 

@@ -71,20 +71,18 @@ def sign_zeros_(heads: Tensor) -> None:
     heads.masked_fill_(heads == 0, -0.0)
 
 
-def is_zeroed(
-    grad: Tensor | None, mark: tuple[Tensor, Any], name: str, values: Tensor | None = None, stamp: Any = None
-) -> bool:
+def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
     """Whether ``grad``, whose first element had its zero signed when ``mark`` was made, was dropped or zeroed since.
 
-    ``values``: its elements on this rank, where it has others too. ``stamp``: what tells changes, if not its version.
+    ``values``: its elements on this rank, where it has others too.
 
     Raises:
         FairshardError: something else was done to it.
     """
-    kept, before = mark
+    kept, version = mark
     if grad is None:
         return True
-    if grad is kept and (grad._version if stamp is None else stamp) == before:
+    if grad is kept and grad._version == version:
         return False
     values = grad if values is None else values
     if values.any() or values[:1].signbit().any():

@@ -48,7 +48,15 @@ class ViewedFlatParam(FlatParam):
 
     def own_of(self, index: int) -> Tensor:
         """The elements that this rank holds in ``registered[index]``, as they lie in memory."""
-        return self.registered[index].detach()
+        return self.elements_of(index, self.registered[index])
+
+    def elements_of(self, index: int, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, which is shaped as ``registered[index]`` is."""
+        return value.detach()
+
+    def shown_as(self, index: int, run: Tensor) -> Tensor:
+        """``run``, this rank's elements of parameter ``index``, shaped as ``registered[index]`` is; no copy."""
+        return run
 
     def look_at(self, index: int, run: Tensor) -> None:
         """Let ``registered[index]`` show ``run``."""

@@ -126,22 +126,15 @@ class ViewedGrad(ShardGrad):
         first = whole[self._heads]
         sign_zeros_(first)
         whole[self._heads] = first
-        return [None if grad is None else (grad, self.stamp(index, grad)) for index, grad in enumerate(self._shown())]
-
-    def stamp(self, index: int, grad: Tensor) -> Any:
-        """What is another after a change of ``grad``, which view ``index`` shows."""
-        return grad._version
+        return [None if grad is None else (grad, grad._version) for grad in self._shown()]
 
     def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
         """The parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
         zeroed = []
         for index, (mark, grad, name) in enumerate(zip(marks, self._shown(), names, strict=True)):
-            if mark is None or grad is None or self._is_zeroed(index, grad, mark, name):
+            if mark is None or is_zeroed(grad, mark, name, None if grad is None else self.own_of(index, grad)):
                 zeroed.append(index)
         return zeroed
-
-    def _is_zeroed(self, index: int, grad: Tensor, mark: Any, name: str) -> bool:
-        return is_zeroed(grad, mark, name, self.own_of(index, grad), self.stamp(index, grad))
 
     @torch.no_grad()
     def settle(self) -> None:
