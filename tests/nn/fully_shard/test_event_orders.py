@@ -152,6 +152,34 @@ def test_named_units_in_backward(ahead):
             loss.backward()
 
 
+@on_ranks(2)
+def test_names_that_are_wrong():
+    """What is named too early or too late is gathered in vain, and freed at the end; nothing else changes."""
+    model = stack(3)
+    model.layers[2].set_modules_to_backward_prefetch([model.layers[0]])
+    model.layers[0].set_modules_to_backward_prefetch([model.layers[2]])
+    for _ in range(2):
+        with order(model, f"{FORWARD} -root"):
+            loss = model(tokens()).sum()
+        with order(model, "+root +2 +0 -2 !2 +1 -1 !1 +2 -0 !0 -root !root -2"):
+            loss.backward()
+
+
+@on_ranks(2)
+def test_what_a_backward_leaves_gathered():
+    """Units have their gradients as ever, and the next forward gathers nothing, unless weights have changed."""
+    model = stack(3)
+    model.set_reshard_after_backward(False)
+    optimizer = sgd(model)
+    for forward in (f"{FORWARD} -root", "-0 -1 -2 -root", f"{FORWARD} -root"):
+        with order(model, forward):
+            loss = model(tokens()).sum()
+        with order(model, "+root +2 +1 !2 +0 !1 !0 !root"):
+            loss.backward()
+        if "+" not in forward:
+            optimizer.step()
+
+
 class Grouped(Stack):
     """A `Stack` whose first and last unit are two modules each."""
 
