@@ -211,10 +211,10 @@ def grouped(checkpoints, ahead=False):
     return sharded(model, ahead=ahead)
 
 
-ENDS, LAST = "embed&positions", "norm&head"
-NESTED = f"+{ENDS} -{ENDS} " + " ".join(f"+{i} +{i}.expert.w1 -{i}.expert.w1 -{i}" for i in range(3))
+FIRST, LAST = "embed&positions", "norm&head"
+NESTED = f"+{FIRST} -{FIRST} " + " ".join(f"+{i} +{i}.expert.w1 -{i}.expert.w1 -{i}" for i in range(3))
 NESTED_AHEAD = (
-    f"+{ENDS} +0 -{ENDS} +0.expert.w1 +1 -0.expert.w1 -0 +1.expert.w1 +2 -1.expert.w1 -1 "
+    f"+{FIRST} +0 -{FIRST} +0.expert.w1 +1 -0.expert.w1 -0 +1.expert.w1 +2 -1.expert.w1 -1 "
     f"+2.expert.w1 +{LAST} -2.expert.w1 -2"
 )
 NESTED_FORWARDS = [f"{NESTED} +{LAST} -{LAST}", f"{NESTED_AHEAD} -{LAST}"]
@@ -237,7 +237,7 @@ def test_units_inside_checkpoints(checkpoints, ahead):
             model,
             f"+{LAST} +2 -{LAST} !{LAST} +2.expert.w1 +1 -2.expert.w1 !2.expert.w1 -2 !2 "
             "+1.expert.w1 +0 -1.expert.w1 !1.expert.w1 -1 !1 "
-            f"+0.expert.w1 +{ENDS} -0.expert.w1 !0.expert.w1 -0 !0 -{ENDS} !{ENDS}",
+            f"+0.expert.w1 +{FIRST} -0.expert.w1 !0.expert.w1 -0 !0 -{FIRST} !{FIRST}",
         ):
             loss.backward()
     first, second, third = model.layers
@@ -252,7 +252,7 @@ def test_units_inside_checkpoints(checkpoints, ahead):
             model,
             f"+{LAST} +2 -{LAST} !{LAST} +1 +1.expert.w1 +2.expert.w1 -2.expert.w1 !2.expert.w1 -2 !2 "
             "+0 +0.expert.w1 -1.expert.w1 !1.expert.w1 -1 !1 "
-            f"+{ENDS} -0.expert.w1 !0.expert.w1 -0 !0 -{ENDS} !{ENDS}",
+            f"+{FIRST} -0.expert.w1 !0.expert.w1 -0 !0 -{FIRST} !{FIRST}",
         ):
             loss.backward()
 
@@ -264,14 +264,14 @@ def test_names_of_units():
     events = []
     with observe(model, events.append):
         model(tokens()).sum().backward()
-    last, ends = "norm, head", "embed, positions"
+    last, first = "norm, head", "embed, positions"
     names = [f"layers.{index}.{CHECKPOINTED}.expert.{CHECKPOINTED}.w1" for index in range(3)]
     shown = {event.fqn for event in events if not event.event.startswith("reduce")}
-    assert shown == {"", last, ends, *(f"layers.{index}" for index in range(3)), *names}
-    gathered = [event for event in events if event.event == "unshard" and event.fqn in (last, ends, names[0])]
+    assert shown == {"", last, first, *(f"layers.{index}" for index in range(3)), *names}
+    gathered = [event for event in events if event.event == "unshard" and event.fqn in (last, first, names[0])]
     assert [event[:3] for event in gathered] == [
-        *((fqn, "unshard", Phase.FORWARD) for fqn in (ends, names[0], last)),
-        *((fqn, "unshard", Phase.PRE_BACKWARD) for fqn in (last, names[0], ends)),
+        *((fqn, "unshard", Phase.FORWARD) for fqn in (first, names[0], last)),
+        *((fqn, "unshard", Phase.PRE_BACKWARD) for fqn in (last, names[0], first)),
     ]
 
 
