@@ -23,9 +23,9 @@ class Phase(Enum):
 class UnitEvent(NamedTuple):
     """One event.
 
-    ``fqn`` is the unit's name in the whole model, empty for the outermost one; of a bucket of several, all their names
-    joined by ``", "``. ``event`` says what happens, by a name of the table in `fairshard.nn.observe`; ``phase`` in
-    which part of the step; ``time`` when, in seconds of ``time.perf_counter()``.
+    ``fqn`` is the unit's name in the whole model, empty for the outermost one; of a unit of several modules, and of a
+    bucket of several units, all their names joined by ``", "``. ``event`` says what happens, by a name of the table in
+    `fairshard.nn.observe`; ``phase`` in which part of the step; ``time`` when, in seconds of ``time.perf_counter()``.
     """
 
     fqn: str

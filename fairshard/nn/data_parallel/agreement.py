@@ -12,6 +12,7 @@ from itertools import zip_longest
 import torch
 
 from fairshard.errors import RanksDisagreeError
+from fairshard.nn.data_parallel.advice import level_of_user
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.rows_flat_param import RowsFlatParam
 from fairshard.nn.data_parallel.tree import join
@@ -71,7 +72,7 @@ def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
                     f"All ranks should begin with the same weights, but `{fqn}` was not the same on ranks 0 and {rank} "
                     "when it was wrapped: the model is now made of parts of both. Seed all ranks alike, load a state "
                     "dict, or pass `sync_module_states=True` to every wrapper.",
-                    stacklevel=5,
+                    stacklevel=level_of_user(),
                 )
                 return
 

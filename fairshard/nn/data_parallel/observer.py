@@ -227,7 +227,7 @@ class Observation:
     def _on_send_grads(self, method: Any, unit: Unit) -> None:
         self._on_interval(method, unit, "write_grads")
         self._sent.add(unit)
-        is_kept = unit.is_pinned or (unit.config.keeps_in_no_sync and not unit.sync)
+        is_kept = unit.is_pinned or not unit.reshard_after_backward or (unit.config.keeps_in_no_sync and not unit.sync)
         if is_kept or not unit.is_gathered:
             self._tell_post_backward(unit)
 

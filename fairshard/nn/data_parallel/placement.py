@@ -9,6 +9,7 @@ import warnings
 import torch
 
 from fairshard.errors import HostMemoryError
+from fairshard.nn.data_parallel.advice import level_of_user
 from fairshard.nn.data_parallel.config import GradHome
 from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.collectives import Communicator
@@ -43,7 +44,7 @@ def compute_device(units: list[Unit]) -> torch.device:
                 f"The parameters of unit `{idle[0].fqn or 'root'}` are on the CPU, where the model will compute, but "
                 f"{gpu} is there. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` if this is "
                 "meant.",
-                stacklevel=5,
+                stacklevel=level_of_user(),
             )
     return device
 
@@ -92,6 +93,6 @@ def warn_autocast(units: list[Unit], device: torch.device) -> bool:
         "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
         "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
         "gathers half the bytes and keeps none.",
-        stacklevel=5,
+        stacklevel=level_of_user(),
     )
     return True

@@ -1,10 +1,5 @@
-"""In which order units are gathered, freed and have their gradients, told by the observer.
+"""In which order units are gathered, freed and have their gradients, told by the observer."""
 
-Orders are written as lines of ``+unit`` (a gather is issued), ``-unit`` (freed) and ``!unit`` (its gradients are in
-their bucket); layers go by their number.
-"""
-
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -14,70 +9,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as torch_checkpoint_wrapper
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import Phase, checkpoint_wrapper, observe
+from fairshard.nn import checkpoint_wrapper
 from fairshard.nn.data_parallel.tree import units_below
-from tests.models import DIM, VOCAB, Block
+from tests.event_lines import Branches, Expert, ExpertBlock, Stack, order, tokens, without_unshards
+from tests.models import DIM, Block
 from tests.on_ranks import on_ranks
 from tests.reference import sgd
 
-SIGNS = {"unshard": "+", "reshard": "-", "post_backward": "!"}
 ROOT_TOO = {"disable_reshard_on_root": False}
 AS_CALLED = {"forward_prefetch": False}
-CHECKPOINTED = "_checkpoint_wrapped_module"
 
 FORWARD = "+root +0 -0 +1 -1 +2 -2"
 BACKWARD = "+2 +1 -2 !2 +0 -1 !1 -0 !0 -root !root"
-
-
-class Stack(nn.Module):
-    """An embedding, layers one after the other, and a Linear that gives the outputs."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(DIM, VOCAB)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Branches(nn.Module):
-    """Two Linears of the same input; both outputs are returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        return self.lin1(x), self.lin2(x)
-
-
-class Expert(nn.Module):
-    """Two Linears, of which the first is a unit."""
-
-    def __init__(self, **kwargs):
-        super().__init__()
-        self.w1 = FSDP(nn.Linear(DIM, DIM), **kwargs)
-        self.w2 = nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        return self.w2(torch.relu(self.w1(x)))
-
-
-class ExpertBlock(nn.Module):
-    """A residual block around an `Expert`."""
-
-    def __init__(self, **kwargs):
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.expert = Expert(**kwargs)
-
-    def forward(self, x):
-        return x + self.expert(self.norm(x))
 
 
 def stack(num_layers, checkpointing=None, **kwargs):
@@ -85,34 +28,6 @@ def stack(num_layers, checkpointing=None, **kwargs):
     torch.manual_seed(1)
     wrap = {None: lambda layer: layer, "ours": checkpoint_wrapper, "torch's": torch_checkpoint_wrapper}[checkpointing]
     return FSDP(Stack(FSDP(wrap(Block()), **kwargs) for _ in range(num_layers)), **kwargs)
-
-
-def tokens():
-    return torch.zeros(2, 5, dtype=torch.long)
-
-
-@contextlib.contextmanager
-def order(model, expected):
-    """Check that what happens in the context has the ``expected`` order, and each event its phase."""
-    events = []
-    with observe(model, events.append):
-        yield
-    events = [event for event in events if event.event in SIGNS]
-    assert " ".join(SIGNS[event.event] + short(event.fqn) for event in events) == expected
-    in_backward = "!" in expected
-    for event in events:
-        before = Phase.PRE_BACKWARD if event.event == "unshard" else Phase.POST_BACKWARD
-        assert event.phase is (before if in_backward else Phase.FORWARD), event
-
-
-def short(fqn):
-    """The unit's name without what all names have, and without the wrappers of checkpoints."""
-    assert "module" not in fqn.replace(CHECKPOINTED, "")
-    return fqn.replace(f".{CHECKPOINTED}", "").removeprefix("layers.") or "root"
-
-
-def without_unshards(text):
-    return " ".join(word for word in text.split() if not word.startswith("+"))
 
 
 KEEPS = {
@@ -308,7 +223,9 @@ def test_units_inside_checkpoints():
     That is the layer, the unit inside it, the layer before it. The outermost unit, which has nothing of its own and no
     names, gathers what it foresees in either case.
     """
-    model = Stack(ExpertBlock(**AS_CALLED) for _ in range(3))
+    model = Stack(ExpertBlock() for _ in range(3))
+    for layer in model.layers:
+        layer.expert.w1 = FSDP(layer.expert.w1, **AS_CALLED)
     for kind in (ExpertBlock, Expert):
         apply_activation_checkpointing(model, check_fn=lambda module, kind=kind: isinstance(module, kind))
     model.embed, model.head = FSDP(model.embed, **AS_CALLED), FSDP(model.head, **AS_CALLED)
