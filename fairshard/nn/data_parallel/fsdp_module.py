@@ -55,9 +55,9 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the module and its hooks, free them. **Collective.**"""
-        return self._run(super().__call__, args, kwargs)
+        return self._run_gathered(super().__call__, args, kwargs)
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_gathered(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
         assert unit.members is not None
         unit.members.enter(self)
