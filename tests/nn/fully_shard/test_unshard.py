@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
-from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.nn import FSDPModule, fully_shard
@@ -21,6 +21,20 @@ from tests.reference import average_grads_, randn
 NUM_TOWERS = 3
 
 
+class Mean(torch.autograd.Function):
+    """The mean over ranks, whose gradient is one too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Mean.forward(ctx, grad)
+
+
 class MeanOverRanks(nn.Module):
     """A layer that communicates in its forward, and again in its backward."""
 
@@ -29,7 +43,7 @@ class MeanOverRanks(nn.Module):
         self.linear = nn.Linear(DIM, DIM)
 
     def forward(self, x):
-        return torch.tanh(all_reduce(self.linear(x)) / dist.get_world_size())
+        return torch.tanh(Mean.apply(self.linear(x)))
 
 
 class Towers(nn.Module):
@@ -90,9 +104,10 @@ def test_several_gathers_under_way_beside_other_communication(reshard):
             for loss in losses:
                 loss.backward()
             average_grads_(plain.parameters())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            with implicit_replication():  # parameters of both kinds in one call
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             whole = param.full_tensor() if isinstance(param, DTensor) else param
             torch.testing.assert_close(whole, expected, rtol=0, atol=0, msg=beside)
