@@ -158,7 +158,7 @@ def fully_shard(
     flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks))
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     for member in modules:
-        setattr(member, UNIT_ATTRIBUTE, unit)
+        vars(member)[UNIT_ATTRIBUTE] = unit  # what torch.compile returns would set it on the module inside
         member.__class__ = sharded_class(type(member))
     watch_optimizers(flat_params, config)
     for fqn, inner in units_below(tree):
