@@ -1,6 +1,7 @@
 """``unshard`` gathers by hand: early, several at a time, beside other communication; results stay what they were."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.nn import FSDPModule, fully_shard
-from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.collectives import RowGather, Transfer, counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import DIM, Block, mlp
 from tests.on_ranks import in_full, on_ranks
@@ -161,17 +162,32 @@ def test_a_gather_that_nobody_waits_for():
 
 @on_ranks(2)
 def test_weights_that_change_after_a_gather_are_computed_with():
-    """An optimizer's step, or a load, between `unshard` and the forward."""
+    """An optimizer's step between `unshard` and the forward: that gathers again, once the first gather has ended."""
     plain, model = two_layers()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for each in (plain, model):
         each(randn(3, 6)).sum().backward()
     average_grads_(plain.parameters())
-    model[0].unshard()
-    model[2].unshard(async_op=True)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert torch.equal(model(randn(3, 6)), plain(randn(3, 6)))
+    start, wait = RowGather.start, Transfer.wait
+    started, waited = [], []
+
+    def noted_start(gather, tag):
+        started.append(start(gather, tag))
+        return started[-1]
+
+    def noted_wait(transfer):
+        waited.append(transfer)
+        return wait(transfer)
+
+    with mock.patch.object(RowGather, "start", noted_start), mock.patch.object(Transfer, "wait", noted_wait):
+        model[0].unshard()
+        model[2].unshard(async_op=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(model(randn(3, 6)), plain(randn(3, 6)))
+    assert len(started) == 4
+    assert all(any(each is transfer for each in waited) for transfer in started)
 
 
 @on_ranks(2)
