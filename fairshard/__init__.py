@@ -2,5 +2,5 @@
 
 from fairshard.errors import FairshardError
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = ["FairshardError", "__version__"]

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "features.md"
+PYTORCHS_TESTS = ROOT / "docs" / "notes" / "fully-shard-tests.md"
 NAMES = ROOT / "tests" / "data" / "seed_names.txt"
 
 # Of the file that tests/data/make_seed_names.py wrote.
@@ -21,7 +22,7 @@ SHA256 = "b9c8ab8859a1813934e54d1390b8b0165a8b8837d30c10290ac12d14cdb27eec"
 
 # Rows that wait for a version; ``pytest --strict-features`` fails while there are any. One that names its test
 # fails as soon as the test is there: then the row is due.
-NUM_NOT_YET = {"0.5": 11}
+NUM_NOT_YET = {}
 
 FSDP = "FullyShardedDataParallel"
 TEST, NOT_HERE = r"`(tests/[\w/]+\.py::\w+)`", r"not here: .{10}.*"
@@ -127,14 +128,34 @@ def test_every_test_exists_and_runs(tmp_path):
     """What the rows name is collected, in a run without options, and is neither skipped nor expected to fail."""
     shown_by = {match[1]: row for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
     awaited = {match[2]: row for row in ROWS if (match := re.fullmatch(NOT_YET, row.shown_by)) and match[2]}
-    files = {name.partition("::")[0] for name in {**shown_by, **awaited}}
+    restated = re.findall(TEST, PYTORCHS_TESTS.read_text())
+    files = {name.partition("::")[0] for name in {**shown_by, **awaited, **dict.fromkeys(restated)}}
     found = collected(sorted(files), tmp_path / "collected.json")
+    for name in restated:
+        file, function = name.split("::")
+        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), name
+        assert found.get(name, True), f"{name} is skipped"  # it is not found if `make test-all` alone runs it
     missing = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if name not in found]
     skipped = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if found.get(name) is False]
     due = [f"{PAGE.name}:{row.line}: {name}" for name, row in awaited.items() if name in found]
     assert not missing
     assert not skipped
     assert not due
+
+
+def test_each_of_pytorchs_tests_has_one_of_ours():
+    """Its classes, the models in it and its functions, each in a row that names ours."""
+    told = set()
+    for line in PYTORCHS_TESTS.read_text().splitlines():
+        if line.startswith("| `"):
+            name, states, ours = (cell.strip() for cell in line.strip("|").split("|"))
+            told |= set(re.findall(r"`(\w+)`", name))
+            assert states
+            assert ours
+    theirs = {part for name, own in seed_names().items() if own == {"004"} for part in name.split(".")}
+    in_file = {name for name in theirs if re.match(r"Test|test_|ModuleWith|Reduce|MLPs", name)}
+    assert len(in_file) == 23
+    assert not in_file - told
 
 
 MARKED = """

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
-from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy
+from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy, fully_shard
 from fairshard.nn.data_parallel.summary import unit_table
 from fairshard.nn.wrap import (
     CustomPolicy,
@@ -264,9 +264,10 @@ def test_what_cannot_be_planned_for_is_refused(kwargs, error, match):
         describe(tiny(), ModuleWrapPolicy({TinyBlock}), **{"world_size": 2, **kwargs})
 
 
-def test_a_wrapped_module_is_refused():
-    """What is wrapped already has its table in ``unit_table``."""
+@pytest.mark.parametrize("door", [FSDP, fully_shard])
+def test_a_sharded_module_is_refused(door):
+    """What is sharded already, by either door, has its table in ``unit_table``."""
     with fake_group(2):
-        wrapped = nn.Sequential(FSDP(nn.Linear(2, 2)))
+        sharded = nn.Sequential(door(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="`0` is wrapped already"):
-        describe(wrapped, None, 2)
+        describe(sharded, None, 2)

@@ -216,6 +216,8 @@ class FlatParam(FlatLine):
             return
         if not self.shard_numel:
             return
+        if self._transfer is not None:  # what nobody has waited for, of weights that have changed since
+            self._transfer.wait()
         if not self._storage.size():
             self._storage.resize_(self._nbytes)
         if part is None:

@@ -168,7 +168,7 @@ def fully_shard(
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
-        setattr(member, UNIT_ATTRIBUTE, unit)
+        vars(member)[UNIT_ATTRIBUTE] = unit  # what torch.compile returns would set it on the module inside
         member.__class__ = sharded_class(type(member))
         accept_whole_values(modules_of(member))
     watch_optimizers(flat_params, config)

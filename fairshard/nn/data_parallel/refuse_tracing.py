@@ -1,4 +1,4 @@
-"""torch.compile around a wrapper is refused: what gathers and frees memory must run, not be traced."""
+"""torch.compile around a sharded module is refused: what gathers and frees memory must run, not be traced."""
 
 from typing import NoReturn
 
@@ -6,14 +6,14 @@ from fairshard.errors import FairshardError
 
 
 def refuse_tracing() -> NoReturn:
-    """Raise while torch.compile traces the call of a wrapper.
+    """Raise while torch.compile traces the call of a sharded module.
 
     Raises:
         FairshardError: always.
     """
     raise FairshardError(
-        "torch.compile must not go around a FullyShardedDataParallel, whose gathers it cannot trace. Compile what is "
-        "inside of each wrapper instead: `FullyShardedDataParallel(torch.compile(block))`."
+        "torch.compile must not go around a sharded module, whose gathers it cannot trace. Compile what is inside "
+        "instead: `FullyShardedDataParallel(torch.compile(block))`, `fully_shard(torch.compile(block))`."
     )
 
 

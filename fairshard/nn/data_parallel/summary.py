@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.tree import units_below
@@ -70,7 +71,8 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
             host += there
             states = [optimizer.state.get(stepped.shard, {}) for stepped in flat_param.stepped]
             moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-            (host if flat_param.on_cpu else device).extend(moments)
+            own = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
+            (host if flat_param.on_cpu else device).extend(own)
     pinned = sum(tensor.nbytes for tensor in host if tensor.is_pinned())
     return StateBytes(sum(tensor.nbytes for tensor in device), pinned, sum(tensor.nbytes for tensor in host) - pinned)
 

@@ -75,7 +75,6 @@ class UnitPlan:
         arguments: Mapping[str, Any],
         ignored: Ignored,
     ) -> None:
-        check_not_sharded(module, ignored)
         self._tree = ModuleTree(module, ignored)
         self._arguments = arguments
         wrapped = self._tree.find_unit()
@@ -84,6 +83,7 @@ class UnitPlan:
                 f"`auto_wrap_policy` needs a module that holds no unit yet, but `{wrapped}` is wrapped already. Leave "
                 "the policy out to wrap by hand, or do not wrap inner modules before."
             )
+        check_not_sharded(module, ignored)
         config = self._config_with({})
         overrides: dict[nn.Module, dict[str, Any]] = {}
         self.apart: list[str] = []

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fairshard.nn.data_parallel.summary import UnitRow, unit_lines, unit_table
+from fairshard.nn import MixedPrecisionPolicy, fully_shard
+from fairshard.nn.data_parallel.summary import StateBytes, UnitRow, state_bytes, unit_lines, unit_table
+from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 
@@ -21,6 +23,37 @@ def test_sizes_of_units(kwargs, compute):
     assert [row.shard_nbytes for row in rows] == [4 * shard for shard in shards]
     assert [row.full_nbytes for row in rows] == [compute * world_size * shard for shard in shards]
     assert [row.grad_nbytes for row in rows] == [4 * shard for shard in shards]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_sizes_of_units_cut_by_rows(param_dtype):
+    """With ``fully_shard`` each parameter is padded to as many rows on every rank, and so is what is gathered."""
+    world_size = torch.distributed.get_world_size()
+    policy, compute = MixedPrecisionPolicy(param_dtype), (param_dtype or torch.float32).itemsize
+    model = mlp(4, 9, 5)
+    for part in (model[0], model[2], model):
+        fully_shard(part, mp_policy=policy)
+    shards = [0, *(-(-rows // world_size) * (width + 1) for width, rows in ((4, 9), (9, 5)))]
+    rows = unit_table(model)
+    assert [row.fqn for row in rows] == ["", "0", "2"]
+    assert [row.numel for row in rows] == [0, 4 * 9 + 9, 9 * 5 + 5]
+    assert [row.shard_nbytes for row in rows] == [4 * shard for shard in shards]
+    assert [row.full_nbytes for row in rows] == [compute * world_size * shard for shard in shards]
+    assert [row.grad_nbytes for row in rows] == [4 * shard for shard in shards]
+
+
+@on_ranks(2)
+def test_state_of_parameters_that_are_dtensors_is_that_of_this_rank():
+    """Of moments that are DTensors only the local part is in memory here; padding has no moments."""
+    model = fully_shard(mlp(4, 8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3, 4, device=rank_device())).sum().backward()
+    optimizer.step()
+    shard = 4 * (4 + 1) + 3 * (8 + 1)
+    own = sum(param.to_local().numel() for param in model.parameters())
+    assert own == (shard if torch.distributed.get_rank() == 0 else shard - (8 + 1))
+    assert state_bytes(model, optimizer) == StateBytes(4 * (2 * shard + own), 0, 0)
 
 
 @pytest.mark.parametrize(("numel", "warned"), [(50, False), (51, True)])

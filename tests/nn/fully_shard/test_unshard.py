@@ -1,0 +1,241 @@
+"""``unshard`` gathers by hand: early, several at a time, beside other communication; results stay what they were."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.parallel import DistributedDataParallel
+
+from fairshard.nn import FSDPModule, fully_shard
+from fairshard.utils.collectives import RowGather, Transfer, counters, reset_counters
+from fairshard.utils.testing import rank_device
+from tests.models import DIM, Block, mlp
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import average_grads_, randn
+
+NUM_TOWERS = 3
+
+
+class Mean(torch.autograd.Function):
+    """The mean over ranks, whose gradient is one too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Mean.forward(ctx, grad)
+
+
+class MeanOverRanks(nn.Module):
+    """A layer that communicates in its forward, and again in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return torch.tanh(Mean.apply(self.linear(x)))
+
+
+class Towers(nn.Module):
+    """Blocks side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.ModuleList(Block() for _ in range(NUM_TOWERS))
+
+    def forward(self, x):
+        return sum(tower(x) for tower in self.each)
+
+
+class TowersAfterMean(nn.Module):
+    """Starts to gather all towers, does something else that communicates, and then needs them.
+
+    ``waits_for`` so many of the gathers itself, and leaves the others to the forward of the tower.
+    """
+
+    def __init__(self, waits_for=0):
+        super().__init__()
+        self.waits_for = waits_for
+        self.mean = MeanOverRanks()
+        self.towers = Towers()
+
+    def forward(self, x):
+        handles = [tower.unshard(async_op=True) for tower in self.towers.each if isinstance(tower, FSDPModule)]
+        x = self.mean(x)
+        for handle in handles[: self.waits_for]:
+            handle.wait()
+        return self.towers(x)
+
+
+@on_ranks(2, in_full(1))
+@pytest.mark.parametrize("reshard", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_several_gathers_under_way_beside_other_communication(reshard):
+    """Towers that are gathered while another module reduces train as the plain model does, bit for bit.
+
+    That module is replicated, by DDP or by torch's ``replicate``, or sharded with the rest.
+    """
+    for beside, waits_for in (("ddp", 0), ("replicate", NUM_TOWERS), ("sharded", 1)):
+        torch.manual_seed(1)
+        plain = TowersAfterMean(waits_for).to(rank_device())
+        model = copy.deepcopy(plain)
+        for tower in model.towers.each:
+            fully_shard(tower, reshard_after_forward=reshard)
+        fully_shard(model.towers, reshard_after_forward=reshard)
+        if beside == "ddp":
+            model.mean = DistributedDataParallel(model.mean)
+        elif beside == "replicate":
+            replicate(model.mean)
+        else:
+            fully_shard(model, reshard_after_forward=reshard)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.1, foreach=True) for each in (plain, model)]
+        for step in range(3):
+            losses = [each(randn(4, DIM, key=step)).square().sum() for each in (plain, model)]
+            assert torch.equal(*losses), (beside, step)
+            for loss in losses:
+                loss.backward()
+            average_grads_(plain.parameters())
+            with implicit_replication():  # parameters of both kinds in one call
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            torch.testing.assert_close(whole, expected, rtol=0, atol=0, msg=beside)
+
+
+def num_gathers():
+    return counters().get("all_gather", (0,))[0]
+
+
+def two_layers(**how):
+    """Two Linears, each a unit, in a Sequential that has no parameters of its own; and the same, plain."""
+    plain = mlp(6, 5, 4)
+    model = copy.deepcopy(plain)
+    fully_shard(model[0], **how)
+    fully_shard(model[2], **how)
+    return plain, fully_shard(model, **how)
+
+
+@on_ranks(2)
+def test_before_any_forward():
+    """The module shows whole parameters, in its forward too, which gathers no more; `reshard` shows DTensors again."""
+    plain, model = two_layers(order_check="off")
+    assert model[0].unshard() is None
+    assert not isinstance(model[0].weight, DTensor)
+    assert torch.equal(model[0].weight, plain[0].weight)
+    assert isinstance(model[2].weight, DTensor)
+    model[0].reshard()
+    assert isinstance(model[0].weight, DTensor)
+    model(randn(3, 6))  # sets up the model, and with it what was gathered alone
+    handles = [model[0].unshard(async_op=True), model[2].unshard(async_op=True)]
+    for handle in (*handles, *handles):
+        handle.wait()
+    assert torch.equal(model[2].weight, plain[2].weight)
+    reset_counters()
+    assert torch.equal(model(randn(3, 6)), plain(randn(3, 6)))
+    assert num_gathers() == 0
+
+
+@on_ranks(2)
+def test_a_gather_that_nobody_waits_for():
+    """It may be given back at once, or asked for a second time, or be forgotten: the forward comes out right."""
+    plain, model = two_layers()
+    for _ in range(2):
+        model[0].unshard(async_op=True)
+        model[0].reshard()
+        model[0].unshard(async_op=True)
+        model[0].unshard(async_op=True)
+        model[2].unshard(async_op=True)
+        assert torch.equal(model(randn(3, 6)), plain(randn(3, 6)))
+
+
+@on_ranks(2)
+def test_weights_that_change_after_a_gather_are_computed_with():
+    """An optimizer's step between `unshard` and the forward: that gathers again, once the first gather has ended."""
+    plain, model = two_layers()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for each in (plain, model):
+        each(randn(3, 6)).sum().backward()
+    average_grads_(plain.parameters())
+    start, wait = RowGather.start, Transfer.wait
+    started, waited = [], []
+
+    def noted_start(gather, tag):
+        started.append(start(gather, tag))
+        return started[-1]
+
+    def noted_wait(transfer):
+        waited.append(transfer)
+        return wait(transfer)
+
+    with mock.patch.object(RowGather, "start", noted_start), mock.patch.object(Transfer, "wait", noted_wait):
+        model[0].unshard()
+        model[2].unshard(async_op=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(model(randn(3, 6)), plain(randn(3, 6)))
+    assert len(started) == 4
+    assert all(any(each is transfer for each in waited) for transfer in started)
+
+
+@on_ranks(2)
+def test_a_module_without_parameters():
+    """There is nothing to gather, and nothing happens."""
+    _, model = two_layers()
+    reset_counters()
+    assert model.unshard() is None
+    model.unshard(async_op=True).wait()
+    model.reshard()
+    assert num_gathers() == 0
+    alone = fully_shard(nn.ReLU())
+    alone.unshard(async_op=True).wait()
+    assert torch.equal(alone(torch.ones(2, device=rank_device())), torch.ones(2, device=rank_device()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrong", ["the next", "itself", "unused"])
+def test_a_wrong_prefetch_changes_nothing_but_memory(wrong):
+    """Backward prefetches of modules that the backward has done with, or never comes to: the same bits."""
+
+    class Path(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks[:3]:
+                x = block(x)
+            return x
+
+    def trained(named):
+        torch.manual_seed(1)
+        model = Path().to(rank_device())
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        for index, block in enumerate(model.blocks[:3]):
+            if named is not None:
+                block.set_modules_to_backward_prefetch([model.blocks[named(index)]])
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(randn(4, DIM, key=step)).square().sum().backward()
+            assert all(isinstance(param, DTensor) for param in model.parameters()), "what was not used is freed too"
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
+
+    named = {"the next": lambda index: (index + 1) % 3, "itself": lambda index: index, "unused": lambda index: 3}
+    for with_it, without in zip(trained(named[wrong]), trained(None), strict=True):
+        assert torch.equal(with_it, without)
