@@ -205,10 +205,7 @@ class FlatParam(FlatLine):
                 )
 
     def unshard(self, part: KeptPart | None = None) -> None:
-        """Start gathering the whole line into the buffer; `wait_unshard` ends it. **Collective.**
-
-        When it is gathered already, its contents are refreshed in place. With a ``part``, from there.
-        """
+        """Start gathering the line, anew if it is gathered, from a ``part`` of it if given. **Collective.**"""
         self.is_gathered = True
         if self.computes_on_shard:
             if self.buffer.data_ptr() != self.shard.data_ptr():  # someone assigned `shard.data`
