@@ -29,6 +29,8 @@ class _Origin(Protocol):
 class CalledUnit(Protocol):
     """The unit, as its calls see it."""
 
+    versions: list[int]
+
     @property
     def origin(self) -> _Origin:
         """Whether it ignores something that is trained."""
@@ -48,16 +50,18 @@ class Call:
     """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs.
 
     Attributes:
+        versions: of the shards that it computes with.
         is_later: an earlier forward awaits its backward, in which the unit may be gathered again: it is freed between.
     """
 
     __slots__ = (
         *("__weakref__", "_awaited", "_awaited_nodes", "_input_nodes", "_task"),
-        *("is_later", "num_outputs", "unit"),
+        *("is_later", "num_outputs", "unit", "versions"),
     )
 
     def __init__(self, unit: CalledUnit) -> None:
         self.unit = unit
+        self.versions = unit.versions
         self.is_later = False
         self.num_outputs = 0
         self._input_nodes: list[Any] = []

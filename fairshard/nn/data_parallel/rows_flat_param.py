@@ -130,8 +130,19 @@ class RowsFlatParam(DTensorFlatParam):
         return DTensor(local, self._specs[index], requires_grad=False)
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``."""
+        """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``.
+
+        Raises:
+            ValueError: it is a DTensor of which this rank has other elements than of the parameter.
+        """
         if isinstance(value, DTensor):
+            placements = self._specs[index].placements
+            if value.placements != placements or value.device_mesh != self.mesh:
+                raise ValueError(
+                    f"What stands for `{self.slots[index].fqn}` (rank {self.rank}), its gradient for one, must be "
+                    f"placed as the parameter, {placements}, but is {value.placements}. Put "
+                    "`value.redistribute(param.device_mesh, param.placements)` there."
+                )
             return self.flattened(index, value._local_tensor.detach())
         start, run = self.runs_of(self.shard.detach())[index]
         return self.flattened(index, value.detach())[start : start + run.numel()]

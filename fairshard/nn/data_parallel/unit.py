@@ -199,7 +199,7 @@ class Unit:
             raise create_graph_error(self.fqn)
         root.check_live(self, task)
         ahead = root.enter_backward(self)
-        check_unchanged(self.flat_params, self.versions)
+        check_unchanged(self.flat_params, call.versions)
         self._reach()
         self._num_arrived += 1
         if self.unshard_in_backward:

@@ -1,0 +1,112 @@
+"""Weights that change where nobody expects it: what is computed is of before or of after, or it is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fairshard.errors import ShardChangedError
+from fairshard.nn import FullyShardedDataParallel, fully_shard
+from fairshard.utils.testing import rank_device
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import average_grads_, randn, sgd
+
+
+def plain_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(rank_device())
+
+
+def in_place(model):
+    fully_shard(model[0])
+    fully_shard(model[2])
+    return fully_shard(model)
+
+
+def assert_same_grads(model, plain):
+    average_grads_(plain.parameters())
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(in_full(1), 2)
+def test_gathers_under_way_are_waited_for_before_they_are_repeated():
+    """Else their messages meet those of the second gather, and the next collective hangs."""
+    plain = plain_model()
+    model = in_place(copy.deepcopy(plain))
+    for step in range(4):
+        handles = [module.unshard(async_op=True) for module in (model, model[0], model[2])]
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param.mul_(1.5)
+        x = randn(3, 4, key=step)
+        assert torch.equal(model(x), plain(x))
+        for handle in handles:
+            handle.wait()
+    for net in (model, plain):
+        net(x).square().sum().backward()
+    assert_same_grads(model, plain)
+
+
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("door", [in_place, FullyShardedDataParallel])
+def test_a_backward_through_two_forwards_with_a_step_between_is_refused(door):
+    """Each forward remembers the weights that it computed with; the last one alone may go back."""
+    plain = plain_model()
+    model = door(copy.deepcopy(plain))
+    optimizer = sgd(model)
+
+    def first_and_second():
+        first = model(randn(3, 4, key=1)).sum()
+        first.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return first, model(randn(3, 4, key=2)).sum()
+
+    first, second = first_and_second()
+    second.backward()
+    optimizer.zero_grad()
+    first, second = first_and_second()
+    with pytest.raises(ShardChangedError, match="must not change between its forward and its backward"):
+        (first + second).backward()
+    optimizer.zero_grad()
+    model(randn(3, 4, key=3)).sum().backward()
+
+
+@on_ranks(in_full(1), 2)
+def test_gradients_that_users_put_there():
+    """Those placed as the parameter, or whole, add up with the next; others would bring other elements."""
+    plain = plain_model()
+    model = in_place(copy.deepcopy(plain))
+    weight, bias = model[2].weight, model[2].bias
+    put = torch.arange(24.0, device=rank_device()).view(4, 6), torch.arange(4.0, device=rank_device())
+    for net in (model, plain):
+        net(randn(3, 4, key=1)).square().sum().backward()
+    average_grads_(plain.parameters())
+    plain[2].weight.grad, plain[2].bias.grad = put
+    expected = [param.grad.clone() for param in plain.parameters()]
+    weight.grad = distribute_tensor(put[0], weight.device_mesh, weight.placements)
+    bias.grad = distribute_tensor(put[1], bias.device_mesh, bias.placements)
+    plain.zero_grad()
+    for net in (model, plain):
+        net(randn(3, 4, key=2)).square().sum().backward()
+    average_grads_(plain.parameters())
+    for param, other, before in zip(model.parameters(), plain.parameters(), expected, strict=True):
+        assert torch.equal(param.grad.full_tensor(), before + other.grad)
+
+
+@on_ranks(in_full(1), 2)
+def test_gradients_placed_otherwise_are_refused():
+    """A rank's elements of these are others than it has of the parameter, though they can be as many."""
+    model = in_place(plain_model())
+    weight = model[2].weight
+    for placement in (Shard(1), Replicate(), Partial()):
+        whole = torch.ones(4, 6, device=rank_device())
+        local = whole[:, : 6 // weight.device_mesh.size()] if placement == Shard(1) else whole
+        weight.grad = DTensor.from_local(local, weight.device_mesh, [placement], run_check=False)
+        with pytest.raises(ValueError, match=r"`2\.weight` .* must be placed as the parameter"):
+            model(randn(3, 4, key=3)).square().sum().backward()
+        model.zero_grad()
+        model(randn(3, 4, key=3)).square().sum().backward()
