@@ -39,14 +39,14 @@ from fairshard.utils.storage import alloc_storage_, free_storage_, own_storage
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter of shape ``shape`` is cut among ranks: along ``dim``, or not at all if that is None."""
+    """How one parameter of shape ``shape`` is cut among ranks: along ``dim``, or not at all if that is None.
+
+    Along another dimension than the first, evenly: what a rank has lies in its memory in order, as torch's DTensors do.
+    """
 
     shape: torch.Size
     dim: int | None
-
-    def rows(self, whole: Tensor) -> Tensor:
-        """``whole`` or its part with the dimension that is cut in front."""
-        return torch.movedim(whole, self.dim, 0) if self.dim else whole
+    world_size: int
 
     @property
     def size(self) -> tuple[int | None, int]:
@@ -56,16 +56,20 @@ class Cut:
         rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
         return self.shape[self.dim], torch.Size(rest).numel()
 
-    def stacked(self, block: Tensor) -> Tensor:
-        """``block`` ``[W, n]``, which holds the whole parameter, as ``[W, rows of a rank, ...]``."""
-        rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
-        return block.view(block.size(0), -1, *rest)
-
     def shape_of(self, num_rows: int) -> tuple[int, ...]:
-        """Of what lies in memory where a rank has ``num_rows`` rows: those in front."""
-        if self.dim is None:
-            return tuple(self.shape)
-        return num_rows, *(size for dim, size in enumerate(self.shape) if dim != self.dim)
+        """What a rank has that has ``num_rows`` rows."""
+        return tuple(num_rows if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def parts(self, whole: Tensor) -> Tensor:
+        """``whole``, cut along another dimension than the first, as ``[W, ...]``: each rank's part; a view."""
+        assert self.dim
+        sizes = self.world_size, self.shape[self.dim] // self.world_size
+        return whole.unflatten(self.dim, sizes).movedim(self.dim, 0)
+
+    def stacked(self, block: Tensor) -> Tensor:
+        """``block`` ``[W, n]``, which holds the whole parameter, as `parts` of it."""
+        assert self.dim
+        return block.view(self.world_size, *self.shape_of(self.shape[self.dim] // self.world_size))
 
 
 class RowsFlatParam(DTensorFlatParam):
@@ -85,7 +89,7 @@ class RowsFlatParam(DTensorFlatParam):
         self.dims = list(dims)
         # One rank has all rows, in whatever order: in that of memory.
         cut_dims = [dim and 0 for dim in dims] if world_size == 1 else dims
-        self.cuts = [Cut(slot.shape, dim) for slot, dim in zip(slots, cut_dims, strict=True)]
+        self.cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, cut_dims, strict=True)]
         super().__init__(slots, name, rank, world_size, on_cpu)
         self.versioned = (self.shard, *self.registered)  # what is written through a DTensor counts there alone
 
@@ -96,8 +100,9 @@ class RowsFlatParam(DTensorFlatParam):
         return RowsLayout([cut.size for cut in self.cuts], world_size)
 
     def flattened(self, index: int, value: Tensor) -> Tensor:
-        """The elements of parameter ``index``, row by row."""
-        return self.cuts[index].rows(value).reshape(-1)
+        """The elements of the whole parameter ``index``, those of each rank after those of the one before."""
+        each = self.cuts[index]
+        return (each.parts(value) if each.dim else value).reshape(-1)
 
     def lay_out(self, values: list[Tensor]) -> Tensor:
         """Whole parameters as a buffer ``[W, S]`` in new memory, padded with zeros."""
@@ -125,8 +130,7 @@ class RowsFlatParam(DTensorFlatParam):
         """``run``, this rank's elements of parameter ``index``, as a part of the whole; no copy, no communication."""
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
-        local, dim = run.view(self._local_shapes[index]), self.cuts[index].dim
-        local = own_storage(local.movedim(0, dim) if dim else local)
+        local = own_storage(run.view(self._local_shapes[index]))
         return DTensor(local, self._specs[index], requires_grad=False)
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ class RowsFlatParam(DTensorFlatParam):
                     f"placed as the parameter, {placements}, but is {value.placements}. Put "
                     "`value.redistribute(param.device_mesh, param.placements)` there."
                 )
-            return self.flattened(index, value._local_tensor.detach())
+            return value._local_tensor.detach().reshape(-1)
         start, run = self.runs_of(self.shard.detach())[index]
         return self.flattened(index, value.detach())[start : start + run.numel()]
 
@@ -205,14 +209,16 @@ class RowsFlatParam(DTensorFlatParam):
                     block = replace(block, rows=Span(0, 1))
                 source = each.stacked(block.of(buffer)) if each.dim else block.of(buffer)
                 sources.append(source)
-                targets.append(each.rows(params[-1]).unflatten(0, source.shape[:2]) if each.dim else block.like(flat))
+                targets.append(each.parts(params[-1]) if each.dim else block.like(flat))
         return line, params, sources, targets
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
-        """The whole of parameter ``index`` of its elements, row by row; a view."""
+        """The whole of parameter ``index`` of its elements, in the order of `flattened`."""
         each = self.cuts[index]
-        whole = flat.view(each.shape_of(each.size[0] or 0))
-        return whole.movedim(0, each.dim) if each.dim else whole
+        if not each.dim or not flat.numel():
+            return flat.view(each.shape)
+        parts = each.stacked(flat.view(each.world_size, -1))
+        return parts.movedim(0, each.dim).flatten(each.dim, each.dim + 1)
 
     @property
     def kept_line(self) -> Tensor:
@@ -221,6 +227,8 @@ class RowsFlatParam(DTensorFlatParam):
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering into the buffer, or from a ``part`` straight into the line. **Collective.**"""
+        if self._transfer is not None:
+            self._transfer.wait()  # begun by the user, who changed the weights before anybody waited for it
         if part is not None and self._line is not None:
             alloc_storage_(self._line)
             self.is_gathered = True
@@ -283,7 +291,7 @@ class RowsFlatParam(DTensorFlatParam):
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
         if self.cuts[index].dim:
-            return [self.cuts[index].rows(value).unflatten(0, run.shape[:2]) for run in runs]
+            return [self.cuts[index].parts(value) for _ in runs]
         flat = value.reshape(-1)
         return [block.like(flat) for block in self.layout.blocks(index)]
 
