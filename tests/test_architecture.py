@@ -102,7 +102,6 @@ LAYERS = [
     [f"{DATA_PARALLEL}.flat_line", f"{DATA_PARALLEL}.viewed_grad"],
     [
         f"{DATA_PARALLEL}.advice",
-        f"{DATA_PARALLEL}.dtensor_steps",
         f"{DATA_PARALLEL}.unit_call",
         f"{DATA_PARALLEL}.joint_gather",
         f"{DATA_PARALLEL}.members",

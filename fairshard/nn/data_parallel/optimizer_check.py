@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -16,17 +17,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn.data_parallel.config import GradHome, UnitConfig
-from fairshard.nn.data_parallel.dtensor_steps import DTensorsOf
 from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.unit import Unit
 
 # Which original parameters are leaves now, which parameters are shards; how many there were, and how many it held, when
-# an optimizer was clean, and what it holds of DTensors.
+# an optimizer was clean, and the shards whose parts, DTensors, it holds.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # By `id`: torch converts DTensors in place (`module.to`) unless something refers to them weakly.
 _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
-_clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], DTensorsOf]] = weakref.WeakKeyDictionary()
+_clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[Tensor]]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that a deepcopy or an unpickling has made since
 _num_sharded = 0
@@ -146,12 +146,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
-        _clean[optimizer] = seen, DTensorsOf(optimizer, _shards_of_rows(optimizer))
-    _clean[optimizer][1].before_step(optimizer)
+        _clean[optimizer] = seen, _shards_of_rows(optimizer)
+    for shard in _clean[optimizer][1]:
+        increment_version(shard)
 
 
 def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:
-    """The shards in which the DTensors lie that ``optimizer`` steps."""
+    """The shards in which the DTensors lie that ``optimizer`` steps.
+
+    torch counts no write of a foreach or fused kernel to a DTensor: it is counted before the step, on these.
+    """
     found = [_watched(p)[0] for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     return list({id(shard): shard for one in found if one is not None for shard in one.versioned[:1]}.values())
 

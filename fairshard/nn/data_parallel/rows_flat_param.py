@@ -64,7 +64,7 @@ class Cut:
         """``whole``, cut along another dimension than the first, as ``[W, ...]``: each rank's part; a view."""
         assert self.dim
         sizes = self.world_size, self.shape[self.dim] // self.world_size
-        return whole.unflatten(self.dim, sizes).movedim(self.dim, 0)
+        return torch.movedim(torch.unflatten(whole, self.dim, sizes), self.dim, 0)
 
     def stacked(self, block: Tensor) -> Tensor:
         """``block`` ``[W, n]``, which holds the whole parameter, as `parts` of it."""
@@ -134,19 +134,8 @@ class RowsFlatParam(DTensorFlatParam):
         return DTensor(local, self._specs[index], requires_grad=False)
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``.
-
-        Raises:
-            ValueError: it is a DTensor of which this rank has other elements than of the parameter.
-        """
+        """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``."""
         if isinstance(value, DTensor):
-            placements = self._specs[index].placements
-            if value.placements != placements or value.device_mesh != self.mesh:
-                raise ValueError(
-                    f"What stands for `{self.slots[index].fqn}` (rank {self.rank}), its gradient for one, must be "
-                    f"placed as the parameter, {placements}, but is {value.placements}. Put "
-                    "`value.redistribute(param.device_mesh, param.placements)` there."
-                )
             return value._local_tensor.detach().reshape(-1)
         start, run = self.runs_of(self.shard.detach())[index]
         return self.flattened(index, value.detach())[start : start + run.numel()]
@@ -227,8 +216,6 @@ class RowsFlatParam(DTensorFlatParam):
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering into the buffer, or from a ``part`` straight into the line. **Collective.**"""
-        if self._transfer is not None:
-            self._transfer.wait()  # begun by the user, who changed the weights before anybody waited for it
         if part is not None and self._line is not None:
             alloc_storage_(self._line)
             self.is_gathered = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fairshard.nn.data_parallel.shard_grad import is_zeroed
 from fairshard.nn.data_parallel.viewed_grad import ViewedGrad
@@ -31,7 +32,18 @@ class RowsGrad(ViewedGrad):
         return [self._flat_param.shown_as(index, run) for index, run in enumerate(runs)]
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
-        """This rank's elements, also of what the user has put in place of what was shown."""
+        """This rank's elements, also of what the user has put in place of what was shown.
+
+        Raises:
+            ValueError: that is a DTensor of which this rank has other elements than of the parameter.
+        """
+        param: Any = self._views[index]
+        if isinstance(grad, DTensor) and (grad.placements, grad.device_mesh) != (param.placements, param.device_mesh):
+            raise ValueError(
+                f"The gradient of a parameter must be placed as that is, but that of "
+                f"`{self._flat_param.slots[index].fqn}` (rank {self._flat_param.rank}) is {grad.placements}, not "
+                f"{param.placements}. Put `grad.redistribute(param.device_mesh, param.placements)` there."
+            )
         return self._flat_param.elements_of(index, grad)
 
     def mark(self) -> Any:
