@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel import construction, placement
-from fairshard.nn.data_parallel import fully_sharded_data_parallel as door
+from fairshard.nn.data_parallel import construction, placement, running
 from fairshard.nn.data_parallel.construction import resolve_construction
 from fairshard.nn.data_parallel.origin import move_inputs
 from fairshard.utils.testing import rank_device
@@ -173,7 +172,7 @@ def test_moved_inputs_get_their_gradients_where_they_are():
 def test_the_outermost_unit_moves_inputs(name):
     """Once a forward, to where the model computes; with `device_id` only."""
     wrapped = wrap_each(mlp(4, 9, 5), **({name: rank_device()} if name else {}))
-    with mock.patch.object(door, "move_inputs", side_effect=move_inputs) as move:
+    with mock.patch.object(running, "move_inputs", side_effect=move_inputs) as move:
         x = randn(2, 4)
         wrapped(x)
     assert move.call_count == (name == "device_id")

@@ -243,6 +243,7 @@ def test_the_exception_tree():
         "HostMemoryError": (MemoryError,),
         "StateDictTypesDifferError": (AssertionError,),
         "CheckpointError": (ValueError,),
+        "OptionsExcludeError": (ValueError, AssertionError),
         "NonFiniteGradientError": (),
         "CollectiveFailedError": (),
         "RanksDisagreeError": (),
