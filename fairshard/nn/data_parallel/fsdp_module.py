@@ -82,7 +82,8 @@ class FSDPModule(CommMethods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; with ``async_op`` only begin to, and return what waits for it.
 
-        The next forward waits in any case. Weights that change meanwhile are gathered again by it. **Collective.**
+        The next forward waits in any case. Weights that change meanwhile are gathered again by it, if torch counts the
+        write: after one through ``.data`` or a ``torch._foreach_`` function call `reshard`. **Collective.**
         """
         root = root_of(self)
         unit = self._fairshard_unit
