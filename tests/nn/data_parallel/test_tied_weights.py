@@ -87,7 +87,7 @@ def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
             tied.second(randn(3, 4))
         with pytest.raises(ValueError, match=r"`second\.weight` is shared with `\S*weight`.*append_shared_param"):
             FSDP(nn.ModuleDict({"first": tied.first, "second": tied.second}))
-        with pytest.raises(ValueError, match=r"a unit around or beside it has already taken the parameter `third\.weight`"):
+        with pytest.raises(ValueError, match=r"around or beside it has already taken the parameter `third\.weight`"):
             FSDP(tied)
 
 
