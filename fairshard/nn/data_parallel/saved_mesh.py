@@ -12,15 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fairshard.utils.device import default_device_type
 from fairshard.utils.messages import default_group
 
-_meshes: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+# Weak on both sides: a mesh holds its group, which would stay for good, with its threads.
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks in one dimension; the same mesh as long as there is the same default group."""
+    """All ranks in one dimension; the same mesh for all that use it at a time."""
     group = default_group()
-    if group not in _meshes:
-        _meshes[group] = init_device_mesh(default_device_type(), (group.size(),))
-    return _meshes[group]
+    mesh = _known_mesh(group)
+    if mesh is None:
+        mesh = init_device_mesh(default_device_type(), (group.size(),))
+        _meshes[group] = weakref.ref(mesh)
+    return mesh
+
+
+def _known_mesh(group: ProcessGroup) -> DeviceMesh | None:
+    known = _meshes.get(group)
+    return None if known is None else known()
 
 
 def check_mesh(mesh: Any) -> None:
@@ -73,7 +81,7 @@ def _restored(mesh: DeviceMesh) -> SavedMesh:
     if not dist.is_initialized() or mesh.mesh.tolist() != list(range(dist.get_world_size())):
         return SavedMesh(mesh, is_connected=False)
     group = default_group()
-    known = _meshes.get(group)
+    known = _known_mesh(group)
     if known is None or (known.device_type, known.mesh_dim_names) != (mesh.device_type, mesh.mesh_dim_names):
         known = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
     return SavedMesh(known)

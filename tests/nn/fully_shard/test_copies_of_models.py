@@ -1,10 +1,12 @@
 """A sharded model survives pickle, deepcopy, torch.save, and the way to another process."""
 
 import copy
+import gc
 import io
 import multiprocessing
 import pickle
 import tempfile
+import weakref
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fairshard.nn.data_parallel.saved_mesh import default_mesh
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.nn.fully_shard.test_meta_init import shard, whole
@@ -300,3 +303,14 @@ def test_what_was_done_before_the_first_forward_is_copied():
         assert_same(copied, cast)
     nbytes = sum(param.to_local().nbytes for param in source.parameters())
     assert nbytes < len(pickle.dumps(source)) < nbytes + 20_000
+
+
+@on_ranks(2)
+def test_the_default_mesh_goes_with_who_uses_it():
+    """It holds a process group, which would never end: neither would that group's threads."""
+    mesh = default_mesh()
+    assert default_mesh() is mesh
+    known = weakref.ref(mesh)
+    del mesh
+    gc.collect()
+    assert known() is None
