@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fairshard.nn.data_parallel.routed_flat_param import RoutedFlatParam
 from fairshard.nn.data_parallel.saved_mesh import SavedMesh
@@ -98,5 +99,10 @@ class DTensorFlatParam(RoutedFlatParam):
         return part
 
     def _make_specs(self, dtype: torch.dtype) -> None:
-        """Make what DTensors of ``dtype`` say of themselves."""
-        raise NotImplementedError
+        """What DTensors of ``dtype`` say of themselves; made once, for it takes longer than to make them."""
+        self._dtype, self._specs = dtype, []
+        for slot, dim in zip(self.slots, self.dims, strict=True):
+            placements = (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
+            stride = torch.empty(slot.shape, device="meta").stride()
+            meta = TensorMeta(slot.shape, stride, dtype)
+            self._specs.append(DTensorSpec(self.mesh, placements, tensor_meta=meta))

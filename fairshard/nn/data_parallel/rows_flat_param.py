@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 
 from fairshard.nn.data_parallel.config import UnitConfig
 from fairshard.nn.data_parallel.dtensor_flat_param import DTensorFlatParam
@@ -115,16 +114,9 @@ class RowsFlatParam(DTensorFlatParam):
     # ---- what is registered
 
     def _make_specs(self, dtype: torch.dtype) -> None:
-        """What DTensors of ``dtype`` say of themselves; made once, for it takes longer than to make them."""
-        self._dtype, self._specs = dtype, []
-        self._local_shapes = [
-            each.shape_of(self.layout.num_rows(index, self.rank)) for index, each in enumerate(self.cuts)
-        ]
-        for cut_one, dim in zip(self.cuts, self.dims, strict=True):
-            placements = (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
-            stride = torch.empty(cut_one.shape, device="meta").stride()
-            meta = TensorMeta(cut_one.shape, stride, dtype)
-            self._specs.append(DTensorSpec(self.mesh, placements, tensor_meta=meta))
+        super()._make_specs(dtype)
+        rows = [self.layout.num_rows(index, self.rank) for index in range(len(self.cuts))]
+        self._local_shapes = [each.shape_of(num_rows) for each, num_rows in zip(self.cuts, rows, strict=True)]
 
     def shown_as(self, index: int, run: Tensor) -> DTensor:
         """``run``, this rank's elements of parameter ``index``, as a part of the whole; no copy, no communication."""

@@ -1,7 +1,6 @@
 """A wrapped model survives pickle, deepcopy, and the way to another process."""
 
 import copy
-import io
 import multiprocessing
 import pickle
 import tempfile
@@ -16,33 +15,10 @@ from torch import nn
 from fairshard.errors import HeldGradientError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.copied import by_pickle, by_torch_save, losses_of
+from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
-
-
-def train(wrapped, num_steps=2):
-    """A few steps; returns the losses."""
-    optimizer, losses = sgd(wrapped), []
-    for step in range(num_steps):
-        *inputs, targets = tiny_batch(dist.get_rank(), step)
-        loss = tiny_loss(wrapped(*inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @on_ranks(1, 2)
@@ -52,13 +28,13 @@ def by_torch_save(model):
 def test_a_copy_trains_like_the_original(copied_by, num_steps, kwargs):
     """Copied before or after some steps, the copy has the same state, trains alike, and shares no memory."""
     wrapped = wrap_tiny(tiny(), **kwargs)
-    train(wrapped, num_steps)
+    losses_of(wrapped, num_steps)
     copied = copied_by(wrapped)
     state = wrapped.state_dict()
     assert_same_state(copied.state_dict(), state)
-    losses = train(copied)
+    losses = losses_of(copied)
     assert_same_state(wrapped.state_dict(), state)
-    assert train(wrapped) == losses
+    assert losses_of(wrapped) == losses
     assert_same_state(copied.state_dict(), wrapped.state_dict())
     assert repr(copied) == repr(wrapped)
 
@@ -84,11 +60,11 @@ def test_optimizers_of_a_copy_are_checked(kwargs):
 def test_the_original_is_not_changed_by_being_copied():
     """Pickling in the middle of a training leaves it as it was."""
     a, b = wrap_tiny(tiny()), wrap_tiny(tiny())
-    train(a)
-    train(b)
+    losses_of(a)
+    losses_of(b)
     pickle.dumps(a)
     copy.deepcopy(a)
-    assert train(a) == train(b)
+    assert losses_of(a) == losses_of(b)
 
 
 @on_ranks(2)
@@ -143,7 +119,7 @@ def _continue_elsewhere(rank, world_size, path, model, queue):
     """The main function of a process that got a model: join a group, train, report."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     try:
-        queue.put((train(model), model.state_dict()["shared.bias"].tolist()))
+        queue.put((losses_of(model), model.state_dict()["shared.bias"].tolist()))
     except Exception as error:
         queue.put(repr(error))
     finally:
@@ -157,7 +133,7 @@ def test_it_can_be_passed_to_another_process():
     path = [str(Path(tempfile.mkdtemp()) / "store")]
     dist.broadcast_object_list(path)
     wrapped = wrap_tiny(tiny())
-    train(wrapped)
+    losses_of(wrapped)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     arguments = (dist.get_rank(), 2, path[0], wrapped, queue)
@@ -165,7 +141,7 @@ def test_it_can_be_passed_to_another_process():
     process.start()
     result = queue.get(timeout=60)
     process.join(30)
-    assert result == (train(wrapped), wrapped.state_dict()["shared.bias"].tolist())
+    assert result == (losses_of(wrapped), wrapped.state_dict()["shared.bias"].tolist())
 
 
 @on_ranks(2)

@@ -12,8 +12,9 @@ from fairshard.errors import FairshardError
 from fairshard.nn import fully_shard
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
+from tests.nn.fully_shard.beside import train_beside
 from tests.on_ranks import on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import randn
 
 
 def shard(model):
@@ -150,15 +151,4 @@ def test_sharded_modules_come_and_go():
         if without:
             for net in (plain, model):
                 net[0] = nn.ZeroPad1d((0, 2))
-        optimizers = [sgd(net) for net in (plain, model)]
-        for step in range(3):
-            losses = [net(randn(3, 4, key=step)).square().sum() for net in (plain, model)]
-            assert torch.equal(*losses)
-            for loss in losses:
-                loss.backward()
-            average_grads_(plain.parameters())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in model.named_parameters():
-            assert torch.equal(value.full_tensor(), plain.get_parameter(name)), name
+        train_beside(model, plain)

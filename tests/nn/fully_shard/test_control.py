@@ -13,6 +13,7 @@ from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
+from tests.nn.fully_shard.beside import train_beside
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd
 
@@ -38,21 +39,6 @@ def gathered(model):
 
 def is_whole(module):
     return not isinstance(module.weight, DTensor)
-
-
-def alike(model, plain, num_steps=2, each=lambda model: None):
-    """Train both; the same values."""
-    optimizers = [sgd(model), sgd(plain)]
-    for step in range(num_steps):
-        each(model)
-        for net in (model, plain):
-            net(randn(3, 4, key=step)).square().sum().backward()
-        average_grads_(plain.parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in model.named_parameters():
-        assert torch.equal(value.full_tensor(), plain.get_parameter(name)), name
 
 
 @on_ranks(2, in_full(1), in_full(3))
@@ -81,7 +67,7 @@ def test_unshard_and_reshard():
         assert num_gathers() == (2 if torch.distributed.get_world_size() > 1 else 0)
         model(randn(2, 4)).sum().backward()
     model.zero_grad()
-    alike(model, plain)
+    train_beside(model, plain)
 
 
 @on_ranks(2)
@@ -100,7 +86,7 @@ def test_several_in_flight():
         ahead(model)
         model(randn(2, 4))
     assert num_gathers() == 0
-    alike(model, plain, each=ahead)
+    train_beside(model, plain, before=ahead)
     for handle in handles:
         handle.wait()
     assert gathered(model) == []
@@ -132,7 +118,7 @@ def test_weights_that_change_after_unshard():
     assert torch.equal(model(randn(2, 4)), plain(randn(2, 4)))
     model[0].unshard()
     model.zero_grad()
-    alike(model, plain, each=lambda net: net[0].unshard(async_op=True))
+    train_beside(model, plain, before=lambda net: net[0].unshard(async_op=True))
 
 
 class Parent(nn.Module):
@@ -166,7 +152,7 @@ def test_unshard_inside_the_parents_forward():
         num_gathers()
         model(randn(2, 4))
         assert num_gathers() == 3
-    alike(model, plain)
+    train_beside(model, plain)
 
 
 @on_ranks(2)
@@ -220,7 +206,7 @@ def test_reshard_after_backward():
     model(randn(2, 4)).sum().backward()
     assert num_gathers() == 0
     model.zero_grad()
-    alike(model, plain)
+    train_beside(model, plain)
     model.set_reshard_after_backward(True, recurse=False)
     model[0].set_reshard_after_backward(True)
     model(randn(2, 4)).sum().backward()
@@ -310,7 +296,7 @@ def test_exceptions(error):
             model.zero_grad()
             model(randn(2, 4)).sum().backward()
             model.zero_grad()
-    alike(model, plain)
+    train_beside(model, plain)
 
 
 class Colliding(nn.Linear):

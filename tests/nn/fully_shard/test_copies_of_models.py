@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import multiprocessing
 import pickle
 import tempfile
@@ -20,34 +19,11 @@ from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn.data_parallel.saved_mesh import default_mesh
 from fairshard.utils.testing import rank_device
+from tests.copied import by_pickle, by_torch_save, losses_of
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.nn.fully_shard.test_meta_init import shard, whole
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn, sgd
-
-
-def train(model, num_steps=2):
-    """A few steps with a new optimizer; returns the losses."""
-    optimizer, losses = sgd(model), []
-    for step in range(num_steps):
-        *inputs, targets = tiny_batch(dist.get_rank(), step)
-        loss = tiny_loss(model(*inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def assert_same(one, other):
@@ -76,15 +52,15 @@ def test_a_copy_trains_like_the_original(copied_by, num_steps):
         {"reshard_after_forward": False},
     ):
         model = shard(tiny(), **kwargs)
-        train(model, num_steps)
+        losses_of(model, num_steps)
         copied = copied_by(model)
         assert type(copied) is type(model)
         assert repr(copied) == repr(model)
         assert_same(copied, model)
         before = {name: value.clone() for name, value in whole(model).items()}
-        losses = train(copied)
+        losses = losses_of(copied)
         assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
-        assert train(model) == losses
+        assert losses_of(model) == losses
         assert_same(copied, model)
         assert {param.device_mesh for param in copied.parameters()} == {
             param.device_mesh for param in model.parameters()
@@ -199,7 +175,7 @@ def _continue_elsewhere(rank, world_size, path, model, queue):
     """The main function of a process that got a model: join a group, train, report."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     try:
-        queue.put((train(model), model.shared.bias.full_tensor().tolist()))
+        queue.put((losses_of(model), model.shared.bias.full_tensor().tolist()))
     except Exception as error:
         queue.put(repr(error))
     finally:
@@ -214,14 +190,14 @@ def test_it_can_be_passed_to_another_process():
     path = [str(Path(tempfile.mkdtemp()) / "store")]
     dist.broadcast_object_list(path)
     model = shard(tiny())
-    train(model)
+    losses_of(model)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_continue_elsewhere, args=(dist.get_rank(), 2, path[0], model, queue))
     process.start()
     result = queue.get(timeout=100)
     process.join(30)
-    assert result == (train(model), model.shared.bias.full_tensor().tolist())
+    assert result == (losses_of(model), model.shared.bias.full_tensor().tolist())
 
 
 class WithLock(nn.Linear):

@@ -14,8 +14,9 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import register_fsdp_forward_method as register
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
+from tests.nn.fully_shard.beside import train_beside
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import randn
 
 
 class Coder(nn.Module):
@@ -72,18 +73,7 @@ def by_methods(model, key):
 def steps_alike(wrap, loss_of):
     """Train the sharded model and its plain twin; the same losses and values."""
     plain, model = coder(), wrap(coder())
-    optimizers = sgd(plain), sgd(model)
-    for step in range(3):
-        losses = [loss_of(net, step) for net in (plain, model)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-        average_grads_(plain.parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in model.named_parameters():
-        assert torch.equal(value.full_tensor(), plain.get_parameter(name)), name
+    train_beside(model, plain, loss_of)
     return model
 
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
 from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
+from tests.nn.fully_shard.beside import train_beside
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import randn
 
 from .test_control import gathered, num_gathers
 
@@ -44,19 +45,6 @@ def shard(model, *members, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-def alike(model, plain, num_steps=3):
-    optimizers = [sgd(model), sgd(plain)]
-    for step in range(num_steps):
-        for net in (model, plain):
-            net(randn(3, 4, key=step).requires_grad_()).square().sum().backward()
-        average_grads_(plain.parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in model.named_parameters():
-        assert torch.equal(value.full_tensor(), plain.get_parameter(name)), name
-
-
 CALLS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 0, 2, 3), (0, 1, 2, 3, 0, 2), (0, 0, 1, 2, 2)]
 
 
@@ -67,7 +55,7 @@ def test_orders_of_calls(recompute):
     for calls in CALLS:
         plain = Net(calls, recompute)
         model = shard(copy.deepcopy(plain), 0, 2)
-        alike(model, plain)
+        train_beside(model, plain)
         assert gathered(model) == [], calls
 
 
@@ -104,7 +92,7 @@ def test_one_that_is_not_called():
     with torch.no_grad():
         model(randn(2, 4))
     assert gathered(model) == []
-    alike(model, plain)
+    train_beside(model, plain)
 
 
 @on_ranks(2)
@@ -125,7 +113,7 @@ def test_one_nested_in_another():
     model = copy.deepcopy(plain)
     fully_shard([model[0], model[0].inner])
     fully_shard(model)
-    alike(model, plain)
+    train_beside(model, plain)
     with torch.no_grad():
         assert torch.equal(model[0].inner(randn(2, 4)), copy.deepcopy(model)[0].inner(randn(2, 4)))
 
@@ -165,7 +153,7 @@ def test_exceptions_between_members():
     with pytest.raises(KeyboardInterrupt):
         model(randn(2, 4))
     assert gathered(model) == []
-    alike(model, plain)
+    train_beside(model, plain)
 
 
 @on_ranks(2)
