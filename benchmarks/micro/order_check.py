@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from models import MODELS, build_gpt
 from report import Spread, table
 
+from fairshard.checks.order_check import OrderCheck
 from fairshard.nn import FSDP
-from fairshard.nn.data_parallel.order_check import OrderCheck
 
 MODES = ["off", "sampled", "always"]
 METHODS = ["begin_forward", "end_forward", "begin_backward", "end_backward"]

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
 from fairshard.checkpoint.reader import first_line, load_object
-from fairshard.nn.data_parallel.optim_params import OptimParams
-from fairshard.nn.data_parallel.state_dict_config import StateDictType
-from fairshard.nn.data_parallel.state_methods import StateMethods
+from fairshard.nn.data_parallel.wrapper.state import StateMethods
+from fairshard.settings.state_dicts import StateDictType
+from fairshard.state.optim_params import OptimParams
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.span_tensor import SpanTensor
 

@@ -20,7 +20,7 @@ from fairshard.checkpoint.output import NewOutput, mapped_like
 from fairshard.checkpoint.reader import first_line
 from fairshard.checkpoint.storage import MANIFEST, LocalStorage
 from fairshard.errors import CheckpointError
-from fairshard.nn.data_parallel.fairscale_shards import Shard, in_order_of_ranks, parse, tied, whole_values
+from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, tied, whole_values
 
 
 def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Manifest:

@@ -22,10 +22,10 @@ from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
 from fairshard.checkpoint.storage import storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
 from fairshard.errors import CheckpointError
-from fairshard.nn.data_parallel.optim_params import OptimParams
-from fairshard.nn.data_parallel.optim_state_loading import ShardedOptimState
-from fairshard.nn.data_parallel.state_dict_config import StateDictType
-from fairshard.nn.data_parallel.state_methods import StateMethods
+from fairshard.nn.data_parallel.wrapper.state import StateMethods
+from fairshard.settings.state_dicts import StateDictType
+from fairshard.state.optim_loading import ShardedOptimState
+from fairshard.state.optim_params import OptimParams
 
 
 def load(

@@ -33,8 +33,8 @@ from fairshard.checkpoint.snapshot import Buffers, Snapshot
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.errors import CheckpointError
-from fairshard.nn.data_parallel.optim_params import OptimParams
-from fairshard.nn.data_parallel.optim_state_dict import GatheredOptimState, problem_among
+from fairshard.state.optim_gathering import GatheredOptimState, problem_among
+from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_objects
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fairshard.checkpoint.contents import model_keys, whole_entry
 from fairshard.errors import CheckpointError
-from fairshard.nn.data_parallel.full_params import spans_of
-from fairshard.nn.data_parallel.optim_params import NamedParam, OptimParams
-from fairshard.nn.data_parallel.optim_state_loading import is_elementwise
+from fairshard.state.full_params import spans_of
+from fairshard.state.optim_loading import is_elementwise
+from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.span_tensor import SpanTensor
 
 _MOST_NAMES = 4

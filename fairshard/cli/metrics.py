@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import fairshard
-from fairshard.nn.data_parallel.summary import StateBytes
+from fairshard.plan.summary import StateBytes
 
 
 @dataclass(frozen=True)

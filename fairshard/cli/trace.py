@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from fairshard.nn import UnitEvent, observe
+from fairshard.observe.timeline import draw_timeline, write_trace
 from fairshard.utils.messages import gather_objects, host_group
-from fairshard.utils.timeline import draw_timeline, write_trace
 
 TRACE_FILES = ("trace.json", "trace.png")
 

@@ -46,7 +46,7 @@ from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trace import traced
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
-from fairshard.nn.data_parallel.summary import UnitRow, unit_lines, unit_table
+from fairshard.plan.summary import UnitRow, unit_lines, unit_table
 from fairshard.utils.device import peak_memory, set_device, visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 

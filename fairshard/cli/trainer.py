@@ -21,8 +21,8 @@ from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.text import Bytes, Text, even_starts, windows
 from fairshard.nn import FullyShardedDataParallel
-from fairshard.nn.data_parallel.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.plan.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.device import memory_allocated
 from fairshard.utils.messages import gather_scalars

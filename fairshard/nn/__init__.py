@@ -1,11 +1,12 @@
 """Modules and wrappers."""
 
+from fairshard.nn import comm_hooks
 from fairshard.nn.checkpoint import checkpoint_wrapper
 from fairshard.nn.data_parallel import *  # noqa: F403
-from fairshard.nn.data_parallel import FullyShardedDataParallel, comm_hooks
+from fairshard.nn.data_parallel import FullyShardedDataParallel
 from fairshard.nn.data_parallel import __all__ as _exported
-from fairshard.nn.data_parallel.buffers import cast_buffers_
 from fairshard.nn.flatten_params_wrapper import FlattenParamsWrapper
+from fairshard.params.buffers import cast_buffers_
 from fairshard.utils.custom_comms import AllGather, ReduceScatter
 
 FSDP = FullyShardedDataParallel

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.nn.data_parallel.forwarding import Forwarding
-from fairshard.nn.data_parallel.tree import units_below
+from fairshard.engine.tree import units_below
+from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
 from fairshard.utils.layout import FlatLayout
 
 _NAME = "flat_param"

@@ -26,11 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from fairshard.nn.data_parallel.ignored import resolve_ignored
-from fairshard.nn.data_parallel.memory_plan import OPTIMIZERS, BucketRow, MemoryTerm, WrapPlan, plan_memory
-from fairshard.nn.data_parallel.unit_plan import UnitPlan
-from fairshard.nn.data_parallel.wrap_choice import Chooser, ModuleTree
-from fairshard.nn.data_parallel.wrap_policies import (
+from fairshard.plan.choice import Chooser, ModuleTree
+from fairshard.plan.memory import OPTIMIZERS, BucketRow, MemoryTerm, WrapPlan, plan_memory
+from fairshard.plan.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     _or_policy,
@@ -42,6 +40,8 @@ from fairshard.nn.data_parallel.wrap_policies import (
     transformer_auto_wrap_policy,
     wrapper_config,
 )
+from fairshard.plan.units import UnitPlan
+from fairshard.setup.ignored import resolve_ignored
 from fairshard.utils.device import default_device_type
 from fairshard.utils.messages import group_of_one
 

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fairshard.checks.optimizer_check import allow_held_gradients, check_cpu_steps, name_of_shard
+from fairshard.engine.root import Root
+from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
-from fairshard.nn.data_parallel.claim import claim
-from fairshard.nn.data_parallel.flat_param import FlatParam
-from fairshard.nn.data_parallel.grad_norm import clip_grad_norm_, exceeds
-from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients, check_cpu_steps, name_of_shard
-from fairshard.nn.data_parallel.root import Root
-from fairshard.nn.data_parallel.tree import unit_of, units_below
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
+from fairshard.optim.grad_norm import clip_grad_norm_, exceeds
 from fairshard.optim.grad_staging import GradStaging
 from fairshard.optim.local_parts import LocalParts
 from fairshard.optim.shard_step import ShardStep, Twin
+from fairshard.params.flat_param import FlatParam
+from fairshard.setup.claim import claim
 
 ClipMode = Literal["wait", "speculate"]
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fairshard.errors import FairshardError
-from fairshard.nn.data_parallel.flat_param import FlatParam
-from fairshard.nn.data_parallel.orig_param import OrigParam
-from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.optim.shard_step import ShardStep
+from fairshard.params.flat_param import FlatParam
 from fairshard.utils.device import Event, now
+from fairshard.views.orig_param import OrigParam
+from fairshard.views.viewed_flat_param import Stepped
 
 
 class ShardOptimizer(Protocol):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fairshard.nn.data_parallel.viewed_flat_param import Stepped
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.utils.pinned import host_empty_like
+from fairshard.views.viewed_flat_param import Stepped
 
 
 class GradStaging:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fairshard.nn.data_parallel.orig_param import OrigParam
-from fairshard.nn.data_parallel.viewed_flat_param import Stepped
+from fairshard.views.orig_param import OrigParam
+from fairshard.views.viewed_flat_param import Stepped
 
 
 class LocalParts:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fairshard.checks.optimizer_check import allow_held_gradients
 from fairshard.errors import FairshardError
-from fairshard.nn.data_parallel.optimizer_check import allow_held_gradients
 from fairshard.optim.local_parts import LocalParts
 from fairshard.utils.before_step import about_to_step
 from fairshard.utils.tensors import round_stochastically_

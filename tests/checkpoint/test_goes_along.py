@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from fairshard.checkpoint import Checkpointer, load, save
 from fairshard.checkpoint.reader import CheckpointReader
+from fairshard.engine.tree import units_below
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.optim import ShardedGradScaler
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import on_ranks

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy
-from fairshard.nn.data_parallel.summary import unit_table
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.nn.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -26,6 +25,7 @@ from fairshard.nn.wrap import (
     size_based_auto_wrap_policy,
     wrap,
 )
+from fairshard.plan.summary import unit_table
 from fairshard.utils.testing import fake_group
 from tests.models import Block, loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy, fully_shard
-from fairshard.nn.data_parallel.summary import unit_table
 from fairshard.nn.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -20,6 +19,7 @@ from fairshard.nn.wrap import (
     describe,
     size_based_auto_wrap_policy,
 )
+from fairshard.plan.summary import unit_table
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import fake_group
 from tests.models import Block as TinyBlock

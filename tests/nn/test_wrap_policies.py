@@ -10,9 +10,9 @@ import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
 import fairshard.nn.wrap as ours
-from fairshard.nn.data_parallel.ignored import resolve_ignored
-from fairshard.nn.data_parallel.wrap_choice import Chooser, ModuleTree
-from fairshard.nn.data_parallel.wrap_policies import call_policy
+from fairshard.plan.choice import Chooser, ModuleTree
+from fairshard.plan.policies import call_policy
+from fairshard.setup.ignored import resolve_ignored
 
 
 class Linears(nn.Sequential):

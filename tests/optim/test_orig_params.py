@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.summary import state_bytes
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.plan.summary import state_bytes
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fairshard.utils.method_tap import tap
+from fairshard.observe.method_tap import tap
 
 
 class Adder:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from fairshard.utils.timeline import Bar, bars, draw_timeline, write_trace
-from fairshard.utils.unit_event import Phase, UnitEvent
+from fairshard.observe.timeline import Bar, bars, draw_timeline, write_trace
+from fairshard.observe.unit_event import Phase, UnitEvent
 
 # name, fqn, time: a forward in which `a` waits for its gather while that of `b` is issued, then a backward of `b`
 STEP = [

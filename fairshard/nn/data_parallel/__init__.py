@@ -1,14 +1,17 @@
 """The engine, and the doors to it."""
 
+from fairshard.engine.training_state import TrainingState
+from fairshard.engine.tree import clean_tensor_name
 from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
-from fairshard.nn.data_parallel.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from fairshard.nn.data_parallel.fully_shard import fully_shard
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from fairshard.nn.data_parallel.observer import Observation, observe
-from fairshard.nn.data_parallel.optim_state_keys import OptimStateKeyType
-from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fairshard.nn.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fairshard.nn.data_parallel.state_dict_config import (
+from fairshard.nn.data_parallel.in_place.module import FSDPModule, UnshardHandle, share_comm_ctx
+from fairshard.nn.data_parallel.wrapper.attributes import get_fsdp_instances
+from fairshard.observe.observer import Observation, observe
+from fairshard.observe.unit_event import Phase, UnitEvent
+from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fairshard.settings.state_dicts import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -20,10 +23,7 @@ from fairshard.nn.data_parallel.state_dict_config import (
     StateDictSettings,
     StateDictType,
 )
-from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import clean_tensor_name
-from fairshard.nn.data_parallel.unit_attributes import get_fsdp_instances
-from fairshard.utils.unit_event import Phase, UnitEvent
+from fairshard.state.optim_keys import OptimStateKeyType
 
 __all__ = [
     "BackwardPrefetch",

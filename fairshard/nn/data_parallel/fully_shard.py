@@ -11,30 +11,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fairshard.nn.data_parallel.config import UnitConfig, resolve
-from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
-from fairshard.nn.data_parallel.fsdp_module import FSDPModule, sharded_class
-from fairshard.nn.data_parallel.groups import find_groups
-from fairshard.nn.data_parallel.ignored import resolve_ignored
-from fairshard.nn.data_parallel.late_options import LateOptions
-from fairshard.nn.data_parallel.members import Members
-from fairshard.nn.data_parallel.optimizer_check import watch_optimizers
-from fairshard.nn.data_parallel.options import ShardingStrategy
-from fairshard.nn.data_parallel.param_slot import ParamSlot
-from fairshard.nn.data_parallel.policies import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    adopt_policy,
-)
-from fairshard.nn.data_parallel.registration import watch_registrations
-from fairshard.nn.data_parallel.saved_mesh import check_mesh, default_mesh
-from fairshard.nn.data_parallel.scalar_state import watch_scalars
-from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_rows
-from fairshard.nn.data_parallel.state_dict_config import StateDictType, resolve_settings
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
-from fairshard.nn.data_parallel.unit import Unit
-from fairshard.nn.data_parallel.whole_values import accept_whole_values
+from fairshard.checks.optimizer_check import watch_optimizers
+from fairshard.engine.members import Members
+from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
+from fairshard.engine.unit import Unit
+from fairshard.nn.data_parallel.in_place.loading import accept_whole_values
+from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
+from fairshard.nn.data_parallel.in_place.registration import watch_registrations
+from fairshard.nn.data_parallel.in_place.scalar_state import watch_scalars
+from fairshard.params.slot import ParamSlot
+from fairshard.settings.config import UnitConfig, resolve
+from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
+from fairshard.settings.groups import find_groups
+from fairshard.settings.late_options import LateOptions
+from fairshard.settings.mesh import check_mesh, default_mesh
+from fairshard.settings.state_dicts import StateDictType, resolve_settings
+from fairshard.setup.construction import make_ready, resolve_construction
+from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.sharding import check_not_sharded, shard_rows
 from fairshard.utils.device import current_device
 
 Placement = Callable[[nn.Parameter], Shard | None]

@@ -10,27 +10,27 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
+from fairshard.engine.training_state import TrainingState
+from fairshard.engine.tree import UNIT_ATTRIBUTE, join, units_below, walk
+from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel.config import resolve
-from fairshard.nn.data_parallel.construction import make_ready, resolve_construction
-from fairshard.nn.data_parallel.conversion import check_conversion
-from fairshard.nn.data_parallel.full_params import Showing, summon
-from fairshard.nn.data_parallel.grad_methods import GradMethods
-from fairshard.nn.data_parallel.groups import Groups, find_groups
-from fairshard.nn.data_parallel.ignored import resolve_ignored
-from fairshard.nn.data_parallel.join_methods import JoinMethods
-from fairshard.nn.data_parallel.late_options import late_options, offload_of
-from fairshard.nn.data_parallel.method_calls import gathering, naming_cure
-from fairshard.nn.data_parallel.optim_state_methods import OptimStateMethods
-from fairshard.nn.data_parallel.optimizer_check import watch_copy, watch_optimizers
-from fairshard.nn.data_parallel.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fairshard.nn.data_parallel.prefetch_methods import PrefetchMethods
 from fairshard.nn.data_parallel.running import run
-from fairshard.nn.data_parallel.sharding import check_not_sharded, shard_parameters
-from fairshard.nn.data_parallel.training_state import TrainingState
-from fairshard.nn.data_parallel.tree import UNIT_ATTRIBUTE, join, units_below, walk
-from fairshard.nn.data_parallel.unit import Unit
-from fairshard.nn.data_parallel.unit_plan import auto_wrap_children
+from fairshard.nn.data_parallel.wrapper.grads import GradMethods
+from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
+from fairshard.nn.data_parallel.wrapper.methods import gathering, naming_cure
+from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
+from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
+from fairshard.plan.units import auto_wrap_children
+from fairshard.settings.config import resolve
+from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.settings.groups import Groups, find_groups
+from fairshard.settings.late_options import late_options, offload_of
+from fairshard.setup.construction import make_ready, resolve_construction
+from fairshard.setup.conversion import check_conversion
+from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.sharding import check_not_sharded, shard_parameters
+from fairshard.state.full_params import Showing, summon
 
 
 class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, PrefetchMethods):

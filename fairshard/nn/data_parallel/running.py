@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairshard.nn.data_parallel.agreement import warn_of_other_values
-from fairshard.nn.data_parallel.claim import claim
-from fairshard.nn.data_parallel.origin import move_inputs
+from fairshard.checks.agreement import warn_of_other_values
+from fairshard.engine.origin import move_inputs
+from fairshard.engine.unit import Unit
+from fairshard.engine.unit_call import call_in
 from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
-from fairshard.nn.data_parallel.unit import Unit
-from fairshard.nn.data_parallel.unit_call import call_in
+from fairshard.setup.claim import claim
 
 
 def run(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel import autograd_hooks
+from fairshard.utils import autograd as autograd_hooks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.nn.data_parallel.test_unused import Chosen, alternate, loss_of, wrap_all
 from tests.on_ranks import on_ranks

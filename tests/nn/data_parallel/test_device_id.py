@@ -12,10 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
+from fairshard.engine.origin import move_inputs
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel import construction, placement, running
-from fairshard.nn.data_parallel.construction import resolve_construction
-from fairshard.nn.data_parallel.origin import move_inputs
+from fairshard.nn.data_parallel import running
+from fairshard.setup import construction, placement
+from fairshard.setup.construction import resolve_construction
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import GradRequiresGradError
 from fairshard.nn import TrainingState
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import CollectiveCounter
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks

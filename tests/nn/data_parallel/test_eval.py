@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd

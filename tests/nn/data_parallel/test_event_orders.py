@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as torch_checkpoint_wrapper
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import checkpoint_wrapper
-from fairshard.nn.data_parallel.tree import units_below
 from tests.event_lines import Branches, Expert, ExpertBlock, Stack, order, tokens, without_unshards
 from tests.models import DIM, Block
 from tests.on_ranks import on_ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks

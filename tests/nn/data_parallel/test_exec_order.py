@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.nn.data_parallel.exec_order import ExecOrder
+from fairshard.engine.exec_order import ExecOrder
 
 passes = st.lists(st.sampled_from("abcd"), max_size=8)
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, register_forward_method
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_alike

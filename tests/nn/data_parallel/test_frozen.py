@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks

@@ -4,9 +4,9 @@ import copy
 
 from torch import nn
 
+from fairshard.engine import tree
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import clean_tensor_name, get_fsdp_instances
-from fairshard.nn.data_parallel import tree
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, NotRootError, TrainingStateError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
-from fairshard.nn.data_parallel.tree import units_below
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd

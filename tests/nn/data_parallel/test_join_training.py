@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, NonFiniteGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.comm_hooks import LowPrecisionState, fp16_compress_hook
-from fairshard.nn.data_parallel.tree import units_below
+from fairshard.nn.comm_hooks import LowPrecisionState, fp16_compress_hook
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.utils.collectives import counters, reset_counters
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.engine.unit import Unit
 from fairshard.nn import FullStateDictConfig, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.unit import Unit
 from fairshard.utils.testing import CollectiveCounter
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks

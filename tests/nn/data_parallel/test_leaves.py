@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fairshard.nn.data_parallel.tree import units_below
+from fairshard.engine.tree import units_below
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks

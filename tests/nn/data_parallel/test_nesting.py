@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from tests.models import Block, loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, train_alike

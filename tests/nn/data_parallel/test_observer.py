@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import comm_hooks, observe
-from fairshard.nn.data_parallel.tree import units_below
+from fairshard.observe import method_tap
 from fairshard.optim import CPUOptimizer
-from fairshard.utils import method_tap
 from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils import reduce_scatter_bucketer
 from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.testing import rank_device, run_ranks

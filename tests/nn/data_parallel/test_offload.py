@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import HostMemoryError
-from fairshard.nn.data_parallel import placement as placement_module
-from fairshard.nn.data_parallel.placement import check_host_memory
-from fairshard.nn.data_parallel.shard_grad import GradTransfers
-from fairshard.nn.data_parallel.summary import copy_wait_s, state_bytes
 from fairshard.optim import CPUOptimizer
+from fairshard.params.shard_grad import GradTransfers
+from fairshard.plan.summary import copy_wait_s, state_bytes
+from fairshard.setup import placement as placement_module
+from fairshard.setup.placement import check_host_memory
 from fairshard.utils.device import Event
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType
-from fairshard.nn.data_parallel.optim_params import OptimParams
-from fairshard.nn.data_parallel.optim_state_loading import ShardedOptimState
+from fairshard.state.optim_loading import ShardedOptimState
+from fairshard.state.optim_params import OptimParams
 from fairshard.utils.span_tensor import SpanTensor
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fairshard.checks import order_check
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
-from fairshard.nn.data_parallel import order_check
 from fairshard.utils import collectives
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import delayed, rank_device

@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
+from fairshard.engine.exec_order import ExecOrder
+from fairshard.engine.tree import units_below
+from fairshard.engine.unit import Unit
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.exec_order import ExecOrder
-from fairshard.nn.data_parallel.tree import units_below
-from fairshard.nn.data_parallel.unit import Unit
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

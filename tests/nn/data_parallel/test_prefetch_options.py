@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import BackwardPrefetch
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.collectives import counters, reset_counters
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.nn.data_parallel.test_prefetch import events, most_gathered, without

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from fairshard.nn.data_parallel.flat_param import FlatParam
+from fairshard.params.flat_param import FlatParam
 from tests.models import SavedTransposed, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import CollectiveCounter
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import ShardChangedError
 from fairshard.nn import BackwardPrefetch, observe
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike

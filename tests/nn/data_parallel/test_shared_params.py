@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.checkpoint import load, save
+from fairshard.engine.tree import units_below
 from fairshard.errors import TrainingStateError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import Reference, assert_same_state, average_grads_, randn, sgd, train_alike

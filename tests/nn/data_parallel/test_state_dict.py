@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.models import SavedTransposed, Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks

@@ -10,6 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fairshard import nn as fairshard_nn
+from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, StateDictTypesDifferError
 from fairshard.nn import (
     FSDP,
@@ -24,7 +25,6 @@ from fairshard.nn import (
     StateDictSettings,
     StateDictType,
 )
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.span_tensor import SpanTensor
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_alike

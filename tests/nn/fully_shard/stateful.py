@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import fully_shard
-from fairshard.nn.data_parallel.tree import units_below
 from tests.reference import average_grads_, randn
 from tests.trained import odd
 

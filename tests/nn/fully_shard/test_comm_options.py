@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.errors import TrainingStateError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fairshard.nn.data_parallel.fsdp_module import root_of
+from fairshard.nn.data_parallel.in_place.module import root_of
 from fairshard.utils.device import Stream
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.testing import rank_device
@@ -279,7 +279,7 @@ def test_the_event_of_a_step_is_waited_for_once():
     model.set_post_optim_event(event)
     given = root_of(model).after_step
     with mock.patch.object(Stream, "wait", noting):
-        with mock.patch("fairshard.nn.data_parallel.root.now") as moment:
+        with mock.patch("fairshard.engine.root.now") as moment:
             model(randn(3, 4, key=(0,)))
             is_cuda = rank_device().type == "cuda"
             assert given is not None

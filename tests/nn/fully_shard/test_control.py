@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import TrainingStateError
 from fairshard.nn import UnshardHandle, fully_shard, share_comm_ctx
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import mlp

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fairshard.nn.data_parallel.saved_mesh import default_mesh
+from fairshard.settings.mesh import default_mesh
 from fairshard.utils.testing import rank_device
 from tests.copied import by_pickle, by_torch_save, losses_of
 from tests.models import mlp, tiny, tiny_batch, tiny_loss

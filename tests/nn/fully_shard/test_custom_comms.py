@@ -11,10 +11,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fairshard.errors import FairshardError, OptionsExcludeError
 from fairshard.nn import AllGather, MixedPrecisionPolicy, ReduceScatter, fully_shard
-from fairshard.nn.data_parallel.routed_flat_param import Route
 from fairshard.utils import custom_comms
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
+from fairshard.views.routed_flat_param import Route
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
@@ -231,7 +231,7 @@ def test_memory_of_the_group_is_used_where_there_is_some():
         plain = mlp(4, 9, 5, 3)
         expected = train(linears(copy.deepcopy(plain)))
         model = linears(plain)
-        patch.setattr("fairshard.nn.data_parallel.comm_methods.check_allocates", lambda group, device: None)
+        patch.setattr("fairshard.nn.data_parallel.in_place.comm.check_allocates", lambda group, device: None)
         patch.setattr(custom_comms, "_of_backend", allocate)
         model[0].set_allocate_memory_from_process_group_for_comm(True)
         with pytest.raises(OptionsExcludeError, match="where memory comes from the process group"):

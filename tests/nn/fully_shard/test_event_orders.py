@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import Phase, fully_shard, observe
-from fairshard.nn.data_parallel.tree import units_below
 from tests.event_lines import CHECKPOINTED, Branches, Expert, ExpertBlock, Stack, order, tokens, without_unshards
 from tests.models import DIM, VOCAB, Block
 from tests.on_ranks import on_ranks

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import FSDPModule, MixedPrecisionPolicy, fully_shard, register_forward_method
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import register_fsdp_forward_method as register
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.nn.fully_shard.beside import train_beside
 from tests.on_ranks import in_full, on_ranks

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fairshard.engine.tree import units_below
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
-from fairshard.nn.data_parallel.tree import units_below
 from fairshard.utils.testing import rank_device
 from tests.nn.fully_shard.beside import train_beside
 from tests.on_ranks import in_full, on_ranks

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
-from fairshard.nn.data_parallel.groups import part_of
+from fairshard.settings.groups import part_of
 from fairshard.utils.collectives import communicator
 
 WORLD_SIZE = 128

@@ -1,0 +1,140 @@
+"""Whether all ranks of a group have built the same units of the same values; compared once, before the first gather."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import zip_longest
+
+import torch
+
+from fairshard.engine.tree import join
+from fairshard.engine.unit import Unit
+from fairshard.errors import RanksDisagreeError
+from fairshard.params.flat_param import FlatParam
+from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.user_line import level_of_user
+from fairshard.views.rows_flat_param import RowsFlatParam
+
+
+def check_agreement(comm: Communicator, units: list[Unit], device: torch.device) -> None:
+    """Compare names, shapes and settings of ``units`` across the ranks of ``comm``. **Collective.**
+
+    Raises:
+        RanksDisagreeError: on every rank, naming the first difference.
+    """
+    check_same(comm, [line for unit in units for line in (*_describe(unit), *_describe_place(unit, comm))], device)
+
+
+def check_same(comm: Communicator, own: list[str], device: torch.device) -> None:
+    """Compare what each rank of ``comm`` says of its model, line by line. **Collective.**
+
+    Raises:
+        RanksDisagreeError: on every rank, naming the first difference.
+    """
+    if comm.agree(_digest(own), device):
+        return
+    every = comm.gather_objects(own)
+    for rank, lines in enumerate(every):
+        for ours, theirs in zip_longest(every[0], lines, fillvalue="nothing more"):
+            if ours != theirs:
+                raise RanksDisagreeError(
+                    "All ranks must wrap the same model in the same way, but the first difference is: rank 0 has "
+                    f"{ours}; rank {rank} has {theirs}. Build the model from the same code and configuration on "
+                    "every rank."
+                )
+    raise RanksDisagreeError("Ranks disagree on the model, yet describe it alike; please report this.")
+
+
+def warn_of_other_values(units: list[Unit]) -> None:
+    """Warn if ``units``, still as they were cut, were cut from other values on other ranks. **Collective.**"""
+    groups = {unit: [communicator(group) for group in unit.groups.spanning()] for unit in units}
+    for comm in dict.fromkeys(comm for comms in groups.values() for comm in comms):
+        own: dict[str, int | None] = {}
+        for unit in units:
+            if comm in groups[unit]:
+                sums, is_cut = unit.origin.sums, not unit.origin.has_changed(unit.flat_params)
+                own.update({join(unit.fqn, fqn): int(value) if is_cut else None for fqn, value in sums.items()})
+        if not comm.agree(_digest([f"{fqn} {value}" for fqn, value in own.items()]), units[0].device):
+            _warn_of_difference(comm.gather_objects(own))
+    for unit in units:
+        unit.origin.sums = {}
+
+
+def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
+    for rank, theirs in enumerate(every):
+        for fqn, value in every[0].items():
+            if None not in (value, theirs.get(fqn)) and value != theirs[fqn]:
+                warnings.warn(
+                    f"All ranks should begin with the same weights, but `{fqn}` was not the same on ranks 0 and {rank} "
+                    "when it was wrapped: the model is now made of parts of both. Seed all ranks alike, load a state "
+                    "dict, or pass `sync_module_states=True` to every wrapper.",
+                    stacklevel=level_of_user(),
+                )
+                return
+
+
+@contextmanager
+def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
+    """Let ``units`` join a root inside; none has if that raises, or the next call would go on with half of it."""
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.root = None
+        raise
+
+
+def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:
+    """Raise ``error``; where it is None, one of the same kind if another rank of a group has one. **Collective.**
+
+    A rank that raises alone leaves the others waiting in their next collective.
+    """
+    for comm in comms:
+        if comm.world_size > 1 and comm.is_real:
+            kinds = (KeyError, TypeError, ValueError)
+            kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+            every = comm.gather_objects(None if error is None else (kind, str(error)))
+            for rank, found in enumerate(every):
+                if error is None and found is not None:
+                    error = found[0](f"Rank {rank} failed, and so do all: {found[1]}")
+    if error is not None:
+        raise error
+
+
+def _digest(lines: list[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+
+
+def _describe_place(unit: Unit, comm: Communicator) -> list[str]:
+    """Of a unit with replicas, what must be alike among those, or among the ranks that it is cut among."""
+    shard, replicas = unit.groups.shard, unit.groups.replicas
+    if replicas is None:
+        return []
+    place = f"piece {shard.rank} of {shard.world_size}" if comm.group is replicas.group else "a piece"
+    return [f"{place} of unit `{unit.fqn or 'root'}` in {replicas.world_size} replicas"]
+
+
+def _describe(unit: Unit) -> list[str]:
+    config = unit.config
+    place = f"unit `{unit.fqn or 'root'}`"
+    settings = ", ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+    ahead = {"forward": unit.prefetch.forward, "backward": unit.prefetch.backward}
+    lines = [f"{place} with {settings}"]
+    if unit.members is not None:
+        lines.append(f"{place} of {len(unit.members.modules)} modules, outputs in {unit.members.output_dtype}")
+    lines += [f"{place}, gathered ahead in {name}: {[u.fqn for u in units]}" for name, units in ahead.items() if units]
+    lines += [
+        f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "
+        f"{'trainable' if flat_param.requires_grad else 'frozen'}{_describe_cut(flat_param, index)}"
+        for flat_param in unit.flat_params
+        for index, slot in enumerate(flat_param.slots)
+    ]
+    return lines
+
+
+def _describe_cut(flat_param: FlatParam, index: int) -> str:
+    return f", cut on {flat_param.dims[index]}" if isinstance(flat_param, RowsFlatParam) else ""

@@ -1,0 +1,106 @@
+"""Which gradients are NaN or infinite, and on which rank: by the names of the parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairshard.engine.unit import Unit
+from fairshard.errors import NonFiniteGradientError
+from fairshard.params.flat_param import FlatParam
+from fairshard.utils.collectives import Communicator
+
+_MAX_NAMED = 4
+
+
+class NanCheck:
+    """Looks at the gradients of one model.
+
+    Every rank's own gradients are looked at before they are added up, for a sum says no more whose fault it is; then
+    the sums, which may overflow where no summand did. The device is waited for once, at the end of the backward.
+    """
+
+    def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
+        self.is_on = units[0].config.nan_check
+        self._units = units
+        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._names: list[str] = []
+        self._flags: list[Tensor] = []
+        self._has_warned = False
+
+    def look(self, unit: Unit) -> None:
+        """Note whether the gradients of ``unit``, whole and of this rank alone, are finite."""
+        for flat_param in unit.flat_params:
+            for slot in flat_param.slots:
+                grad = slot.leaf.grad
+                if grad is not None:
+                    self._names.append(slot.fqn)
+                    self._flags.append(_is_finite(grad))
+
+    def forget(self) -> None:
+        """A pass was interrupted."""
+        self._names.clear()
+        self._flags.clear()
+
+    def end_backward(self) -> None:
+        """Gradients are reduced: compare notes. **Collective.**
+
+        Raises:
+            NonFiniteGradientError: on every rank, if a gradient of any is not finite.
+        """
+        flags = torch.stack(self._flags).tolist() if self._flags else []
+        own = [f"`{name}`" for name, is_finite in zip(self._names, flags, strict=True) if not is_finite]
+        self.forget()
+        own = own or [f"the sum over ranks of `{name}`" for name in _bad_sums(self._units)]
+        found = self._gather(own)
+        if found:
+            raise NonFiniteGradientError(
+                f"With `nan_check=True` gradients must be finite, but in the backward's order the first that are not "
+                f"are {found}. No optimizer has stepped. Look at what these modules compute there; with scaled fp16 "
+                "gradients leave `nan_check` out, for they overflow now and then and the scaler skips that step."
+            )
+
+    def warn_once(self, norm: Tensor) -> None:
+        """Say which reduced gradients make ``norm`` NaN or infinite; the same on every rank. **Collective.**"""
+        if self._has_warned or bool(torch.isfinite(norm)):
+            return
+        self._has_warned = True
+        found = self._gather([f"`{name}`" for name in _bad_sums(self._units)])
+        warnings.warn(
+            f"The gradient norm is {norm.item()}, because of the reduced gradients of {found}: the rank is the one "
+            "that keeps that part. Now and then this is normal with scaled fp16 gradients, whose scaler skips the "
+            "step; else `nan_check=True` names the rank that it began on. This is said once.",
+            stacklevel=4,
+        )
+
+    def _gather(self, own: list[str]) -> str:
+        """What any rank found, in words; empty if none did."""
+        told = [f"{', '.join(own[:_MAX_NAMED])} on rank {dist.get_rank()}"] if own else []
+        for comm in self._comms:
+            has_found = torch.tensor([float(bool(told))], device=self._units[0].device)
+            comm.all_reduce(has_found, "max").wait()
+            if has_found.item():
+                told = list(dict.fromkeys(text for texts in comm.gather_objects(told) for text in texts))
+        return "; ".join(told)
+
+
+def _bad_sums(units: list[Unit]) -> list[str]:
+    """Parameters of whose reduced gradient this rank keeps a part that is not finite."""
+    return [name for unit in reversed(units) for flat_param in unit.flat_params for name in _bad_runs(flat_param)]
+
+
+def _bad_runs(flat_param: FlatParam) -> list[str]:
+    grad = flat_param.grad.value
+    if grad is None or bool(_is_finite(grad)):
+        return []
+    runs = zip(flat_param.slots, flat_param.runs_of(grad), strict=True)
+    return [slot.fqn for slot, (_, run) in runs if not bool(_is_finite(run))]
+
+
+def _is_finite(grad: Tensor) -> Tensor:
+    values = grad.detach()
+    return torch.isfinite(values.coalesce().values() if values.is_sparse else values).all()

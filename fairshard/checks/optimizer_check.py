@@ -1,0 +1,213 @@
+"""An optimizer that would step nothing, half a gradient, or the wrong thing, is told so at its first step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fairshard.engine.unit import Unit
+from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
+from fairshard.params.flat_param import FlatParam
+from fairshard.params.slot import ParamSlot
+from fairshard.settings.config import GradHome, UnitConfig
+
+# Which original parameters are leaves now, which parameters are shards; how many there were, and how many it held, when
+# an optimizer was clean, and the shards whose parts, DTensors, it holds.
+_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By `id`: torch converts DTensors in place (`module.to`) unless something refers to them weakly.
+_shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
+_clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[Tensor]]] = weakref.WeakKeyDictionary()
+_fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that a deepcopy or an unpickling has made since
+_num_sharded = 0
+_is_installed = False
+
+_NEEDS_SHAPES = {
+    "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "Lamb", "LAMB", "FusedLAMB", "Lars", "LARS",
+    "GaLoreAdamW", "CAME", "SM3",
+}  # fmt: skip
+_NEEDS_WHOLE = {"LBFGS"}
+
+
+def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> None:
+    """From now on, check each optimizer that holds shards or original parameters of ``flat_params``."""
+    global _num_sharded
+    for flat_param in flat_params:
+        for slot in flat_param.slots:
+            _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
+            _num_sharded += 1
+        for stepped in flat_param.stepped:
+            _watch(stepped, config.grad_home)
+    _install()
+
+
+def _watch(stepped: Any, home: GradHome) -> None:
+    key = id(stepped.shard)
+
+    def forget(reference: weakref.ref[Any]) -> None:
+        if key in _shards and _shards[key][0] is reference:
+            del _shards[key]
+
+    _shards[key] = weakref.ref(stepped, forget), home
+
+
+def _watched(param: Tensor) -> tuple[Any, GradHome]:
+    """The flat param, or `OrigParam`, whose shard ``param`` is, and where its gradient is kept; else None."""
+    reference, home = _shards.get(id(param), (None, GradHome.SHARD))
+    stepped = reference() if reference is not None else None
+    return (stepped if stepped is not None and stepped.shard is param else None), home
+
+
+def watch_copy(unit: Unit) -> None:
+    """From the next check on, watch the optimizers of ``unit`` too, a copy that is still being put together."""
+    _copies.add(unit)
+    _install()
+
+
+def _install() -> None:
+    global _is_installed
+    if not _is_installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _is_installed = True
+
+
+def _watch_copies() -> None:
+    for unit in list(_copies):
+        _copies.discard(unit)
+        watch_optimizers(unit.flat_params, unit.config)
+
+
+def allow_held_gradients(optimizer: Optimizer) -> None:
+    """``optimizer`` is handed the gradients that units hold: let it step."""
+    _fetchers.add(optimizer)
+
+
+def stepped_of(param: Any) -> Any:
+    """The flat param, or `OrigParam`, whose shard ``param`` is; None if it is not one."""
+    _watch_copies()
+    return _watched(param)[0]
+
+
+def name_of_shard(param: nn.Parameter) -> str | None:
+    """The name of the flat param whose shard ``param`` is; None if it is not one."""
+    flat_param = stepped_of(param)
+    return flat_param.name if flat_param is not None else None
+
+
+def check_optimizer_class(optimizer_class: type, name: str) -> None:
+    """Raise if optimizers of this class cannot step the 1-D shard ``name``.
+
+    Raises:
+        ShardOptimizerError: it needs the shape of a parameter, or all parameters at once.
+    """
+    names = {base.__name__ for base in optimizer_class.__mro__}
+    if names & _NEEDS_SHAPES:
+        raise ShardOptimizerError(
+            f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is the shard of one rank. "
+            "Use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or train that module unwrapped."
+        )
+    if names & _NEEDS_WHOLE:
+        raise ShardOptimizerError(
+            f"{optimizer_class.__name__} needs all parameters and a closure, but `{name}` is the shard of one rank: "
+            "its line search would take another step on every rank. Use an elementwise optimizer (AdamW, SGD)."
+        )
+
+
+def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
+    """Raise if `CPUOptimizer` cannot step the shards of ``units`` with ``optimizer_class``.
+
+    Raises:
+        ShardOptimizerError: as `check_optimizer_class`.
+        ValueError: gradients of shards are in another dtype than the shards.
+    """
+    for unit in units:
+        for flat_param in unit.flat_params:
+            for stepped in flat_param.stepped:
+                check_optimizer_class(optimizer_class, stepped.name)
+        if unit.config.precision.keep_low_precision_grads:
+            raise ValueError(
+                f"CPUOptimizer needs gradients in the dtype of their shards, but unit `{unit.fqn or 'root'}` has "
+                "`keep_low_precision_grads=True`. Leave that out, or use an optimizer that takes such gradients."
+            )
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _watch_copies()
+    seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
+    if optimizer not in _clean or _clean[optimizer][0] != seen:
+        _check(optimizer)
+        _clean[optimizer] = seen, _shards_of_rows(optimizer)
+    for shard in _clean[optimizer][1]:
+        increment_version(shard)
+
+
+def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:
+    """The shards in which the DTensors lie that ``optimizer`` steps.
+
+    torch counts no write of a foreach or fused kernel to a DTensor: it is counted before the step, on these.
+    """
+    found = [_watched(p)[0] for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    return list({id(shard): shard for one in found if one is not None for shard in one.versioned[:1]}.values())
+
+
+def _check(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            slot: weakref.ref[ParamSlot] | None = _sharded.get(param)
+            if slot is not None:
+                known = slot()
+                name = known.fqn if known else "of a model that is gone"
+                raise StaleOptimizerError(
+                    f"An optimizer must be built after wrapping, but {type(optimizer).__name__} holds the original "
+                    f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
+                    "optimizer from `model.parameters()` of the wrapped model."
+                )
+            _check_shard(optimizer, param)
+
+
+def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
+    flat_param, home = _watched(param)
+    if flat_param is None:
+        return
+    if not isinstance(param, DTensor):  # which has its own shape, and what PyTorch's optimizers make of it
+        check_optimizer_class(type(optimizer), flat_param.name)
+    if param._backward_hooks:
+        warnings.warn(
+            f"A hook that `register_hook` put on `{flat_param.name}` is never called, for autograd does not come to "
+            "shards. Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
+            "original parameter before wrapping, where it sees this rank's whole one.",
+            stacklevel=5,
+        )
+    if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
+        _refuse_low_precision(flat_param.name, param)
+    if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
+        raise HeldGradientError(
+            f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
+            f"compute device, where {type(optimizer).__name__} does not see it: it would skip the parameter. Use "
+            "fairshard.optim.CPUOptimizer, or leave `move_grads_to_cpu` out."
+        )
+
+
+def _refuse_low_precision(name: str, param: nn.Parameter) -> None:
+    why = f"but `{name}` is {param.dtype}: its moments lose what they add up."
+    if isinstance(param, DTensor):  # PyTorch's own optimizers step such ones without a word
+        warnings.warn(
+            f"An optimizer on the CPU should step fp32 masters, {why} Shard the fp32 module with "
+            f"MixedPrecisionPolicy(param_dtype={param.dtype}).",
+            stacklevel=6,
+        )
+        return
+    raise ShardOptimizerError(
+        f"An optimizer on the CPU must step fp32 masters, {why} Wrap the fp32 module with `mixed_precision=True` and "
+        f"`compute_dtype={param.dtype}`; CPUOptimizer's `state_dtype` halves the moments."
+    )

@@ -1,0 +1,94 @@
+"""Finding units in a module tree, and naming what is in it as if nothing were wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from fairshard.engine.unit import Unit
+
+UNIT_ATTRIBUTE = "_fairshard_unit"
+_WRAPPED = "module"
+COMPILED = "_orig_mod"  # torch.compile's, which unlike torch's checkpoint wrapper leaves it in state dicts
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a door has made of ``module``, if any."""
+    unit: Unit | None = module.__dict__.get(UNIT_ATTRIBUTE)
+    return unit
+
+
+def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``module`` once, itself first, with its fqn; wrappers share that of what they wrap."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            inside = prefix if name == _WRAPPED and is_wrapper(module) else join(prefix, name)
+            yield from walk(child, inside, seen)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` has been put around what a unit was made of, which is its child ``module``."""
+    unit = unit_of(module)
+    return unit is not None and unit.members is None
+
+
+def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
+    """``(fqn, unit)`` of every unit in the tree of ``module``, outermost first; several modules' names, joined."""
+    found: dict[Unit, dict[int, str]] = {}
+    for fqn, part in walk(module):
+        unit = unit_of(part)
+        if unit is not None:
+            found.setdefault(unit, {})[id(part)] = fqn
+    return [
+        (", ".join(names.values() if unit.members is None else unit.members.in_order(names)), unit)
+        for unit, names in found.items()
+    ]
+
+
+def modules_of(holder: nn.Module) -> list[nn.Module]:
+    """The modules that belong to the unit that ``holder`` has, and to no unit inside it."""
+    return [module for _, module in paths_of(holder)]
+
+
+def paths_of(holder: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `modules_of`, outermost first, each with its path below what was sharded."""
+    if is_wrapper(holder):
+        waiting = [("", child) for child in holder._modules.values() if child is not None]
+    else:
+        waiting = [("", holder)]
+    own: dict[int, tuple[str, nn.Module]] = {}
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) not in own and (module is holder or unit_of(module) is None):
+            own[id(module)] = path, module
+            waiting += [(join(path, name), child) for name, child in module._modules.items() if child is not None]
+    return list(own.values())
+
+
+def renamed(name: str, before: str, after: str) -> str:
+    """What ``name``, in a unit called ``before``, is called when that is called ``after``."""
+    for old, new in zip(before.split(", "), after.split(", "), strict=False):
+        if not old:
+            return join(new, name)
+        if name.startswith(f"{old}."):
+            return join(new, name[len(old) + 1 :])
+    return name
+
+
+def join(prefix: str, name: str) -> str:
+    """``prefix.name``, or the one that is not empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def clean_tensor_name(name: str) -> str:
+    """The name of a parameter or buffer without what wrappers added to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

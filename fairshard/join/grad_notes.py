@@ -1,0 +1,59 @@
+"""Who has zeroed the gradients of shards meanwhile, so that ranks that are done with their batches do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fairshard.params.flat_param import FlatParam
+
+_NONE, _ZEROED, _KEPT = range(3)
+
+
+class GradNotes:
+    """The gradients of ``flat_params`` on this rank, parameter by parameter as optimizers see them."""
+
+    def __init__(self, flat_params: Sequence[FlatParam]) -> None:
+        self._flat_params = flat_params
+        self._noted: list[tuple[Tensor | None, int]] = []
+        self.note()
+
+    def note(self) -> None:
+        """Remember gradients as they are: what changes them from now on to zeros has zeroed them."""
+        self._noted = [(grad, 0 if grad is None else grad._version) for grad in self._grads()]
+
+    def states(self) -> list[int]:
+        """Whether each gradient is none, has been zeroed since it was noted, or has not."""
+        return [self._state(grad, *noted) for grad, noted in zip(self._grads(), self._noted, strict=True)]
+
+    def follow(self, told: Sequence[Sequence[int]]) -> None:
+        """Do to gradients what those ranks did that tell of theirs; kept on one of them is kept."""
+        states = iter([max(every) for every in zip(*told, strict=True)])
+        for flat_param in self._flat_params:
+            for one in flat_param.stepped:
+                state = next(states)
+                grad: Any = one.grad
+                if state == _KEPT and grad.value is not None:
+                    continue
+                if state != _NONE and grad.value is None:
+                    flat_param.grad.value_or_zeros()
+                grad.zero(set_to_none=state == _NONE)
+            flat_param.forget_zeroed()
+
+    def _grads(self) -> list[Tensor | None]:
+        return [one.grad.value for flat_param in self._flat_params for one in flat_param.stepped]
+
+    @staticmethod
+    def _state(grad: Tensor | None, noted: Tensor | None, version: int) -> int:
+        if grad is None:
+            return _NONE
+        is_as_noted = grad is noted and grad._version == version
+        return _KEPT if is_as_noted or grad.any() else _ZEROED
+
+
+def grads_of(flat_params: Sequence[FlatParam]) -> dict[nn.Parameter, Tensor]:
+    """The gradient of each shard that has one, wherever it is kept."""
+    stepped = [one for flat_param in flat_params if flat_param.grad is not None for one in flat_param.stepped]
+    return {one.shard: grad for one in stepped if (grad := one.grad.value) is not None}

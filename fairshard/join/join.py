@@ -1,0 +1,366 @@
+"""Ranks that run out of batches at different times: those that are done keep their part in all that is collective.
+
+Inside ``join`` each pass, backward, clipping and step begins with a small all-reduce that says how many ranks still
+compute. As soon as one does not, the others say before all that they do together what it is, and the ranks that are
+done do their part: they gather, and free at once; they give zeros to be reduced; they step their shards::
+
+    rank 0 (computes)  | forward | a: gather, compute | ... | backward | a: gather, compute | a: reduce | end | step |
+    rank 1 (is done)   | forward | a: gather, free    | ... | backward | a: gather, free    | a: zeros  | end | step |
+
+*Invariant*: what ranks say begins with one number each, whoever they are and whatever follows, so that one message
+always meets another. It is the number that ``torch.distributed.algorithms.Join`` sends, which can take part therefore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
+from fairshard.join.grad_notes import GradNotes
+from fairshard.params.flat_param import FlatParam
+from fairshard.utils.device import now
+from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.utils.watchdog import watch
+
+if TYPE_CHECKING:
+    from fairshard.engine.root import Root
+    from fairshard.engine.unit import Unit
+
+_FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
+_FAILED = 1 << 16  # in a sum of which each rank that computes makes up 1
+
+Call = Callable[..., Callable[[], object]]
+"""What a rank that is done does where others make a call: looks at the arguments, raises, or returns what to do."""
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What the ranks said together: how many compute, with grad, have failed; and what the first of them does next."""
+
+    num_active: int
+    num_with_grad: int
+    num_failed: int
+    subject: int
+
+
+class Join:
+    """The part of one rank in one ``with model.join():``; ``calls`` is what others may call, by name."""
+
+    def __init__(self, root: Root, throws: bool, divides_by_all: bool, calls: Mapping[str, Call]) -> None:
+        comm = root.units[0].comm
+        assert comm is not None
+        for unit in root.units:
+            if unit.comm is not comm or any(flat_param.comms.replicas for flat_param in unit.flat_params):
+                raise ValueError(
+                    f"`join` needs all units sharded over one process group, but unit `{unit.fqn or 'root'}` uses "
+                    "another one or has replicas. Give every rank the same number of batches instead."
+                )
+        self._flat_params = [flat_param for unit in root.units for flat_param in unit.flat_params]
+        if not divides_by_all and any(flat_param.hook is not None for flat_param in self._flat_params):
+            raise ValueError(
+                "`divide_by_initial_world_size` must be True with a communication hook, which does all averaging, but "
+                "is False. Leave it out."
+            )
+        if root.join is not None and root.join.is_in_block:
+            raise TrainingStateError("`join` must not be entered inside of itself. Leave the outer `with` block first.")
+        self.throws = throws
+        self.is_short = False  # some rank is done, as far as this pass knows
+        self.was_short = False
+        self.is_done = False  # this rank is
+        self.has_followed = False
+        self.is_in_block: bool = False
+        self._root = root
+        self._comm = comm
+        self._divides_by_all = divides_by_all
+        self._calls = {"backward": self._join_backward, **calls}
+        self._units = {unit: index for index, unit in enumerate(root.units)}
+        self._places = {flat_param: index for index, flat_param in enumerate(self._flat_params)}
+        self._grads = GradNotes(self._flat_params)
+        self._divisions: dict[FlatParam, Division] = {}
+        self._num_active = comm.world_size
+        self._is_inside = self._is_in_backward = False  # of what a rank that is done follows
+        self._has_failed = False
+
+    # ---- the block
+
+    @contextmanager
+    def taking_part(self, finish: Callable[[], object]) -> Iterator[None]:
+        """Compute inside; then do what is left to do for the ranks that go on, and ``finish`` with all of them."""
+        self.is_in_block = True
+        try:
+            yield
+            while self._follow():
+                pass
+        except CollectiveFailedError:
+            raise
+        except Exception:
+            if not self._has_failed and self._is_one_done(self._count(_FAILED)):
+                self._exchange(num_failed=1)
+            raise
+        finish()
+
+    def close(self) -> None:
+        """The block is over: from now on ranks have the same passes again."""
+        root = self._root
+        if self._is_in_backward:
+            root.reset()
+        self._give_back_divisions()
+        if self.was_short:
+            for unit in root.units:
+                if unit.is_gathered and not unit.is_pinned:
+                    unit.reshard()
+            root.order.end_backward()
+        root.order.forget()
+        root.join = None
+
+    # ---- a rank that computes
+
+    def begin_pass(self) -> None:
+        """A forward begins."""
+        self._say(_FORWARD, torch.is_grad_enabled())
+
+    def end_pass(self) -> None:
+        """It is over."""
+        if self.is_short:
+            self._say(_END_FORWARD)
+
+    def announce(self, unit: Unit) -> None:
+        """``unit`` is gathered next."""
+        if self.is_short and not self.is_done:
+            self._say(_FIRST + self._units[unit])
+
+    def begin_backward(self, order: Sequence[FlatParam]) -> None:
+        """A backward begins, whose gradients will come in ``order``."""
+        self.tell("backward", lambda: ([self._places[flat_param] for flat_param in order],))
+        self._divide()
+
+    def send(self, flat_param: FlatParam, reduces: bool) -> None:
+        """The gradients of ``flat_param`` are reduced next, or kept under ``no_sync``."""
+        if self.is_short:
+            number = self._places[flat_param] + (0 if reduces else len(self._places))
+            self._say(_FIRST + len(self._units) + number)
+
+    def end_backward(self, ends_step: bool) -> bool:
+        """A backward is over, and ``ends_step`` if it has reduced gradients; whether all ranks have computed it."""
+        if self.is_short:
+            self._say(_END_STEP if ends_step else _END_BACKWARD)
+        self._root.settle()
+        self._give_back_divisions()
+        self._grads.note()
+        return not self.is_short
+
+    def tell(self, call: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
+        """``call`` is made next, by all ranks; raise where one that is done cannot follow.
+
+        Raises:
+            FairshardError: on all ranks.
+        """
+        self._say(_CALL, with_grad=call == "backward")
+        if self.is_short:
+            self._comm.gather_objects((call, arguments(), self._grads.states()))
+            self.agree("")
+
+    @contextmanager
+    def telling(self, call: str, *arguments: Any) -> Iterator[None]:
+        """`tell` of a call, which changes gradients inside."""
+        self.tell(call, lambda: arguments)
+        yield
+        self._grads.note()
+
+    def gather(self, value: Any) -> list[Any]:
+        """All ranks are done: zero what was zeroed on the last, and return their ``value``. **Collective.**"""
+        told = self._comm.gather_objects(None if self.has_followed else (value, self._grads.states()))
+        last = [said for said in told if said is not None]
+        if self.has_followed:
+            self._grads.follow([states for _, states in last])
+        return [value for value, _ in last]
+
+    def agree(self, problem: str) -> None:
+        """Raise, on all ranks, if any has a problem. **Collective.**
+
+        Raises:
+            FairshardError: the problem of the first rank that has one.
+        """
+        problems = [told for told in self._comm.gather_objects(problem) if told]
+        if problems:
+            self._has_failed = True
+            raise FairshardError(problems[0])
+
+    def check_all_compute(self, what: str) -> None:
+        """Raise, on all ranks, if ``what``, which needs all of them, is called while some are done."""
+        self._say(_OTHER)
+        if self.is_short:
+            self._fail(
+                f"`{what}` must not be called inside of `join` once a rank has run out of batches. Call it outside of "
+                "the block, or give every rank the same number of batches."
+            )
+
+    # ---- a rank that is done
+
+    def follow_pass(self) -> None:
+        """Do a rank's part in a whole forward, backward or call, after a count of ranks that compute."""
+        self._obey()
+        while self._is_inside and self._follow():
+            pass
+
+    def _follow(self) -> bool:
+        """Do a rank's part in what the others do next; False when there are no others."""
+        self.is_done = True
+        total = self._count(0)
+        if total:
+            self._is_one_done(total)
+            self._obey()
+        return total > 0
+
+    @torch.no_grad()
+    def _obey(self) -> None:
+        self.is_done = self.has_followed = self.is_short = self.was_short = True
+        message = self._exchange()
+        self._check(message)
+        self._num_active = message.num_active
+        root, subject = self._root, message.subject
+        if subject == _FORWARD:
+            self._join_forward()
+        elif subject == _END_FORWARD:
+            self._is_inside = False
+        elif subject in (_END_BACKWARD, _END_STEP):
+            root.settle()
+            self._give_back_divisions()
+            self._is_inside = self._is_in_backward = False
+            root.order_check.end_backward(subject == _END_STEP, is_common=False)
+            if subject == _END_STEP and root.nan_check.is_on:
+                root.nan_check.end_backward()
+        elif subject == _CALL:
+            self._join_call()
+        elif subject == _OTHER:
+            self._fail("Another rank called what needs all ranks, but this one has run out of batches: see its error.")
+        else:
+            self._join_transfer(subject - _FIRST)
+
+    def _join_forward(self) -> None:
+        root = self._root
+        if self._is_in_backward:  # it raised on the others, who go on
+            root.reset()
+            self._is_in_backward = False
+        self._is_inside = True
+        watch(root.order_check)
+        root.unshard_stream.wait(now(root.device))  # the optimizer's step
+        for flat_param in self._flat_params:
+            flat_param.begin_pass()
+
+    def _join_call(self) -> None:
+        told = [said for said in self._comm.gather_objects(None) if said is not None]
+        call, arguments, _ = told[0]
+        self._grads.follow([states for _, _, states in told])
+        action, problem = None, ""
+        try:
+            action = self._calls[call](*arguments)
+        except Exception as error:  # whatever it is: the others wait to hear of it
+            problem = str(error)
+        self.agree(problem)
+        assert action is not None
+        with torch.enable_grad():
+            action()
+
+    def _join_backward(self, places: list[int]) -> Callable[[], object]:
+        return partial(self._begin_backward, [self._flat_params[place] for place in places])
+
+    def _begin_backward(self, order: list[FlatParam]) -> None:
+        self._is_inside = self._is_in_backward = True
+        self._divide()
+        self._root.bucketer.plan(order)
+
+    def _join_transfer(self, number: int) -> None:
+        if number < len(self._units):
+            unit = self._root.units[number]
+            unit.is_stale = True  # gathered again, as on the other ranks
+            unit.unshard()
+            if unit.is_pinned:
+                unit.wait_unshard()
+            else:
+                unit.reshard()
+            return
+        number -= len(self._units)
+        flat_param = self._flat_params[number % len(self._flat_params)]
+        if number < len(self._flat_params):
+            flat_param.num_sent += 1
+            self._root.bucketer.reduce(flat_param)
+        else:
+            flat_param.accumulate()
+
+    # ---- by what gradients are divided
+
+    def _divide(self) -> None:
+        """Divide by the number of ranks that compute, where that is asked for."""
+        self._give_back_divisions()
+        if self._divides_by_all or not self.is_short:
+            return
+        for flat_param in self._flat_params:
+            before = self._divisions[flat_param] = flat_param.division
+            flat_param.division = Division(before.before, before.after * self._num_active / self._comm.world_size)
+
+    def _give_back_divisions(self) -> None:
+        for flat_param, division in self._divisions.items():
+            flat_param.division = division
+        self._divisions.clear()
+
+    # ---- what ranks say
+
+    def _say(self, subject: int, with_grad: bool = False) -> None:
+        total = self._count(1)
+        num_failed, self._num_active = divmod(total, _FAILED)
+        self.is_short = self._is_one_done(total)
+        if self.is_short:
+            self.was_short = True
+            self._check(self._exchange(num_active=1, num_with_grad=int(with_grad), subject=subject))
+        elif num_failed:
+            self._fail("Another rank raised inside of `join`: see its error.")
+
+    def _count(self, own: int) -> int:
+        """The sum over ranks of 1 for those that compute, `_FAILED` for those that raised, 0 for others."""
+        number = torch.tensor([float(own)], device=self._root.device)
+        self._comm.all_reduce(number, "sum").wait()
+        return int(number.item())
+
+    def _is_one_done(self, total: int) -> bool:
+        """Whether some rank is done; raises then, on all ranks, where that is asked for."""
+        is_short = sum(divmod(total, _FAILED)) < self._comm.world_size
+        if is_short and self.throws:
+            self._count(int(self.is_done))  # as PyTorch's Join does in a rank that is done
+            self._fail("A rank has run out of batches, and `throw_on_early_termination=True`. Leave that out to go on.")
+        return is_short
+
+    def _exchange(
+        self, num_active: int = 0, num_with_grad: int = 0, num_failed: int = 0, subject: int = 0
+    ) -> _Message:
+        own = [num_active, num_with_grad, num_failed, subject, subject**2]
+        numbers = torch.tensor(own, dtype=torch.int64, device=self._root.device)
+        self._comm.all_reduce(numbers, "sum").wait()
+        num_active, num_with_grad, num_failed, subject, squares = map(int, numbers.tolist())
+        if num_active * squares != subject**2:  # equal only where all said the same
+            self._fail("Ranks inside of `join` must call the same units in the same order, but did not.")
+        return _Message(num_active, num_with_grad, num_failed, subject // max(num_active, 1))
+
+    def _check(self, message: _Message) -> None:
+        """Raise, on all ranks, where they cannot go on together."""
+        if message.num_failed:
+            self._fail("Another rank raised inside of `join`: see its error.")
+        if message.num_with_grad:
+            for unit in self._root.units:
+                part = unit.config.reshard_after_forward
+                if not isinstance(part, bool) and part not in (1, self._comm.world_size):
+                    self._fail(
+                        "A rank has run out of batches, and others go on to train, which keep what they gather cut "
+                        f"over `reshard_after_forward={part}` ranks in unit `{unit.fqn or 'root'}`: the rank that is "
+                        "done has nothing to keep. Pass True or False, or give every rank the same number of batches."
+                    )
+
+    def _fail(self, why: str) -> None:
+        self._has_failed = True
+        raise FairshardError(f"{why} This is rank {self._comm.rank}.")

@@ -1,0 +1,301 @@
+"""How gathers and gradients of a sharded module travel, as its user may change it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fairshard.engine.tree import unit_of, units_below
+from fairshard.engine.unit import Unit
+from fairshard.errors import OptionsExcludeError
+from fairshard.settings.saved_group import SavedGroup
+from fairshard.setup.claim import claim
+from fairshard.utils.collectives import communicator
+from fairshard.utils.custom_comms import AllGather, GroupAllGather, GroupReduceScatter, ReduceScatter, check_allocates
+from fairshard.utils.device import Event, current_device
+from fairshard.utils.messages import subgroup
+from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.views.rows_flat_param import RowsFlatParam
+
+
+class CommMethods(nn.Module):
+    """Of a sharded module: the methods that say how what it gathers and reduces travels.
+
+    They are called between passes (between a forward and its backward, too), on all ranks alike: what ranks do not
+    agree on makes them wait for each other.
+    """
+
+    # ---- sums over ranks
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: sum gradients over the ranks of a shard only, until it is True again; for meshes with replicas.
+
+        What has been summed waits on each rank, in fp32 or wider, and is added before the sum over replicas in the
+        next backward with True, whether that comes to this module or not; it is divided then, once. Until then the
+        gradients of parameters are zeros if there were none: ``zero_grad`` drops what waits, too, and after any other
+        change the next backward raises. Without replicas it changes nothing.
+
+        Raises:
+            ValueError: ``requires_all_reduce`` is not a bool.
+            TrainingStateError: in the middle of a pass.
+        """
+        check_flag("requires_all_reduce", requires_all_reduce)
+        for unit in _units_of(self, recurse):
+            for flat_param in _routed(unit, "set_requires_all_reduce"):
+                flat_param.route.sums_replicas = requires_all_reduce
+                flat_param.follow_route()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this module's gradients, over all ranks and replicas, by ``factor`` and nothing else.
+
+        Modules below it that are units of their own keep theirs.
+
+        Raises:
+            ValueError: ``factor`` is not positive and finite.
+            TypeError: ``factor`` is not a number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(f"`factor` must be a number to divide gradients by, but is {factor!r}.")
+        if not (factor > 0 and math.isfinite(factor)):
+            raise ValueError(f"`factor` must be positive and finite, to divide gradients by, but is {factor!r}.")
+        for flat_param in _routed(_unit_of(self), "set_gradient_divide_factor"):
+            flat_param.divide_by(Division(1.0, float(factor)))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        warnings.warn(
+            "`set_reduce_scatter_divide_factor` is deprecated: call `set_gradient_divide_factor`.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Changes nothing: what is reduced over ranks is always summed, and divided afterwards.
+
+        Raises:
+            ValueError: ``enable`` is not a bool.
+        """
+        check_flag("enable", enable)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
+        """Let ``hook(mean)`` change this module's gradients before they are added to those of its parameters.
+
+        ``mean`` ``[S]`` is what this rank gets of them, end to end, each padded to what the first rank gets of it:
+        after all sums (on meshes with replicas, that over these too) and the division, in the dtype of the sum, which
+        on gloo is fp32 or wider. It is changed in place. Where parameters have several dtypes, each has a call. The
+        hook may communicate: all ranks call it at the same point, after the reduction of the module's bucket and
+        before the next one. On a GPU it runs on ``stream``, a CUDA stream, or on that of reductions.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            ValueError: there is a ``stream`` and a mesh with replicas, whose sum has a stream.
+            TrainingStateError: in the middle of a pass.
+        """
+        if not callable(hook):
+            raise TypeError(f"`hook` must be callable, but is {hook!r}.")
+        unit = _unit_of(self)
+        if stream is not None and unit.groups.replicas is not None:
+            raise ValueError(
+                "`stream` must be None on a mesh with replicas, where hooks run on the stream of the sum over these."
+            )
+        if stream is not None and not hasattr(stream, "wait_event"):
+            raise TypeError(f"`stream` must be a CUDA stream, but is {stream!r}.")
+        for flat_param in _routed(unit, "set_all_reduce_hook"):
+            flat_param.route.hook, flat_param.route.hook_stream = hook, stream
+            flat_param.follow_route()
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: parameters without a gradient always count as zeros, so that ranks may differ in them.
+
+        Raises:
+            ValueError: ``reduce_scatter_unused_params`` is not a bool.
+        """
+        check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_flag("recurse", recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Changes nothing: at most two buckets have memory at a time, see ``bucket_cap_mb`` of `fully_shard`.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: ``max_input_buffers`` is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"`max_input_buffers` must be an int, but is {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise ValueError(f"`max_input_buffers` must be 1 or more, but is {max_input_buffers}.")
+        check_flag("recurse", recurse)
+
+    # ---- by what they travel
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters through ``comm``, for forward and backward; state dicts do not.
+
+        ``comm`` is an `AllGather`, or has its two methods. Where there is one rank nothing is gathered.
+
+        Raises:
+            TypeError: ``comm`` lacks a method.
+            OptionsExcludeError: memory comes from the process group.
+            TrainingStateError: in the middle of a pass.
+        """
+        for flat_param in _customizable(_unit_of(self), "set_custom_all_gather", comm):
+            flat_param.route.gather = comm
+            flat_param.follow_route()
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Sum this module's gradients over the ranks of a shard through ``comm``, in a bucket of their own.
+
+        ``comm`` is a `ReduceScatter`, or has its two methods; the sum over replicas and the division are ours. Where
+        there is one rank nothing is summed.
+
+        Raises:
+            TypeError: ``comm`` lacks a method.
+            OptionsExcludeError: memory comes from the process group.
+            TrainingStateError: in the middle of a pass.
+        """
+        for flat_param in _customizable(_unit_of(self), "set_custom_reduce_scatter", comm):
+            flat_param.route.scatter = comm
+            flat_param.follow_route()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Gather and reduce this module's parameters and gradients in memory of the backend's own (NCCL has it).
+
+        Raises:
+            ValueError: ``enable`` is not a bool, or the backend has no allocator.
+            OptionsExcludeError: there is a custom all-gather or reduce-scatter.
+            TrainingStateError: in the middle of a pass.
+        """
+        check_flag("enable", enable)
+        unit = _unit_of(self)
+        flat_params = _routed(unit, "set_allocate_memory_from_process_group_for_comm")
+        if any(_is_custom(flat_param) for flat_param in flat_params):
+            raise OptionsExcludeError(
+                "Memory must not come from the process group where communication is custom, which has its own "
+                f"`allocate`, but unit `{unit.fqn or 'root'}` has some. Allocate from the group there."
+            )
+        group = unit.groups.shard.resolve()
+        for flat_param in flat_params:
+            if enable:
+                on_gpu = flat_param.mesh.device_type == "cuda"
+                check_allocates(group, current_device() if on_gpu else torch.device("cpu"))
+            route = flat_param.route
+            route.uses_group_memory = enable
+            route.gather = GroupAllGather(group) if enable else None
+            route.scatter = GroupReduceScatter(group) if enable else None
+            flat_param.follow_route()
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refused: symmetric memory is not allocated here.
+
+        Raises:
+            ValueError: ``backend`` is not ``"NCCL"``.
+            NotImplementedError: it is.
+        """
+        if backend != "NCCL":
+            raise ValueError(f'`backend` must be "NCCL", the only one with symmetric memory, but is {backend!r}.')
+        raise NotImplementedError(
+            "`set_symm_mem_for_comm` is not supported: symmetric memory must stay allocated and registered on all "
+            "ranks, while here buffers are freed with each reshard. Allocate it in an AllGather of your own, for "
+            "`set_custom_all_gather`."
+        )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce gradients in a process group of their own, so that gathers do not queue behind them on NCCL.
+
+        The group is made the first time, and serves all modules over the same ranks. **Collective**, then, over these.
+
+        Raises:
+            ValueError: ``enable`` is not a bool.
+            TrainingStateError: in the middle of a pass.
+        """
+        check_flag("enable", enable)
+        for unit in _units_of(self, recurse):
+            flat_params = _routed(unit, "set_separate_reduce_scatter_group")
+            shard = unit.groups.shard
+            group = _twin(shard.resolve()) if enable and shard.world_size > 1 else None
+            unit.groups.reduce = None if group is None else SavedGroup(group, shard.rank, shard.world_size)
+            for flat_param in flat_params:
+                flat_param.reduce_in(communicator(group or shard.resolve()))
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next pass's gathers wait for ``event``, recorded after the optimizer's step, and for nothing else.
+
+        Otherwise they wait for all that the current stream has been given when the pass begins. It counts once. On CPU
+        it has no effect.
+
+        Raises:
+            TypeError: ``event`` is not an event of a stream.
+            ValueError: it is one of another kind of device.
+        """
+        if not all(hasattr(event, name) for name in ("record", "wait", "query")):
+            raise TypeError(f"`event` must be a torch.Event or torch.cuda.Event, but is {event!r}.")
+        root = _unit_of(self).root or claim(self)
+        device = getattr(event, "device", None)
+        if root.device.type == "cuda" and device is not None and device.type != "cuda":
+            raise ValueError(f"`event` must be one of a CUDA stream, but is one of {device}.")
+        root.after_step = Event(event if root.device.type == "cuda" else None)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless ``value``, of argument ``name``, is a bool.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, but is {value!r}.")
+
+
+def _unit_of(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
+    check_flag("recurse", recurse)
+    return [unit for _, unit in units_below(module)] if recurse else [_unit_of(module)]
+
+
+def _routed(unit: Unit, method: str) -> list[RowsFlatParam]:
+    """The flat params of ``unit``, whose route ``method`` changes; raises in the middle of a pass."""
+    if unit.root is not None:
+        unit.root.assert_idle(method)
+    return [flat_param for flat_param in unit.flat_params if isinstance(flat_param, RowsFlatParam)]
+
+
+def _customizable(unit: Unit, method: str, comm: Any) -> list[RowsFlatParam]:
+    """As `_routed`, where communication can go through ``comm``."""
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
+    flat_params = _routed(unit, method)
+    if any(flat_param.route.uses_group_memory for flat_param in flat_params):
+        raise OptionsExcludeError(
+            f"`{method}` must not be called where memory comes from the process group, but unit "
+            f"`{unit.fqn or 'root'}` has that. Call set_allocate_memory_from_process_group_for_comm(False) before."
+        )
+    return flat_params
+
+
+def _is_custom(flat_param: RowsFlatParam) -> bool:
+    route = flat_param.route
+    return not route.uses_group_memory and (route.gather is not None or route.scatter is not None)
+
+
+_twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _twin(group: ProcessGroup) -> ProcessGroup:
+    """Another group of the same ranks. **Collective** the first time."""
+    if group not in _twins:
+        _twins[group] = subgroup(dist.get_process_group_ranks(group))
+    return _twins[group]

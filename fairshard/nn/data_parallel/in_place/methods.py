@@ -1,0 +1,102 @@
+"""Methods of a module that is sharded in place: run gathered if registered, else told what they lack."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from fairshard.engine.tree import unit_of, units_below
+from fairshard.errors import FairshardError, ParameterShardedError
+
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def check_runs_now(method: Callable[..., Any], name: str, owner: type) -> None:
+    """Raise if the body of ``method`` runs after the call has returned, and with it the gathered parameters are gone.
+
+    Raises:
+        TypeError: it is a generator or coroutine function.
+    """
+    if any(runs_later(method) for runs_later in _RUN_LATER):
+        raise TypeError(
+            f"A forward method must be done when it returns, but `{name}` of {owner.__name__} is a generator or "
+            "coroutine function: its body would find the parameters freed again. Register what it calls."
+        )
+
+
+class ForwardMethod:
+    """In the class of a sharded module: its method ``name``, run as a forward is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: Any) -> Any:
+        """The method, of the class or put on the instance, bound; of the class itself the original."""
+        if module is None:
+            return getattr(owner._fairshard_class, self.name)
+        method = module.__dict__.get(self.name)
+        if method is None:
+            method = getattr(super(owner, module), self.name)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._fairshard_run(method, args, kwargs)
+
+        return call
+
+    def __set__(self, module: Any, value: Any) -> None:
+        """Put another method on the instance, which is run as a forward too."""
+        module.__dict__[self.name] = value
+
+
+def explaining_methods(original: type[nn.Module]) -> dict[str, Any]:
+    """The public methods of ``original``; where torch says that DTensors are mixed, they say how to gather."""
+    methods: dict[str, Any] = {}
+    for base in original.__mro__[: original.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
+            if not name.startswith("_"):
+                methods.setdefault(name, value)
+    return {
+        name: _explaining(name, method)
+        for name, method in methods.items()
+        if isinstance(method, FunctionType) and not any(runs_later(method) for runs_later in _RUN_LATER)
+    }
+
+
+def _explaining(name: str, function: FunctionType) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except FairshardError:
+            raise
+        except RuntimeError as error:
+            if "DTensor" in str(error):
+                _explain(self, name, error)
+            raise
+
+    return call
+
+
+def _explain(module: nn.Module, name: str, error: RuntimeError) -> None:
+    sharded = [fqn for fqn, unit in units_below(module) if not unit.is_gathered]
+    unit = unit_of(module)
+    if unit is None or not sharded:
+        return
+    place = f"`{name}` of the sharded {type(module).__name__.removeprefix('FSDP')} `{unit.fqn or 'root'}`"
+    if unit.is_gathered:
+        raise ParameterShardedError(
+            f"{place} must reach parameters of units inside it by calling these, but seems to compute with some of "
+            f"`{sharded[0]}`, which is not gathered. Shard the two as one unit, or move the computation there."
+        ) from error
+    cure = (
+        "Call the module itself"
+        if name == "forward"
+        else f'Let it gather them, with `fairshard.nn.register_fsdp_forward_method(module, "{name}")`'
+    )
+    raise ParameterShardedError(f"{place} computes with parameters of which only shards exist now. {cure}.") from error

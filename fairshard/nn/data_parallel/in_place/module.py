@@ -1,0 +1,321 @@
+"""What a module is after `fully_shard`: itself, and an `FSDPModule`, whose methods say when what is gathered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fairshard.checks.optimizer_check import watch_copy
+from fairshard.engine.root import Root
+from fairshard.engine.training_state import TrainingState
+from fairshard.engine.tree import units_below
+from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError, TrainingStateError
+from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
+from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
+from fairshard.nn.data_parallel.in_place.registration import watch_registrations
+from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.wrapper.prefetch import units_of
+from fairshard.settings.mesh import SavedMesh, check_mesh
+from fairshard.setup.claim import claim
+from fairshard.setup.conversion import check_conversion
+from fairshard.setup.late_changes import settle
+from fairshard.utils.containers import apply_to_tensors
+from fairshard.views.rows_flat_param import RowsFlatParam
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are whole, and hang them into the module; a second time does nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.is_gathered:
+            unit.wait_unshard()
+
+
+class FSDPModule(CommMethods):
+    """Every module that `fully_shard` was called on is also one of these.
+
+    Where a method takes ``recurse``, it is about this module and all below it; else about this one alone.
+
+    Source: PyTorch's FSDP2, whose names, arguments and defaults these are.
+    """
+
+    # The names here must not be those that a user's class may have.
+    _fairshard_class: type[nn.Module]
+    _fairshard_methods: frozenset[str]
+    _fairshard_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make what the class was made of: slicing a container, for one, calls its class."""
+        made = cls._fairshard_class.__new__(cls._fairshard_class, *args, **kwargs)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the parameters, run the module and its hooks, free them. **Collective.**"""
+        return self._fairshard_run(super().__call__, args, kwargs)
+
+    def _fairshard_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self._fairshard_unit
+        assert unit.members is not None
+        unit.members.enter(self)
+        if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
+            return function(*args, **kwargs)
+        dtype = unit.members.output_dtype
+        if dtype is not None:
+            function = functools.partial(_casting, dtype, function)
+        return run(self, unit, function, args, kwargs)
+
+    # ---- gathering
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module; with ``async_op`` only begin to, and return what waits for it.
+
+        The next forward waits in any case. Weights that change meanwhile are gathered again by it, if torch counts the
+        write: after one through ``.data`` or a ``torch._foreach_`` function call `reshard`. **Collective.**
+        """
+        root = root_of(self)
+        unit = self._fairshard_unit
+        unit.unshard()
+        if root.is_between_passes:
+            unit.keep_as_it_is()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the whole parameters of this module, if there are any.
+
+        Raises:
+            TrainingStateError: in the middle of its own forward.
+        """
+        unit = self._fairshard_unit
+        if unit.state is TrainingState.FORWARD:
+            raise TrainingStateError(
+                f"`reshard` must not be called inside the forward of the module itself, `{unit.fqn or 'root'}`, which "
+                "computes with the parameters. Call it after the forward."
+            )
+        if unit.is_gathered:
+            unit.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free the parameters after each forward from now on, or keep them for the backward.
+
+        The outermost module, which keeps its own unless told otherwise, has been told so then.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is not a bool.
+        """
+        check_flag("reshard_after_forward", reshard_after_forward)
+        for unit in _units_of(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free the parameters after each backward, or keep them for the next forward, if no step comes in between.
+
+        Raises:
+            ValueError: ``reshard_after_backward`` is not a bool.
+        """
+        check_flag("reshard_after_backward", reshard_after_backward)
+        for unit in _units_of(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: no gradient of this module needs its parameters (an embedding's does not): leave them cut.
+
+        Raises:
+            ValueError: ``unshard_in_backward`` is not a bool.
+        """
+        check_flag("unshard_in_backward", unshard_in_backward)
+        self._fairshard_unit.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather ``modules`` when the forward of this one starts, instead of the one that followed in the last pass.
+
+        Raises:
+            ValueError: ``modules`` holds something that is not an FSDPModule.
+        """
+        self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
+        _settle_prefetch(self._fairshard_unit)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather ``modules`` when the backward comes to this one, instead of the one that it should come to next.
+
+        Raises:
+            ValueError: ``modules`` holds something that is not an FSDPModule.
+        """
+        self._fairshard_unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
+        _settle_prefetch(self._fairshard_unit)
+
+    def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
+        """False: gather nothing ahead in forward but what `set_modules_to_forward_prefetch` names, as PyTorch does.
+
+        Raises:
+            ValueError: ``enable`` is not a bool.
+        """
+        check_flag("enable", enable)
+        for unit in _units_of(self, recurse):
+            unit.prefetch.is_forward_on = enable
+
+    # ---- gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: more backwards of the same forwards follow, and what was foreseen for this one holds for them.
+
+        Raises:
+            ValueError: ``is_last_backward`` is not a bool.
+        """
+        check_flag("is_last_backward", is_last_backward)
+        root_of(self).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: add up gradients on each rank, whole, without communication, until it is True again.
+
+        Raises:
+            ValueError: ``requires_gradient_sync`` is not a bool.
+        """
+        check_flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in _units_of(self, recurse):
+            unit.sync = requires_gradient_sync
+
+    def reset_iter_state(self) -> None:
+        """Drop what a forward or backward left behind that raised; the next forward does so by itself.
+
+        Raises:
+            TrainingStateError: this is not the outermost module.
+        """
+        root = root_of(self)
+        if root.units[0] is not self._fairshard_unit:
+            raise TrainingStateError(
+                "`reset_iter_state` must be called on the outermost module that was sharded, but this is "
+                f"`{self._fairshard_unit.fqn}`. Call it on the model."
+            )
+        root.reset()
+
+    def set_device_mesh(self, mesh: DeviceMesh) -> None:
+        """After unpickling, be sharded over ``mesh``, this module and all below it; without, over all ranks.
+
+        Raises:
+            TypeError: it is no mesh.
+            ValueError: it has not the dimensions that the module was sharded over, or not this rank.
+            TrainingStateError: in the middle of a pass.
+        """
+        check_mesh(mesh)
+        units = _units_of(self, recurse=True)
+        for unit in units:
+            if unit.root is not None:
+                unit.root.assert_idle("set_device_mesh")
+            wanted = 1 if unit.groups.replicas is None else 2
+            if mesh.ndim != wanted:
+                raise ValueError(
+                    f"`mesh` must have {wanted} dimension{'s' * (wanted - 1)}, as the one had that unit "
+                    f"`{unit.fqn or 'root'}` was sharded over, but has {mesh.ndim}."
+                )
+        for unit in units:
+            unit.groups.set(mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0)))
+            unit.root = None
+            for flat_param in unit.flat_params:
+                if isinstance(flat_param, RowsFlatParam):
+                    flat_param.placed = SavedMesh(mesh)
+                    flat_param.connect()
+
+    # ---- nn.Module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
+        for unit in _units_of(self, recurse):  # before anything is changed
+            check_conversion(unit, fn)
+            if unit.is_gathered and unit.state is not TrainingState.FORWARD:
+                unit.reshard()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        settle(self._fairshard_unit)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        unit = self._fairshard_unit
+        if unit.root is not None:
+            unit.root.assert_idle("pickle or deepcopy")
+        self.reshard()
+        settle(unit)  # a copy begins with what the shards hold
+        reduced = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
+            raise FairshardError(
+                f"A sharded module must be pickled and copied by its state, but {self._fairshard_class.__name__} has a "
+                "`__reduce__` of its own, which knows nothing of shards. Save its state dict instead."
+            )
+        return _rebuilt, (self._fairshard_class, self._fairshard_methods), *reduced[2:]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_copy(self._fairshard_unit)
+        watch_registrations()
+
+
+def root_of(module: FSDPModule) -> Root:
+    """The root that the unit of ``module`` belongs to; it becomes one itself if nothing has claimed it."""
+    return module._fairshard_unit.root or claim(module)
+
+
+def _units_of(module: FSDPModule, recurse: bool) -> list[Unit]:
+    return [unit for _, unit in units_below(module)] if recurse else [module._fairshard_unit]
+
+
+def _settle_prefetch(unit: Unit) -> None:
+    if unit.root is not None:
+        unit.prefetch.settle(unit.root.units)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted for models that are stages of a pipeline, and needs to do nothing: each keeps streams of its own.
+
+    Raises:
+        ValueError: ``modules`` holds something that is not an FSDPModule.
+
+    Source: PyTorch's function of the same name.
+    """
+    units_of(modules, "FSDPModule", ValueError)
+
+
+_classes: dict[tuple[type[nn.Module], frozenset[str]], type[FSDPModule]] = {}
+
+
+def sharded_class(original: type[nn.Module], forward_methods: frozenset[str] = frozenset()) -> type[FSDPModule]:
+    """The class of modules of class ``original`` after `fully_shard`; ``forward_methods`` of it run gathered."""
+    key = original, forward_methods
+    if key not in _classes:
+        methods = {**explaining_methods(original), **{name: ForwardMethod(name) for name in forward_methods}}
+        own = {"_fairshard_class": original, "_fairshard_methods": forward_methods, "__module__": original.__module__}
+        _classes[key] = type(f"FSDP{original.__name__}", (FSDPModule, original), {**methods, **own})
+    return _classes[key]
+
+
+def run_gathered(module: FSDPModule, method_name: str) -> None:
+    """Let ``module`` run its method of that name as it runs its forward."""
+    module.__class__ = sharded_class(module._fairshard_class, module._fairshard_methods | {method_name})
+
+
+def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.Module:
+    """An empty module of class ``original``, sharded, to be filled with state."""
+    made = original.__new__(original)
+    made.__class__ = sharded_class(original, forward_methods)
+    return made
+
+
+def _casting(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_tensors(cast, function(*args, **kwargs))

@@ -1,0 +1,79 @@
+"""What is put into a model after `fully_shard`: DTensors are taken in, anything else that would be trained is refused.
+
+torch calls the functions here whenever a module of this process gets a parameter or a submodule, but not in
+``functional_call``, which puts others there for one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fairshard.checks.optimizer_check import stepped_of
+from fairshard.engine.tree import join, unit_of, walk
+from fairshard.errors import FairshardError
+from fairshard.params.slot import taken_from
+from fairshard.setup.late_changes import refusal_of_new
+from fairshard.views.orig_param import OrigParam
+
+_is_installed = False
+
+
+def watch_registrations() -> None:
+    """From now on, look at what modules of units without a wrapper get."""
+    global _is_installed
+    if not _is_installed:
+        register_module_parameter_registration_hook(_on_parameter)
+        register_module_module_registration_hook(_on_module)
+        _is_installed = True
+
+
+def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
+    """Return what to register instead of ``param``; None for that itself."""
+    unit = unit_of(module)
+    is_in_place = unit is not None and unit.members is not None
+    if not is_in_place and not module._forward_pre_hooks:
+        return None
+    old = module._parameters.get(name)
+    if param is old:
+        return None
+    stepped = stepped_of(old)
+    if isinstance(stepped, OrigParam) and isinstance(old, DTensor):
+        if isinstance(param, DTensor):
+            return stepped.take(param)
+        raise FairshardError(
+            f"Parameter `{stepped.name}` must stay a DTensor once it is sharded, but a whole one is put in its place, "
+            "which every rank would train on its own. Copy the values into it "
+            "(`with torch.no_grad(): param.copy_(distribute_tensor(values, param.device_mesh, param.placements))`), or "
+            "load a state dict."
+        )
+    place = _place_of(module)
+    if place is None and is_in_place and unit is not None:
+        place = unit.fqn
+    if place is not None:
+        raise FairshardError(refusal_of_new(join(place, name)))
+    return None
+
+
+def _place_of(module: nn.Module) -> str | None:
+    """The fqn of ``module`` if a unit without a wrapper has taken parameters of it."""
+    is_in_place = any(isinstance(param, DTensor) and stepped_of(param) for param in module._parameters.values())
+    fqn = taken_from(module) if is_in_place else None
+    return None if fqn is None else fqn.rpartition(".")[0]
+
+
+def _on_module(module: nn.Module, name: str, submodule: nn.Module) -> None:
+    unit = unit_of(module)
+    if unit is None or unit.members is None or unit.root is None or submodule is None:
+        return
+    known = unit.origin.ignored.ids
+    for fqn, part in walk(submodule):
+        for own_name, param in part._parameters.items():
+            if param is not None and id(param) not in known and stepped_of(param) is None:
+                raise FairshardError(refusal_of_new(join(join(unit.fqn, name), join(fqn, own_name))))

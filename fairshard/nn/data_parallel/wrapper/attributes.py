@@ -1,0 +1,146 @@
+"""What fairscale's wrapper shows of itself as attributes: its arguments, its ranks, its state."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import fields
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fairshard.engine.training_state import TrainingState
+from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
+from fairshard.engine.unit import Unit
+from fairshard.errors import TrainingStateError
+from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
+from fairshard.settings.config import UnitConfig
+from fairshard.settings.groups import Groups
+from fairshard.settings.late_options import LateOptions
+from fairshard.settings.saved_group import MISSING
+
+
+class UnitAttributes(Forwarding):
+    """A module with a unit; its attributes under fairscale's names, the arguments of the wrapper among them."""
+
+    config: UnitConfig
+
+    def extra_repr(self) -> str:
+        """The settings, in fairscale's order; all of them if ``verbose``."""
+        own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
+        own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
+        if self.config.late.verbose:
+            others = [name for name in (*vars(self.config), *_LATE) if name != "late"]
+            own += [name for name in others if name not in own]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in own)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This unit's own shards, as `parameters` yields them."""
+        return [stepped.shard for flat_param in self._unit.flat_params for stepped in flat_param.stepped]
+
+    @property
+    def move_params_to_cpu(self) -> bool:
+        """``cpu_offload`` under its later name."""
+        return self.config.cpu_offload
+
+    @property
+    def process_group(self) -> ProcessGroup | str:
+        """The ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
+        return self._unit.groups.main.group or MISSING
+
+    @process_group.setter
+    def process_group(self, group: Groups) -> None:
+        self._unit.groups.set(group)
+        self._unit.root = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the unit's group."""
+        return self._unit.groups.main.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the unit's group."""
+        return self._unit.groups.main.world_size
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The phase that this unit is in."""
+        return self._unit.state
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward reduces this unit's gradients; `no_sync` sets it for a whole model."""
+        return self._unit.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._unit.sync = sync
+
+    @property
+    def children_share_process_group(self) -> bool:
+        """Whether all units below use this one's group."""
+        own = self._unit.groups.main.group
+        return all(unit.groups.main.group is own for _, unit in units_below(self))
+
+    def check_is_root(self) -> bool:
+        """Whether this is an outermost wrapper: no other one is around it."""
+        return not self._unit.is_inner
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Let a module of this unit use ``p``, which a unit beside it, wrapped before, has taken as its own.
+
+        Tie the modules, wrap each, then call this on the second; ``p`` is the parameter as either module has it. The
+        unit that has it is gathered whenever this one computes, and the gradients of all uses add up there. Both must
+        be inside one outer wrapper, neither inside the other, and compute in the same precision.
+
+        >>> from torch import nn
+        >>> from fairshard.nn import FullyShardedDataParallel as FSDP
+        >>> a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+        >>> b.weight = a.weight
+        >>> a, b = FSDP(a), FSDP(b)
+        >>> b.append_shared_param(a.module.weight)
+        >>> model = FSDP(nn.Sequential(a, nn.Tanh(), b))
+
+        Raises:
+            ValueError: no module of this unit uses it, or no other unit has it.
+            TrainingStateError: the model has run already.
+
+        Source: fairscale's method of the same name, which needs ``flatten_parameters=False``.
+        """
+        if self._unit.root is not None:
+            raise TrainingStateError(
+                "`append_shared_param` must be called before the first forward or state dict, but unit "
+                f"`{self._unit.fqn or 'root'}` has been set up. Call it where the model is wrapped."
+            )
+        self._unit.origin.shared.append(p)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:
+        """The wrappers in ``module``, itself included, outermost first; with ``root_only`` those within no other."""
+        found = [part for _, part in walk(module) if isinstance(part, UnitAttributes)]
+        return [wrapper for wrapper in found if wrapper.check_is_root() or not root_only]
+
+    @property
+    def _unit(self) -> Unit:
+        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
+        return unit
+
+
+def _setting(name: str, owner: str = "config") -> property:
+    return property(operator.attrgetter(f"{owner}.{name}"), doc=f"The argument ``{name}`` as resolved.")
+
+
+_LATE = [field.name for field in fields(LateOptions)]
+for _name in [field.name for field in fields(UnitConfig) if field.name != "late"]:
+    setattr(UnitAttributes, _name, _setting(_name))
+for _name in _LATE:
+    setattr(UnitAttributes, _name, _setting(_name, "config.late"))
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[UnitAttributes]:
+    """The wrappers in ``mod``, itself included, outermost first; ``skip_empty`` leaves out those without parameters.
+
+    Source: fairscale's function of the same name.
+    """
+    return [wrapper for wrapper in UnitAttributes.fsdp_modules(mod) if wrapper.params or not skip_empty]

@@ -1,0 +1,136 @@
+"""Letting ranks run out of batches at different times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from fairshard.engine.root import Root
+from fairshard.join.join import Call, Join
+from fairshard.join.optimizers import JoinedOptimizers, without_grads
+from fairshard.nn.data_parallel.wrapper.state import StateMethods
+from fairshard.optim.grad_norm import clip_grad_norm_
+
+
+class JoinMethods(StateMethods):
+    """Of a wrapper: the method for ranks with different numbers of batches."""
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        stateful: Iterable[Any] = (),
+    ) -> Iterator[None]:
+        """Let ranks run out of batches at different times, in training and without a backward. **Collective.**
+
+        A rank that leaves the block keeps its part in all that the others do until all have left: it gathers, gives
+        zeros for gradients, clips, and steps its shards of the parameters. The sum of gradients is divided by the
+        number of all ranks, or, without ``divide_by_initial_world_size``, by that of those that still compute. With
+        ``throw_on_early_termination`` all ranks raise as soon as one has left and another goes on. With
+        ``enable=False`` nothing is done. Only the outermost wrapper has it.
+
+        ``stateful`` holds, the same on each rank, what a rank takes along that is done: optimizers that it may not
+        have seen to step yet; and schedulers and the like, which get the state that they have on the last rank. In
+        the block, once a rank has left, of the methods that need all ranks only ``clip_grad_norm_`` may be called.
+
+        Raises:
+            NotRootError: this is an inner wrapper.
+            ValueError: the units use several process groups.
+            TypeError: something in ``stateful`` has no state.
+            FairshardError: on all ranks, because one raised, or because a rank that is done cannot follow.
+        """
+        if not enable:
+            yield
+            return
+        optimizers, join = self._join(throw_on_early_termination, divide_by_initial_world_size, stateful)
+        try:
+            with join.taking_part(optimizers.finish):
+                yield
+        finally:
+            optimizers.close()
+            join.close()
+
+    # ---- for torch.distributed.algorithms.Join, which takes this wrapper alone
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What PyTorch's ``Join([model])`` calls on a rank that is done; keywords are those of `join`."""
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return _Hook(*self._join(False, divides_by_all, kwargs.get("stateful", ())))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ranks say how many of them compute."""
+        return self._require_root("join").device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group in which they say it."""
+        return self._unit.group.resolve()
+
+    def _configure_join(self, config: Any) -> None:
+        root = self._require_root("join")
+        if not config.is_first_joinable:
+            root.join = None
+            raise ValueError("A wrapper must be alone in PyTorch's Join, but is not its first. Use model.join().")
+        if not config.enable:
+            root.join = None
+        elif root.join is not None:
+            root.join.throws = config.throw_on_early_termination
+
+    _join_config = property(fset=_configure_join, doc="What PyTorch's Join sets.")
+
+    # ---- private
+
+    def _join(
+        self, throws: bool, divides_by_all: bool, stateful: Iterable[Any]
+    ) -> tuple[JoinedOptimizers, Join]:
+        root = self._require_root("join")
+        optimizers = JoinedOptimizers(root, stateful)
+        calls: dict[str, Call] = {"step": optimizers.follow, "clip_grad_norm_": partial(_follow_clip, root)}
+        join = Join(root, throws, divides_by_all, calls)
+        root.join = None
+        root.assert_idle("join")
+        root.join = join
+        optimizers.open(join)
+        return optimizers, join
+
+
+Joinable.register(JoinMethods)
+
+
+class _Hook(JoinHook):
+    """What a rank that is done does in PyTorch's ``Join``."""
+
+    def __init__(self, optimizers: JoinedOptimizers, join: Join) -> None:
+        self._optimizers = optimizers
+        self._join = join
+
+    def main_hook(self) -> None:
+        """Do this rank's part in what the others do next."""
+        self._join.follow_pass()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks are done."""
+        try:
+            self._optimizers.finish()
+        finally:
+            self._optimizers.close()
+            self._join.close()
+
+
+def _follow_clip(root: Root, max_norm: float, norm_type: float) -> Callable[[], object]:
+    def clip() -> None:
+        ignored = {id(param): param for unit in root.units for param in unit.origin.ignored.params}
+        with without_grads(list(ignored.values())):
+            clip_grad_norm_(root.units, max_norm, norm_type)
+
+    return clip

@@ -1,0 +1,231 @@
+"""What a wrapper offers for the state of its optimizer, under the names of FSDP1 and of fairscale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from fairshard.engine.tree import units_below
+from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
+from fairshard.nn.data_parallel.wrapper.state import common_settings
+from fairshard.settings.state_dicts import FullOptimStateDictConfig, StateDictType
+from fairshard.state.local import LAYOUT_KEY, check_layout, layout_bytes
+from fairshard.state.optim_gathering import GatheredOptimState
+from fairshard.state.optim_keys import OptimStateKeyType, rekey
+from fairshard.state.optim_loading import ShardedOptimState, Source
+from fairshard.state.optim_params import OptimParams
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
+
+
+class OptimStateMethods(UnitAttributes):
+    """Optimizer state dicts of a sharded model: under original names, whole or sharded, and back.
+
+    *Whole* state is what the same optimizer over the unwrapped model would have, keyed by name;
+    `rekey_optim_state_dict` turns it into what that optimizer loads. All are **collective** over the ranks of the
+    model, and gather or scatter one shard's state at a time.
+    """
+
+    # ---- the form that is set
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The state of ``optim`` in the form that is set for ``model`` (see ``state_dict_type``).
+
+        ``optim_state_dict`` is what ``optim.state_dict()`` returned, asked for if None.
+
+        Raises:
+            ValueError: the ranks' state differs, or it is not by element.
+        """
+        _check_group(model, group)
+        settings = common_settings(model)
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            saved = optim.state_dict() if optim_state_dict is None else optim_state_dict
+            copied = tree_map_only(
+                Tensor, lambda t: t.to("cpu" if config.offload_to_cpu else t.device, copy=True), saved
+            )
+            return {**copied, LAYOUT_KEY: layout_bytes(model)}
+        gathered = GatheredOptimState(OptimParams(model), optim, optim_state_dict).check()
+        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return gathered.sharded(config.offload_to_cpu)
+        return gathered.full(_from_first(config), config.offload_to_cpu)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, of what `optim_state_dict` returned in the form that is set.
+
+        With ``FullOptimStateDictConfig(rank0_only=True)`` rank 0 has it, and the others pass ``{}``. The order
+        ``(optim_state_dict, model, optim)`` of older examples works too. ``load_directly`` also loads it.
+        """
+        arguments: Any = (model, optim, optim_state_dict)
+        if isinstance(model, Mapping):
+            optim_state_dict, model, optim = arguments
+        _check_group(model, group)
+        settings = common_settings(model)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            check_layout(model, optim_state_dict)
+            made = {key: value for key, value in optim_state_dict.items() if key != LAYOUT_KEY}
+        else:
+            from_first = _from_first(settings.optim_state_dict_config)
+            groups = OptimParams(model).groups_of(optim)
+            keys = {param: name for name, param in model.named_parameters()} if is_named_optimizer else None
+            source = Source.FIRST_RANK if from_first else Source.EVERY_RANK
+            made = ShardedOptimState(model, source).make(optim_state_dict, groups, keys)
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+    # ---- whole
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput | None = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Whole state in host memory; with ``rank0_only`` an empty dict on the other ranks."""
+        _check_group(model, group)
+        _look_at_input(model, optim_input)
+        return GatheredOptimState(OptimParams(model), optim).check().full(rank0_only, offload_to_cpu=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, of whole state that every rank has."""
+        groups = OptimParams(model).groups_of(optim, optim_input)
+        return ShardedOptimState(model).make(full_optim_state_dict, groups)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """As `shard_full_optim_state_dict`, of state that rank 0 alone has; what the others pass is not looked at."""
+        _check_group(model, group)
+        groups = OptimParams(model).groups_of(optim, optim_input)
+        return ShardedOptimState(model, Source.FIRST_RANK).make(full_optim_state_dict, groups)
+
+    # ---- sharded
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None, *, optim_input: OptimInput | None = None
+    ) -> dict[str, Any]:
+        """State by name, of which this rank holds its runs: ``torch.distributed.checkpoint`` saves it as it is."""
+        if group is not None and not isinstance(group, ProcessGroup):  # torch 1.13 had `optim_input` third
+            group, optim_input = None, group
+        _check_group(model, group)
+        _look_at_input(model, optim_input)
+        return GatheredOptimState(OptimParams(model), optim).check().sharded(offload_to_cpu=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: Any = None,
+        *older: Any,
+        optim_input: OptimInput | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, of what `sharded_optim_state_dict` returned for the same wrapping.
+
+        The order ``(sharded_optim_state_dict, model, optim_input, optim)`` of torch 1.13 works too.
+        """
+        if not isinstance(optim, Optimizer):
+            optim_input = optim_input if optim is None else optim
+            optim = older[0] if older else None
+        groups = OptimParams(model).groups_of(optim, optim_input)
+        return ShardedOptimState(model).make(sharded_optim_state_dict, groups)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict`` keyed by names instead of numbers, or back; ``model`` is the unwrapped one.
+
+        Raises:
+            ValueError: it has keys of both kinds, or one of no parameter.
+        """
+        return rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+
+    # ---- fairscale
+
+    def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
+        """Whole state on ``recipient_rank``, or on all ranks if None, as the unwrapped model's optimizer loads it."""
+        gathered = GatheredOptimState(OptimParams(self), optim).check()
+        whole = gathered.full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
+        if recipient_rank is not None and self.rank != recipient_rank:
+            return None
+        numbers = {name: n for n, name in enumerate(n for group in whole["param_groups"] for n in group["params"])}
+        groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
+        return {"state": {numbers[name]: own for name, own in whole["state"].items()}, "param_groups": groups}
+
+    def get_shard_from_optim_state_dict(
+        self, full_optim_state_dict: dict[str, Any], optim: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads, of what `gather_full_optim_state_dict` returned.
+
+        With several param groups pass the ``optim`` that has them; without it the state is for one over
+        ``parameters()``.
+        """
+        params = OptimParams(self)
+        groups = params.groups_of(optim)
+        numbered = [params.in_order(name for param in own for name in params.of(param).first_names) for own in groups]
+        names = dict(enumerate(name for own in numbered for name in own))
+        named = {
+            "state": {names[number]: own for number, own in full_optim_state_dict["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]}
+                for group in full_optim_state_dict["param_groups"]
+            ],
+        }
+        return ShardedOptimState(self).make(named, groups)
+
+
+def _from_first(config: Any) -> bool:
+    return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+
+
+def _look_at_input(model: nn.Module, optim_input: Any) -> None:
+    """Check and otherwise ignore what the optimizer says better itself."""
+    if optim_input is not None:
+        OptimParams(model).groups_of(None, optim_input)
+
+
+def _check_group(model: nn.Module, group: ProcessGroup | None) -> None:
+    for fqn, unit in units_below(model):
+        if group is not None and unit.group.resolve() is not group:
+            raise ValueError(
+                f"`group` must be the process group that the model is sharded over, but that of `{fqn or 'root'}` is "
+                "another. Leave it out."
+            )

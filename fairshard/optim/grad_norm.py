@@ -1,0 +1,96 @@
+"""Clipping gradients whose shards lie on many ranks."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fairshard.engine.unit import Unit
+from fairshard.errors import MixedGroupsError
+from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.tensors import norm_of
+
+
+def exceeds(norm: Tensor, max_norm: float) -> bool:
+    """Whether gradients of this norm are scaled down; not when it is NaN."""
+    return bool(max_norm / (norm + 1e-6) < 1)
+
+
+@torch.no_grad()
+def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
+    """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return that norm.
+
+    What units ignore has whole gradients, on each rank its own: the mean over ranks of what they contribute counts.
+
+    **Collective.** The norm is fp32 (fp64 for fp64 gradients), 0-d, on the compute device, equal on all ranks.
+    Nothing is changed when it is below ``max_norm``.
+
+    Raises:
+        MixedGroupsError: the units use several process groups.
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"`norm_type` must be positive or math.inf, but is {norm_type}. Pass 2.0 for the usual norm.")
+    _check_groups(units)
+    grads: list[Tensor] = []
+    filled: dict[Communicator, list[Tensor]] = {}
+    for unit in units:
+        assert unit.comm is not None
+        parts = filled.setdefault(unit.comm, [])
+        for flat_param in unit.flat_params:
+            grad = flat_param.grad.value
+            if grad is not None:
+                grads += [own for one in flat_param.stepped if (own := one.grad.value) is not None]
+                parts += [grad[span.start : span.stop] for span in flat_param.layout.counted(unit.comm.rank)]
+    # From the shards, not the gradients: a rank without any must reduce in the same dtype as the others.
+    is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
+    dtype = torch.float64 if is_double else torch.float32
+    total = torch.zeros((), dtype=dtype, device=units[0].device)
+    for comm, parts in filled.items():
+        norm = norm_of(parts, norm_type).to(total)
+        if math.isinf(norm_type):
+            comm.all_reduce(norm, "max").wait()
+            total = torch.maximum(total, norm)
+        else:
+            power = norm**norm_type
+            comm.all_reduce(power, "sum").wait()
+            total = total + power
+    if ignored := {id(param): param for unit in units for param in unit.origin.ignored.params}:
+        whole = [param.grad for param in ignored.values() if param.grad is not None]
+        grads += whole
+        norm = _mean_norm(units[0], norm_of(whole, norm_type).to(total), norm_type)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
+    if not math.isinf(norm_type):
+        total = total ** (1.0 / norm_type)
+    root = units[0].root
+    assert root is not None
+    root.nan_check.warn_once(total)
+    if grads and exceeds(total, max_norm):
+        factor = max_norm / (total + 1e-6)
+        for device in dict.fromkeys(grad.device for grad in grads):
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
+    return total
+
+
+def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
+    """The norm of gradients of which each rank has its own: the mean of powers, or the largest. **Collective.**"""
+    for comm in map(communicator, unit.groups.spanning()):
+        if math.isinf(norm_type):
+            comm.all_reduce(own, "max").wait()
+        else:
+            power = own**norm_type
+            comm.all_reduce(power, "sum").wait()
+            own = (power / comm.world_size) ** (1.0 / norm_type)
+    return own
+
+
+def _check_groups(units: list[Unit]) -> None:
+    """Every gradient must be a mean over the same ranks: then all of them scale by one factor."""
+    first = units[0].groups.main.group
+    for unit in units:
+        if unit.groups.main.group is not first:
+            raise MixedGroupsError(
+                "clip_grad_norm_ needs one process group for all units, but "
+                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or take the "
+                "norms group by group."
+            )

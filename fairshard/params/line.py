@@ -1,0 +1,77 @@
+"""Parameters laid end to end on a line: whole values to rows and back. No communication."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fairshard.params.slot import ParamSlot
+from fairshard.utils.layout import FlatLayout
+
+
+class FlatLine:
+    """The parameters of ``slots`` on a line ``[W, S]``, of which this rank owns row ``rank``."""
+
+    def __init__(self, slots: list[ParamSlot], rank: int, world_size: int) -> None:
+        self.slots = slots
+        self.rank = rank
+        self.layout = self.layout_among(world_size)
+        self.shard_numel = self.layout.shard_numel
+
+    def layout_among(self, world_size: int) -> FlatLayout:
+        """Where each parameter lies."""
+        return FlatLayout([slot.numel for slot in self.slots], world_size)
+
+    def flattened(self, index: int, value: Tensor) -> Tensor:
+        """The elements of parameter ``index``, of which ``value`` is the whole, in the order in which they are cut."""
+        return value.reshape(-1)
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """The whole of parameter ``index`` of its elements, in the order in which they are cut."""
+        return flat.view(self.slots[index].shape)
+
+    @torch.no_grad()
+    def cut(self, values: list[Tensor]) -> Tensor:
+        """This rank's shard ``[S]`` of whole parameters, padded with zeros; new memory, no communication."""
+        with torch.inference_mode(False):
+            shard = values[0].new_zeros(self.shard_numel)
+        for piece in self.layout.pieces_of(self.rank):
+            whole = self.flattened(piece.index, values[piece.index])
+            shard[piece.target.start : piece.target.stop] = whole[piece.source.start : piece.source.stop]
+        return shard
+
+    def params_of(self, line: Tensor) -> list[Tensor]:
+        """The parameters, shaped, as views of a whole line of ``W * S`` elements."""
+        line = line.view(-1)
+        spans = map(self.layout.param_span, range(len(self.slots)))
+        return [line[span.start : span.stop].view(slot.shape) for slot, span in zip(self.slots, spans, strict=True)]
+
+    def lay_out(self, values: list[Tensor]) -> Tensor:
+        """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
+        line = values[0].new_zeros(self.layout.padded_numel)
+        for index, value in enumerate(values):
+            span = self.layout.param_span(index)
+            line[span.start : span.stop] = value.reshape(-1)
+        return line.view(self.layout.world_size, self.shard_numel)
+
+    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
+        """What this rank owns of each parameter, as views of ``values`` ``[S]``: first element, and the run."""
+        runs = [(0, values[:0]) for _ in self.slots]
+        for piece in self.layout.pieces_of(self.rank):
+            runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
+        return runs
+
+    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
+        """For each parameter the runs of ``columns`` ``[W, S]`` where its gradient goes; last, those of the padding."""
+        if columns.is_contiguous():
+            return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
+        runs: list[list[Tensor]] = [[] for _ in (*self.slots, "padding")]
+        for piece in (*self.layout.pieces, *self.layout.padding):
+            runs[piece.index].append(columns[piece.row, piece.target.start : piece.target.stop])
+        return runs
+
+    def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
+        """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
+        if len(runs) > 1:
+            return torch.split_with_sizes(value.reshape(-1), self.layout.lengths[index])
+        return [value.reshape(run.shape) for run in runs]

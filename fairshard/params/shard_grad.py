@@ -1,0 +1,213 @@
+"""Where the gradient of a shard is kept, and how it gets there.
+
+A reduced gradient that moves to host memory is on its way while the backward goes on::
+
+    reduce stream    | reduce-scatter k | reduce-scatter k+1 |
+    copy stream                         | copy k ----- |            into memory that this file owns
+    host                                               land: set as `.grad`, or added to it
+
+*Invariant*: a gradient is visible only when it has landed. Who reads one in the middle of a backward sees the last
+sum or None, never memory that a copy is still writing.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.errors import FairshardError
+from fairshard.settings.config import GradHome
+from fairshard.utils.device import Event, Stream, now
+from fairshard.utils.pinned import host_empty_like
+from fairshard.utils.storage import is_aliased
+from fairshard.utils.tensors import set_grad
+
+_MAX_KEPT_NBYTES = 64 << 20
+
+
+class GradTransfers:
+    """What the gradients of one model share: the stream of their copies, who is told of them, time spent waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = Stream(device)
+        self.listener: Callable[[Any], None] | None = None
+        self.waited_s = 0.0
+        self._reads: deque[tuple[Tensor, Event]] = deque()
+
+    def copy(self, source: Tensor, target: Tensor) -> Event:
+        """Copy ``source``, which the current stream has made, into host memory; returns the moment it has landed.
+
+        ``source`` is kept until then. More than 64 MiB of such are not kept: the host waits for the oldest.
+        """
+        made = now(source.device)
+        with self.stream.use():
+            self.stream.wait(made)
+            target.copy_(source, non_blocking=True)
+            landed = self.stream.record()
+        self._reads.append((source, landed))
+        while self._reads and (self._reads[0][1].has_passed() or self._num_kept_bytes() > _MAX_KEPT_NBYTES):
+            self.wait(self._reads.popleft()[1])
+        return landed
+
+    def wait(self, event: Event, counts: bool = True) -> None:
+        """Let the host wait for ``event``; it ``counts`` in ``waited_s`` where training stands still meanwhile."""
+        if not event.has_passed():
+            started = time.perf_counter()
+            event.synchronize()
+            if counts:
+                self.waited_s += time.perf_counter() - started
+
+    def _num_kept_bytes(self) -> int:
+        return sum(source.nbytes for source, _ in self._reads)
+
+
+def sign_zeros_(heads: Tensor) -> None:
+    """Let zeros among ``heads`` be -0.0: equal to 0.0 in every sum, kept by a scaling, but not by `zero_`."""
+    heads.masked_fill_(heads == 0, -0.0)
+
+
+def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
+    """Whether ``grad``, whose first element had its zero signed when ``mark`` was made, was dropped or zeroed since.
+
+    ``values``: its elements on this rank, where it has others too.
+
+    Raises:
+        FairshardError: something else was done to it.
+    """
+    kept, version = mark
+    if grad is None:
+        return True
+    if grad is kept and grad._version == version:
+        return False
+    values = grad if values is None else values
+    if values.any() or values[:1].signbit().any():
+        raise FairshardError(
+            f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
+            "for the change would not be made to those, but it was scaled, written or replaced. Change gradients (clip "
+            "or unscale them) after a backward outside of no_sync, or drop all of them with zero_grad()."
+        )
+    return True
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A copy under way to ``host``, done at ``landed``."""
+
+    host: Tensor
+    landed: Event
+
+
+class ShardGrad:
+    """The gradient of one shard, in ``dtype``."""
+
+    def __init__(
+        self,
+        shard: nn.Parameter,
+        dtype: torch.dtype,
+        home: GradHome,
+        transfers: GradTransfers,
+        held: Tensor | None = None,
+    ) -> None:
+        self._shard = shard
+        self._dtype = dtype
+        self._home = home
+        self.transfers = transfers
+        self._held = held
+        self._buffers: deque[Tensor] = deque(maxlen=2)  # a second one while gradients add up
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient ``[S]``, wherever it is."""
+        return self._held if self.is_held else self._shard.grad
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether gradients move to host memory."""
+        return self._home is GradHome.HOST
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gradients are held here, on the compute device, and not on the shard."""
+        return self._home is GradHome.HELD
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept here between steps."""
+        return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
+
+    def add(self, reduced: Tensor) -> None:
+        """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves."""
+        if reduced.dtype != self._dtype:
+            reduced = reduced.to(self._dtype)
+        if not self.is_on_host:
+            self._set_or_add(reduced)
+            return
+        host = self._take_buffer()
+        self._flights.append(_Flight(host, self.transfers.copy(reduced, host)))
+
+    def land(self, counts: bool = True) -> None:
+        """Wait for copies under way, and make what they bring visible; ``counts`` as in `GradTransfers.wait`."""
+        while self._flights:
+            flight = self._flights.popleft()
+            self.transfers.wait(flight.landed, counts)
+            self._set_or_add(flight.host)
+
+    def discard_flights(self) -> None:
+        """Wait for copies under way, and drop what they bring: their backward was interrupted."""
+        while self._flights:
+            self.transfers.wait(self._flights.popleft().landed)
+
+    def value_or_zeros(self) -> Tensor:
+        """The gradient; one of zeros is made if there is none."""
+        if self.value is None:
+            device = self.transfers.device if self.is_held else None
+            self._set(torch.zeros_like(self._shard, dtype=self._dtype, device=device, requires_grad=False))
+        assert self.value is not None
+        return self.value
+
+    def mark(self) -> Any:
+        """The gradient, of zeros if there is none, as it is now, for `is_zeroed_since`; nothing is on its way."""
+        self.land()
+        grad = self.value_or_zeros()
+        sign_zeros_(grad.detach()[:1])
+        return grad, grad._version
+
+    def is_zeroed_since(self, mark: Any, name: str) -> bool:
+        """Whether the gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
+        return is_zeroed(self.value, mark, name)
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop the gradient, or write zeros over it, and drop what is under way."""
+        self.discard_flights()
+        if set_to_none:
+            self._set(None)
+        elif self.value is not None:
+            self.value.zero_()
+
+    def _set(self, grad: Tensor | None) -> None:
+        if self.is_held:
+            self._held = grad
+        elif self._dtype == self._shard.dtype:
+            self._shard.grad = grad
+        else:
+            set_grad(self._shard, grad)
+
+    def _set_or_add(self, grad: Tensor) -> None:
+        kept = self.value
+        if kept is None:
+            self._set(grad.data)  # a version counter of its own, not that of the whole bucket
+        else:
+            kept.add_(grad)
+
+    def _take_buffer(self) -> Tensor:
+        """Host memory for one gradient: memory of an earlier one, if nobody refers to that any more."""
+        for buffer in self._buffers:
+            if not is_aliased(buffer):
+                return buffer.detach()
+        self._buffers.append(host_empty_like(self._shard, self.transfers.device))
+        return self._buffers[-1].detach()

@@ -1,0 +1,77 @@
+"""What a plan has instead of flat params and buckets: their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fairshard.plan.summary import FlatSizes
+from fairshard.plan.units import PlannedUnit
+from fairshard.settings.config import GradHome
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    world_size: int
+
+
+@dataclass(frozen=True)
+class _Comms:
+    shard: _Ranks
+    num_replicas: int
+
+
+class SourceBytes:
+    """A flat param as the bucketer sees it, in bytes."""
+
+    def __init__(self, unit: PlannedUnit, index: int, flat: FlatSizes, device: str, num_ranks: int) -> None:
+        self.unit = unit
+        self.flat = flat
+        self.config = unit.config
+        self.params = [slot.leaf for slot in unit.slots[index]]
+        self.comms: Any = _Comms(_Ranks(flat.layout.world_size), num_ranks // flat.layout.world_size)
+        self.reduce_dtype = unit.config.reduce_dtype_of(flat.compute_dtype)
+        self.compute_device = torch.device(device)
+        self.shard_numel = flat.layout.shard_numel
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Of the buffer; one rank computes on the shard itself where the dtype allows it."""
+        on_shard = self.flat.layout.world_size == 1 and self.flat.compute_dtype == self.flat.param_dtype
+        return 0 if on_shard and not self.config.master_on_cpu else self.flat.full_nbytes
+
+    @property
+    def grad_stays(self) -> bool:
+        """Whether the reduced gradient is kept on the device that computes."""
+        return not self.config.master_on_cpu or self.config.grad_home is not GradHome.HOST
+
+
+class BucketBytes:
+    """A bucket in bytes."""
+
+    def __init__(self, sources: Sequence[SourceBytes], device: str) -> None:
+        self.sources = sources
+        world_size = sources[0].comms.shard.world_size
+        dtype = sources[0].reduce_dtype
+        self.width = sum(source.shard_numel for source in sources)
+        self.nbytes = self.width * world_size * dtype.itemsize
+        self.missing = set(sources)
+        self.is_open = False
+        num_replicas = sources[0].comms.num_replicas
+        sums_in_order = device == "cpu" and world_size * num_replicas > 1  # gloo: rows are added up in fp32 or wider
+        self.sum_dtype = torch.promote_types(dtype, torch.float32) if sums_in_order else dtype
+        self.sum_nbytes = self.width * self.sum_dtype.itemsize
+        first = world_size if world_size > 1 else num_replicas
+        self.received_nbytes = self.width * _num_rows(first) * dtype.itemsize if sums_in_order else 0
+        self.cast_nbytes = 0 if self.sum_dtype == dtype else self.sum_nbytes  # of a row, while it is added
+        # A sum over ranks is summed over replicas after, and is there until that is.
+        is_second = sums_in_order and world_size > 1 and num_replicas > 1
+        self.replica_nbytes = self.sum_nbytes * (_num_rows(num_replicas) + 1) if is_second else 0
+
+
+def _num_rows(num_ranks: int) -> int:
+    """How many rows are received to be added up; the exchange of few ranks leaves the own one where it is."""
+    return num_ranks - 1 if num_ranks <= 4 else num_ranks

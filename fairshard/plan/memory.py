@@ -1,0 +1,343 @@
+"""How much memory units will take, before there are any: a step of the engine, played through in bytes.
+
+What is played is what `Root`, `Unit` and the bucketer do: the order is recorded and looked ahead by, buckets are
+packed and wait for each other, in the same code. Assumed is what only a run can tell: every module is called once in
+each place, in the order of registration; gradients come in the reverse order; transfers take as long as they may.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fairshard.engine.exec_order import ExecOrder
+from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
+from fairshard.plan.summary import UnitRow, unit_lines
+from fairshard.plan.units import PlannedUnit
+from fairshard.settings.config import GradHome
+from fairshard.settings.fsdp1 import BackwardPrefetch
+from fairshard.utils.bucket_plan import is_crowded, pack
+from fairshard.utils.table import table
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": partial(SGD, lr=0.1),
+    "sgd-momentum": partial(SGD, lr=0.1, momentum=0.9),
+}
+"""Optimizers that a plan knows by name."""
+
+GATHERED, PARTS, WHOLE_GRADS = "gathered units", "parts kept for the backward", "whole gradients"
+BUCKETS, GRADS = "buckets", "gradients"
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """A part of the predicted peak; ``on_host`` where it is kept in host memory by offload."""
+
+    name: str
+    nbytes: int
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """A reduce-scatter of ``nbytes``, all ranks' shares together, that carries the gradients of ``units``."""
+
+    units: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """What wrapping will come to on each rank of ``world_size``.
+
+    ``terms`` are what is live at the moment of the peak, ``peak_at``; activations, and temporary memory inside an
+    operator or the optimizer's step, are not among them.
+    """
+
+    world_size: int
+    device: str
+    units: tuple[UnitRow, ...]
+    buckets: tuple[BucketRow, ...]
+    terms: tuple[MemoryTerm, ...]
+    peak_at: str
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The predicted peak on the device that computes; where that is the CPU, with what is offloaded."""
+        return sum(term.nbytes for term in self.terms if not term.on_host or self.device == "cpu")
+
+    @property
+    def host_nbytes(self) -> int:
+        """What offload keeps in host memory beside it."""
+        return 0 if self.device == "cpu" else sum(term.nbytes for term in self.terms if term.on_host)
+
+    def __str__(self) -> str:
+        buckets = [("bucket", "bytes", "units")]
+        for number, bucket in enumerate(self.buckets):
+            buckets.append((str(number), f"{bucket.nbytes:,}", ", ".join(fqn or "(root)" for fqn in bucket.units)))
+        buckets.append((f"{len(self.buckets)} in all", f"{sum(bucket.nbytes for bucket in self.buckets):,}", ""))
+        terms = [(f"memory of a rank ({self.device})", "bytes")]
+        terms += [(term.name + (", in host memory" if term.on_host else ""), f"{term.nbytes:,}") for term in self.terms]
+        terms.append((f"peak, {self.peak_at}, without activations", f"{self.peak_nbytes:,}"))
+        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>")]
+        return "\n\n".join("\n".join(lines) for lines in tables)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {**asdict(self), "peak_nbytes": self.peak_nbytes, "host_nbytes": self.host_nbytes}
+
+
+def plan_memory(
+    units: Sequence[PlannedUnit],
+    world_size: int,
+    num_replicas: int | None,
+    optimizer: str | Callable[[list[nn.Parameter]], Optimizer],
+    device: str,
+) -> WrapPlan:
+    """The plan of ``units``, outermost first, which `describe` explains.
+
+    Raises:
+        ValueError: an argument, or a unit's sharding strategy, cannot be planned for.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'`device` must be "cpu" or "cuda", but is {device!r}.')
+    if world_size < 1:
+        raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
+    if num_replicas is not None and num_replicas < 1:
+        raise ValueError(f"`num_replicas` must be at least 1, but is {num_replicas}.")
+    for unit in units:
+        _check_strategy(unit, world_size, num_replicas)
+    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if make is None:
+        raise ValueError(
+            f"`optimizer` must be one of {', '.join(OPTIMIZERS)} or a function from parameters to an optimizer, but is "
+            f"{optimizer!r}."
+        )
+    step = _Step(units, world_size, num_replicas or 1, device)
+    step.play()
+    step.play()  # the first has recorded the order that the second looks ahead by
+    sources = [source for every in step.sources.values() for source in every]
+    return WrapPlan(
+        world_size,
+        device,
+        tuple(unit.row(world_size) for unit in units),
+        tuple(BucketRow(tuple(dict.fromkeys(s.unit.fqn for s in b.sources)), b.nbytes) for b in step.buckets),
+        tuple(term for term in [*_lasting_terms(sources, make), *step.peak_terms()] if term.nbytes),
+        step.peak_at,
+    )
+
+
+def _check_strategy(unit: PlannedUnit, world_size: int, num_replicas: int | None) -> None:
+    strategy, part = unit.config.sharding_strategy, unit.config.reshard_after_forward
+    where = f"unit `{unit.fqn or 'root'}`"
+    if strategy.is_hybrid != (num_replicas is not None):
+        raise ValueError(
+            "`num_replicas`, of groups of `world_size` ranks, must be given with hybrid strategies and no others, but "
+            f"is {num_replicas} where {where} has {strategy.name}."
+        )
+    if not isinstance(part, bool) and world_size % part:
+        raise ValueError(
+            f"`reshard_after_forward` must divide the number of ranks, {world_size}, but is {part} for {where}."
+        )
+
+
+def _lasting_terms(sources: Iterable[SourceBytes], make: Callable[[list[nn.Parameter]], Optimizer]) -> list[MemoryTerm]:
+    """What is there all through a step."""
+    nbytes: Counter[tuple[str, bool]] = Counter()
+    for source in sources:
+        on_cpu = source.config.master_on_cpu
+        nbytes["shards", on_cpu] += source.flat.shard_nbytes
+        if on_cpu and not source.config.cpu_offload:
+            nbytes["shards that compute", False] += source.shard_numel * source.flat.compute_dtype.itemsize
+        if source.flat.requires_grad:
+            nbytes["optimizer state", on_cpu] += _state_nbytes(source, make)
+            if on_cpu and source.config.grad_home is GradHome.HOST:
+                nbytes[GRADS, True] += source.flat.grad_nbytes
+    return [MemoryTerm(name, total, on_host) for (name, on_host), total in nbytes.items()]
+
+
+def _state_nbytes(source: SourceBytes, make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
+    """Bytes of an optimizer's state for one shard: what a step on the meta device makes."""
+    shard = nn.Parameter(torch.empty(source.shard_numel, dtype=source.flat.param_dtype, device="meta"))
+    shard.grad = torch.empty_like(shard)
+    optimizer = make([shard])
+    optimizer.step()
+    return sum(value.nbytes for value in optimizer.state[shard].values() if isinstance(value, Tensor))
+
+
+class _Step:
+    """A training step, gradients dropped at its end, played in bytes that are live."""
+
+    def __init__(self, units: Sequence[PlannedUnit], world_size: int, num_replicas: int, device: str) -> None:
+        self._root = units[0]
+        self._cap = units[0].config.bucket_cap_mb
+        self._world_size = world_size
+        self._num_ranks = world_size * num_replicas
+        self._device = device
+        self.sources = {
+            unit: [
+                SourceBytes(unit, index, flat, device, self._num_ranks)
+                for index, flat in enumerate(unit.flat_sizes(world_size))
+            ]
+            for unit in units
+        }
+        self._source_of = {param: s for every in self.sources.values() for s in every for param in s.params}
+        self._order: ExecOrder[PlannedUnit] = ExecOrder()
+        self._gathered: dict[PlannedUnit, int] = {}
+        self._ahead: set[PlannedUnit] = set()
+        self._left: dict[PlannedUnit, int] = {}
+        self._has_grad: set[nn.Parameter] = set()
+        self._flying: deque[BucketBytes] = deque()
+        self.buckets: list[BucketBytes] = []
+        self._bucket_of: dict[SourceBytes, BucketBytes] = {}
+        self._live = Counter({GATHERED: 0, PARTS: 0, WHOLE_GRADS: 0, BUCKETS: 0, GRADS: 0})
+        self._peak = self._live.copy()
+        self._at = self.peak_at = "between steps"
+
+    def peak_terms(self) -> list[MemoryTerm]:
+        """What was live at the peak, beside what always is."""
+        return [MemoryTerm(name, nbytes) for name, nbytes in self._peak.items()]
+
+    def play(self) -> None:
+        """Forward, backward, and the gradients dropped."""
+        self._order.begin_forward()
+        self._forward(self._root)
+        self._order.end_forward(backward_follows=True)
+        for unit in self._ahead:
+            self._free(unit)
+        self._ahead.clear()
+        self._left = dict(self._order.begin_backward())
+        self._plan_buckets(self._left)
+        self._backward(self._root)
+        self._live[PARTS] = 0
+        self._at = "at the end of the backward"
+        for bucket in self.buckets:
+            if bucket.is_open and bucket not in self._flying:
+                self._launch(bucket)
+        while self._flying:
+            self._land()
+        for unit in list(self._gathered):
+            self._free(unit)
+        self._order.end_backward()
+        self._has_grad.clear()
+        self._live[GRADS] = 0
+
+    def _plan_buckets(self, order: Iterable[PlannedUnit]) -> None:
+        sources = [s for unit in order for s in self.sources[unit] if s.flat.requires_grad and s.shard_numel]
+        packed = [[source] for source in sources] if self._num_ranks == 1 else pack(sources, self._cap)
+        self.buckets = [BucketBytes(members, self._device) for members in packed]
+        self._bucket_of = {source: bucket for bucket in self.buckets for source in bucket.sources}
+
+    def _forward(self, unit: PlannedUnit) -> None:
+        self._at = f"in the forward of {unit.fqn or 'the root'}"
+        self._ahead.discard(unit)
+        ahead = self._order.enter(unit)
+        self._gather(unit)
+        if ahead is not None and ahead not in self._gathered and self._root.config.forward_prefetch is not False:
+            self._ahead.add(ahead)
+            self._gather(ahead)
+        for step in unit.steps:
+            if isinstance(step, PlannedUnit):
+                self._forward(step)
+        self._order.exited.append(unit)
+        part = unit.config.reshard_after_forward
+        if unit is not self._root and part:
+            if not isinstance(part, bool) and part != self._world_size:
+                self._add(PARTS, self._gathered.get(unit, 0) // part)
+            self._free(unit)
+
+    def _backward(self, unit: PlannedUnit) -> None:
+        ahead = self._order.reenter(unit)
+        self._at = f"in the backward of {unit.fqn or 'the root'}"
+        self._gather(unit)
+        if ahead is not None and self._root.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._gather(ahead)
+        for step in reversed(unit.steps):
+            if isinstance(step, PlannedUnit):
+                self._backward(step)
+                self._at = f"in the backward of {unit.fqn or 'the root'}"
+            elif step.requires_grad and step not in self._has_grad:
+                self._has_grad.add(step)
+                self._add(WHOLE_GRADS, step.numel() * self._source_of[step].flat.compute_dtype.itemsize)
+        self._left[unit] -= 1
+        if not self._left[unit]:
+            for source in self.sources[unit]:
+                if source in self._bucket_of:
+                    self._reduce(source)
+        self._free(unit)
+
+    def _gather(self, unit: PlannedUnit) -> None:
+        if unit not in self._gathered:
+            self._gathered[unit] = sum(source.gathered_nbytes for source in self.sources[unit])
+            self._add(GATHERED, self._gathered[unit])
+
+    def _free(self, unit: PlannedUnit) -> None:
+        self._live[GATHERED] -= self._gathered.pop(unit, 0)
+
+    def _reduce(self, source: SourceBytes) -> None:
+        bucket = self._bucket_of[source]
+        while self._flying and not bucket.is_open and self._is_crowded(bucket):
+            self._land()
+        if not bucket.is_open:
+            bucket.is_open = True
+            self._add(BUCKETS, bucket.nbytes)
+        bucket.missing.discard(source)
+        numel = sum(param.numel() for param in source.params)
+        self._live[WHOLE_GRADS] -= numel * source.flat.compute_dtype.itemsize
+        if not bucket.missing:
+            self._launch(bucket)
+
+    def _is_crowded(self, bucket: BucketBytes) -> bool:
+        return is_crowded(bucket.nbytes, [flying.nbytes for flying in self._flying], self._cap)
+
+    def _launch(self, bucket: BucketBytes) -> None:
+        if self._num_ranks == 1:  # the gradient is the bucket's memory, unless it is cast
+            self._deliver(bucket)
+            return
+        self._add(BUCKETS, bucket.received_nbytes)
+        if self._device == "cuda":  # what is to be done after the transfer is queued now
+            self._add(BUCKETS, bucket.sum_nbytes)
+            self._deliver(bucket)
+        self._flying.append(bucket)
+
+    def _land(self) -> None:
+        bucket = self._flying.popleft()
+        if self._device == "cpu":
+            self._add(BUCKETS, bucket.sum_nbytes + bucket.cast_nbytes)
+            self._live[BUCKETS] -= bucket.received_nbytes + bucket.cast_nbytes
+            self._add(BUCKETS, bucket.replica_nbytes)
+            self._live[BUCKETS] -= bucket.replica_nbytes
+            self._deliver(bucket)
+        self._live[BUCKETS] -= bucket.nbytes
+        self._close(bucket)
+
+    def _deliver(self, bucket: BucketBytes) -> None:
+        """The sum, so far among the buckets, becomes the gradients of shards, or is copied to where those are."""
+        for source in bucket.sources:
+            if source.grad_stays and source.flat.param_dtype != bucket.sum_dtype:
+                self._add(GRADS, source.flat.grad_nbytes)
+            elif source.grad_stays:
+                self._live[GRADS] += source.flat.grad_nbytes
+        self._live[BUCKETS] -= bucket.sum_nbytes
+        if self._num_ranks == 1:
+            self._close(bucket)
+
+    @staticmethod
+    def _close(bucket: BucketBytes) -> None:
+        bucket.is_open = False
+        bucket.missing = set(bucket.sources)
+
+    def _add(self, term: str, nbytes: int) -> None:
+        self._live[term] += nbytes
+        if self._live.total() > self._peak.total():
+            self._peak = self._live.copy()
+            self.peak_at = self._at

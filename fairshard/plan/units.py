@@ -1,0 +1,199 @@
+"""The units that a policy makes of a module: planned without changing it, then wrapped."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fairshard.params.slot import ParamSlot
+from fairshard.plan.choice import Chooser, ModuleTree
+from fairshard.plan.policies import wrapper_config
+from fairshard.plan.summary import FlatSizes, UnitRow, unit_lines, unit_row
+from fairshard.settings.config import UnitConfig, check_param_dtype, resolve
+from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.setup.ignored import Ignored
+from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
+from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.layout import FlatLayout
+
+_CONFIGURED = frozenset(inspect.signature(resolve).parameters)
+_FULL_PRECISION = {"mixed_precision": False, "compute_dtype": None, "buffer_dtype": None, "fp32_reduce_scatter": False}
+
+
+@dataclass(eq=False)
+class PlannedUnit:
+    """A unit as it would be: ``slots`` are its parameters by flat param, ``steps`` what its forward comes to.
+
+    ``steps`` holds parameters and inner units in the order of their registration.
+    """
+
+    fqn: str
+    module: nn.Module
+    overrides: dict[str, Any]
+    config: UnitConfig
+    slots: list[list[ParamSlot]] = field(default_factory=list)
+    steps: list[nn.Parameter | PlannedUnit] = field(default_factory=list)
+
+    def flat_sizes(self, world_size: int) -> list[FlatSizes]:
+        """The sizes of its flat params when they are cut among ``world_size`` ranks, if they are cut at all."""
+        if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
+            world_size = 1
+        sizes = []
+        for group in self.slots:
+            leaf = group[0].leaf
+            compute_dtype = self.config.compute_dtype_of(leaf.dtype, group[0].keeps_dtype)
+            layout = FlatLayout([slot.numel for slot in group], world_size)
+            sizes.append(FlatSizes(layout, leaf.dtype, compute_dtype, leaf.requires_grad))
+        return sizes
+
+    def row(self, world_size: int) -> UnitRow:
+        """Its row in the table of units."""
+        return unit_row(self.fqn, self.flat_sizes(world_size))
+
+
+class UnitPlan:
+    """What ``policy`` makes of ``module`` with a wrapper's ``arguments``; None puts all into one unit.
+
+    ``units`` has the outermost first. Changes nothing, needs no process group, takes modules on any device.
+
+    Raises:
+        ValueError: the module holds a unit already, or a parameter cannot be sharded.
+        TypeError: a parameter's dtype cannot be sharded, or ``policy`` is no policy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Any,
+        arguments: Mapping[str, Any],
+        ignored: Ignored,
+    ) -> None:
+        self._tree = ModuleTree(module, ignored)
+        self._arguments = arguments
+        wrapped = self._tree.find_unit()
+        if wrapped is not None:
+            raise ValueError(
+                f"`auto_wrap_policy` needs a module that holds no unit yet, but `{wrapped}` is wrapped already. Leave "
+                "the policy out to wrap by hand, or do not wrap inner modules before."
+            )
+        check_not_sharded(module, ignored)
+        config = self._config_with({})
+        overrides: dict[nn.Module, dict[str, Any]] = {}
+        self.apart: list[str] = []
+        if policy is not None:
+            chooser = Chooser(self._tree, policy)
+            if config.precision.param_dtype is not None:
+                self.apart = chooser.take(config.precision._module_classes_to_ignore, _in_full_precision)
+            for choice in chooser.choose():
+                overrides[choice.module] = {**(wrapper_config(choice.module) or {}), **choice.overrides}
+        self.units: list[PlannedUnit] = []
+        self._by_module: dict[nn.Module, PlannedUnit] = {}
+        self._add(module, {}, overrides)
+
+    def rows(self, world_size: int) -> list[UnitRow]:
+        """The table of units."""
+        return [unit.row(world_size) for unit in self.units]
+
+    def wrap(self, wrapper_cls: type[nn.Module]) -> None:
+        """Wrap every unit but the outermost, inner ones first."""
+        for unit in reversed(self.units[1:]):
+            wrapper = wrapper_cls(unit.module, **{**self._arguments, **unit.overrides})
+            if unit.config.force_input_to_fp32 and unit.fqn in self.apart:
+                wrapper.register_forward_hook(_give_back_dtype, with_kwargs=True)
+            self._tree.replace(unit.module, wrapper)
+
+    def _config_with(self, overrides: Mapping[str, Any]) -> UnitConfig:
+        arguments = {**self._arguments, **overrides}
+        return resolve(**{name: value for name, value in arguments.items() if name in _CONFIGURED})
+
+    def _add(
+        self, module: nn.Module, own: dict[str, Any], overrides: Mapping[nn.Module, dict[str, Any]]
+    ) -> PlannedUnit:
+        unit = PlannedUnit(self._tree.fqns[module], module, own, self._config_with(own))
+        self.units.append(unit)
+        self._by_module[module] = unit
+        parts: dict[nn.Module, str] = {}
+
+        def visit(part: nn.Module) -> None:
+            parts[part] = self._tree.fqns[part]
+            for param in part._parameters.values():
+                if param is not None and param not in self._tree.ignored_params:
+                    unit.steps.append(param)
+            for child in self._tree.children(part):
+                if child in overrides:
+                    unit.steps.append(self._by_module.get(child) or self._add(child, overrides[child], overrides))
+                else:
+                    visit(child)
+
+        visit(module)
+        slots = collect_slots(
+            [(fqn, part) for part, fqn in parts.items()], skip={id(param) for param in self._tree.ignored_params}
+        )
+        for slot in slots:
+            check_param_dtype(unit.config, slot.leaf.dtype, slot.fqn)
+        unit.slots = group_slots(slots, unit.config)
+        return unit
+
+
+def auto_wrap_children(
+    module: nn.Module,
+    policy: Any,
+    wrapper_cls: type[nn.Module],
+    arguments: Mapping[str, Any],
+    *,
+    world_size: int,
+    ignored: Ignored,
+) -> Ignored:
+    """Wrap what ``policy`` chooses inside ``module``, but not ``module`` itself, in place.
+
+    ``arguments`` are those of the outer wrapper by name; inner ones get them too. Whatever cannot be sharded is found
+    before anything is changed.
+
+    Returns: ``ignored`` as it is afterwards.
+
+    Raises:
+        ValueError: the module holds a unit already, or a parameter cannot be sharded.
+        TypeError: a parameter's dtype cannot be sharded, or ``policy`` is no policy.
+    """
+    plan = UnitPlan(module, policy, {**arguments, "ignored_states": [*ignored.modules, *ignored.params]}, ignored)
+    if plan.apart:
+        warnings.warn(
+            f"Modules of classes that mixed precision leaves alone (`_module_classes_to_ignore`) are wrapped on their "
+            f"own without it: {', '.join(plan.apart)}.",
+            stacklevel=3,
+        )
+    rows = plan.rows(world_size)
+    numel = sum(row.numel for row in rows)
+    if 2 * max(row.numel for row in rows) > numel > 0:
+        fault = "matches no module" if len(rows) == 1 else "leaves much in one unit"
+        warnings.warn("\n".join([f"`auto_wrap_policy` {fault}:", *unit_lines(rows)]), stacklevel=3)
+    plan.wrap(wrapper_cls)
+    return ignored.renewed(module)
+
+
+def _in_full_precision(module: nn.Module) -> dict[str, Any]:
+    """BatchNorm takes inputs of any dtype; others get theirs in fp32, and give back the dtype that came."""
+    return {**_FULL_PRECISION, "force_input_to_fp32": not isinstance(module, _BatchNorm)}
+
+
+def _give_back_dtype(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+    dtypes: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            dtypes.append(tensor.dtype)
+        return tensor
+
+    apply_to_tensors(note, (args, kwargs))
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtypes[0]) if dtypes and tensor.is_floating_point() else tensor
+
+    return apply_to_tensors(cast, outputs)

@@ -1,0 +1,221 @@
+"""Which ranks a unit is cut among, and which ranks hold the same piece."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.settings.saved_group import SavedGroup
+from fairshard.utils.collectives import Communicator, Communicators, communicator
+from fairshard.utils.device import device_count
+from fairshard.utils.messages import default_group, group_of_one, subgroup
+from fairshard.utils.parallel import check_is_group
+
+Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
+
+
+class OwnRank(SavedGroup):
+    """The group of this rank alone, among which nothing is cut."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 1)
+
+    def resolve(self) -> ProcessGroup:
+        """The group of one."""
+        self.group = group_of_one()
+        return self.group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnRank:
+        return OwnRank()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnRank, ()
+
+
+@dataclass
+class UnitGroups:
+    """The groups of a unit. ``shard``: its parameters are cut among these ranks. ``replicas``: these hold the same."""
+
+    shard: SavedGroup
+    replicas: SavedGroup | None = None
+    reduce: SavedGroup | None = None
+
+    @property
+    def main(self) -> SavedGroup:
+        """The group that users know: of the ranks it is cut among, or, where it is not cut, of the replicas."""
+        return self.replicas if isinstance(self.shard, OwnRank) and self.replicas is not None else self.shard
+
+    def set(self, group: Groups) -> None:
+        """Use ``group`` after unpickling: as `find_groups` takes it."""
+        if isinstance(group, ProcessGroup):
+            self.main.group = group
+        else:
+            assert self.replicas is not None
+            self.shard.group, self.replicas.group = group
+
+    def spanning(self) -> list[ProcessGroup]:
+        """The groups through which, one after the other, something reaches all ranks of the unit."""
+        return [group.resolve() for group in dict.fromkeys((self.main, self.replicas)) if group is not None]
+
+    def communicators(self) -> Communicators:
+        """What the unit talks through. **Collective** the first time for a group."""
+        shard = communicator(self.shard.resolve())
+        replicas = None if self.replicas is None else communicator(self.replicas.resolve())
+        if replicas is not None and replicas.world_size == 1:
+            replicas = None
+        reduce = shard if self.reduce is None else communicator(self.reduce.resolve())
+        return Communicators(shard, reduce, replicas)
+
+
+def find_groups(
+    strategy: ShardingStrategy,
+    process_group: Groups | None,
+    device_mesh: DeviceMesh | None,
+    reduce_group: ProcessGroup | None,
+) -> UnitGroups:
+    """The groups that a wrapper's arguments mean. **Collective** the first time for hybrid strategies without groups.
+
+    Raises:
+        ValueError: the arguments do not fit the strategy or each other.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise ValueError("`device_mesh` and `process_group` must not both be given. Pass one of the two.")
+        process_group = _groups_of(device_mesh, strategy)
+    if strategy.is_hybrid:
+        shard, replicas = _hybrid_groups(process_group, strategy)
+        if reduce_group is not None:
+            raise ValueError(
+                f"`process_group_reduce_scatter` must not be given with {strategy.name}, whose gradients travel in two "
+                "groups. Leave it out."
+            )
+        return UnitGroups(_saved(shard), _saved(replicas))
+    if isinstance(process_group, (tuple, list)):
+        raise ValueError(
+            f"`process_group` must be one group for {strategy.name}, but is {len(process_group)} of them. Pass a "
+            "pair only with ShardingStrategy.HYBRID_SHARD."
+        )
+    group = default_group() if process_group is None else process_group
+    if strategy is ShardingStrategy.NO_SHARD:
+        if reduce_group is not None:
+            warnings.warn("`process_group_reduce_scatter` has no effect with NO_SHARD: leave it out.", stacklevel=3)
+        return UnitGroups(OwnRank(), _saved(group))
+    if reduce_group is not None and dist.get_process_group_ranks(reduce_group) != dist.get_process_group_ranks(group):
+        raise ValueError(
+            "`process_group_reduce_scatter` must have the ranks of `process_group`, in its order, but has "
+            f"{dist.get_process_group_ranks(reduce_group)} where that has {dist.get_process_group_ranks(group)}."
+        )
+    return UnitGroups(_saved(group), None, None if reduce_group is None else _saved(reduce_group))
+
+
+def check_pairs(groups: Iterable[UnitGroups]) -> None:
+    """Raise unless all units of a model, if one is hybrid, are hybrid over the same pair of groups.
+
+    Raises:
+        ValueError: they are not.
+    """
+    every = list(groups)
+    if any(_is_pair(own) for own in every):
+        pairs = {(own.shard.group, own.replicas.group if own.replicas else None) for own in every}
+        if len(pairs) > 1:
+            raise ValueError(
+                "All units of a model must share the pair of groups where one is sharded in a hybrid way, but here are "
+                f"{len(pairs)} different ones. Pass the same `process_group` tuple, or the same `device_mesh`, to all."
+            )
+
+
+def _is_pair(groups: UnitGroups) -> bool:
+    return groups.replicas is not None and not isinstance(groups.shard, OwnRank)
+
+
+def _saved(group: ProcessGroup) -> SavedGroup:
+    check_is_group(group)
+    return SavedGroup(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _groups_of(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
+    wanted = 2 if strategy.is_hybrid else 1
+    if mesh.ndim != wanted:
+        raise ValueError(
+            f"`device_mesh` must have {wanted} dimension{'s' * (wanted - 1)} for {strategy.name}, but has {mesh.ndim}. "
+            "For hybrid sharding the first is that of the replicas, the second that of the shards."
+        )
+    return (mesh.get_group(1), mesh.get_group(0)) if strategy.is_hybrid else mesh.get_group()
+
+
+def _hybrid_groups(given: Any, strategy: ShardingStrategy) -> tuple[ProcessGroup, ProcessGroup]:
+    if given is None:
+        return _groups_by_node()
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(
+            f"`process_group` must be a pair for {strategy.name}: the ranks to shard over, and the ranks that hold the "
+            "same shard. Pass (shard_group, replicate_group), a 2-D `device_mesh`, or neither to shard within nodes."
+        )
+    shard, replicas = given
+    check_is_group(shard)
+    check_is_group(replicas)
+    common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicas))
+    if common != {dist.get_rank()}:
+        raise ValueError(
+            f"The two groups of {strategy.name} must have this rank, {dist.get_rank()}, in common and no other, but "
+            f"have {sorted(common)}: ranks that hold different shards would be summed as replicas. Pass (shard_group, "
+            "replicate_group) that cross like rows and columns, or a 2-D `device_mesh`."
+        )
+    return shard, replicas
+
+
+_by_node: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _groups_by_node() -> tuple[ProcessGroup, ProcessGroup]:
+    """Shard within a node, replicate across nodes; the same pair for all units. **Collective** the first time."""
+    world = default_group()
+    if world not in _by_node:
+        size = world.size()
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or device_count()
+        if not per_node or size % per_node:
+            raise ValueError(
+                "Hybrid sharding without groups needs ranks that are spread evenly over the nodes, but there are "
+                f"{size} ranks and {per_node} a node (LOCAL_WORLD_SIZE, which torchrun sets). Pass `process_group` or "
+                "`device_mesh`."
+            )
+        own = world.rank()
+        first = own - own % per_node
+        _by_node[world] = (
+            subgroup(list(range(first, first + per_node))),
+            subgroup(list(range(own % per_node, size, per_node))),
+        )
+    return _by_node[world]
+
+
+_parts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
+    """This rank's part of ``size`` consecutive ranks of ``comm``; None for a flag, or all. **Collective** at first.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of ranks.
+    """
+    if isinstance(size, bool) or comm.world_size in (1, size):
+        return None
+    if comm.world_size % size:
+        raise ValueError(
+            f"`reshard_after_forward` must divide the number of ranks, {comm.world_size}, but is {size} for unit "
+            f"`{fqn or 'root'}`. Pass a divisor, or True."
+        )
+    known = _parts.setdefault(comm.group, {})
+    if size not in known:
+        ranks = dist.get_process_group_ranks(comm.group)
+        first = comm.rank - comm.rank % size
+        known[size] = subgroup(ranks[first : first + size])
+    return communicator(known[size])

@@ -1,0 +1,65 @@
+"""Setting up a model: which units it has, that ranks agree on them, and what they share."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fairshard.checks.agreement import all_or_none, check_agreement
+from fairshard.checks.order_check import check_settings
+from fairshard.engine.root import Root
+from fairshard.engine.tree import modules_of, unit_of, units_below, walk
+from fairshard.engine.unit import Unit
+from fairshard.settings.groups import check_pairs
+from fairshard.setup.late_changes import connect, settle_all
+from fairshard.setup.placement import check_host_memory, compute_device
+
+
+def claim(module: nn.Module) -> Root:
+    """Make ``module``, just called and in no model yet, the outermost of all units below it. **Collective.**
+
+    Sets up the groups' communicators and compares the units across ranks.
+    """
+    found = units_below(module)
+    for fqn, unit in found:
+        if unit.root is not None:
+            unit.root.assert_idle("forward of an outer unit")
+            if unit.is_gathered:
+                unit.reshard()
+        unit.place(fqn)
+    units = [unit for _, unit in found]
+    settle_all(module, units)
+    for unit in units:
+        unit.origin.shared.settle(unit, units)
+    check_settings(units)
+    comms = {unit: unit.groups.communicators() for unit in units}
+    for unit in units:
+        connect(unit)
+    check_pairs(unit.groups for unit in units)
+    device = compute_device(units)
+    for own in dict.fromkeys(comms.values()):
+        for comm in (own.shard, own.replicas):
+            if comm is not None:
+                check_agreement(comm, [unit for unit in units if comms[unit] == own], device)
+    first = comms[units[0]]
+    check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
+    shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
+    root = Root(units, device, list(dict.fromkeys(shared)))
+    own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
+    for _, part in walk(module):
+        if (owner := unit_of(part)) is not None:
+            own_modules[owner] += modules_of(part)
+    with all_or_none(units):
+        for unit in units:
+            unit.materialize(root, comms[unit], own_modules[unit])
+            unit.prefetch.settle(units)
+    return root
+
+
+def roots_below(module: nn.Module) -> list[Root]:
+    """The root of every model in ``module``, outermost first; units in none are claimed. **Collective** then."""
+    roots: dict[Root, None] = {}
+    for _, part in walk(module):
+        unit = unit_of(part)
+        if unit is not None:
+            roots[unit.root or claim(part)] = None
+    return list(roots)

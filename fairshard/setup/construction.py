@@ -1,0 +1,188 @@
+"""Making a module ready to be sharded: where it goes, what it starts from, the same on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fairshard.checks.agreement import check_same, raise_together
+from fairshard.engine.origin import Origin
+from fairshard.engine.tree import units_below
+from fairshard.errors import FairshardError
+from fairshard.setup.ignored import Ignored
+from fairshard.setup.materialize import OwnTensors
+from fairshard.utils.collectives import communicator
+from fairshard.utils.device import current_device, default_device_type, device_count
+from fairshard.utils.messages import backend_name
+from fairshard.utils.parallel import validate_process_group
+
+_BUCKET_NBYTES = 250 * 2**20
+_RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of what it adds up
+
+
+@dataclass(frozen=True)
+class Construction:
+    """The arguments of a wrapper on how its module becomes a unit; ``device`` None leaves the module where it is.
+
+    ``leaves_meta``: what is on the meta device stays there, and is given memory once it has been cut.
+    """
+
+    param_init_fn: Callable[[nn.Module], Any] | None
+    device: torch.device | None
+    moves_inputs: bool
+    sync_module_states: bool
+    leaves_meta: bool = False
+
+
+def resolve_construction(
+    param_init_fn: Any, device_id: Any, compute_device: Any, sync_module_states: Any
+) -> Construction:
+    """Check the arguments.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: ``param_init_fn`` cannot be called, or the device is not there.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(
+            f"`param_init_fn` must be a function of a module, but is {param_init_fn!r}. It gives memory and values to "
+            "the module's own parameters and buffers."
+        )
+    if not isinstance(sync_module_states, bool):
+        raise TypeError(f"`sync_module_states` must be True or False, but is {sync_module_states!r}.")
+    device = _device_of("device_id", device_id)
+    other = _device_of("compute_device", compute_device)
+    if None not in (device, other) and device != other:
+        raise ValueError(f"`device_id` and `compute_device` must not differ, but are {device} and {other}. Pass one.")
+    return Construction(param_init_fn, device or other, device is not None, sync_module_states)
+
+
+def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: list[ProcessGroup]) -> Origin:
+    """Let ``module`` have memory and values, on all ranks that ``groups`` reach one after the other.
+
+    What has values stays where it is, so that a module which is larger than the device can be cut on the host.
+    **Collective** with ``sync_module_states``; what raises on one rank then raises on all.
+
+    Raises:
+        ValueError: the module is on another device than asked for, or cannot be initialised.
+        TypeError: a group is none of this rank's.
+        FairshardError: its parameters are on several devices.
+        RanksDisagreeError: what is to be broadcast has not the same names and shapes on all ranks.
+    """
+    own = OwnTensors(module, ignored)
+    sums: dict[str, Tensor] = {}
+    if how.sync_module_states:
+        device = _sync(own, how, groups)
+        _warn_unsynced(module)
+    else:
+        device = _settle(own, how, groups, has_values=True)
+        if any(group.size() > 1 for group in groups):
+            sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
+    if how.device is not None and not own.on_meta:
+        own.move_buffers(device)
+    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums)
+
+
+def _settle(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_values: bool) -> torch.device:
+    device = _home(own, how.device, groups[0])
+    for group in groups:
+        validate_process_group(device, group)
+    if not how.leaves_meta:
+        own.materialize(how.param_init_fn, device, has_values)
+    return device
+
+
+def _sync(own: OwnTensors, how: Construction, groups: list[ProcessGroup]) -> torch.device:
+    """Initialise on the first rank of all, and send everything from there."""
+    device, error = torch.device("cpu"), None
+    comms = [communicator(group) for group in groups]
+    try:
+        device = _settle(own, how, groups, has_values=all(comm.rank == 0 for comm in comms))
+    except Exception as raised:
+        error = raised
+    raise_together(comms, error)
+    tensors = own.tensors
+    for comm in comms:
+        check_same(comm, [f"`{fqn}` {tuple(value.shape)} {value.dtype}" for fqn, value in tensors.items()], device)
+        comm.broadcast_tensors(list(tensors.values()), device, _BUCKET_NBYTES)
+    return device
+
+
+def _warn_unsynced(module: nn.Module) -> None:
+    for fqn, unit in units_below(module):
+        if unit.origin.sums:
+            warnings.warn(
+                f"`sync_module_states=True` cannot reach the inner unit `{fqn}`, which was cut from each rank's own "
+                "values. Pass it to every wrapper.",
+                stacklevel=5,
+            )
+            return
+
+
+def _checksum(param: nn.Parameter) -> Tensor:
+    """0-d int64: the sum of the bit patterns."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(param.element_size(), torch.int64)
+    line = param.detach().contiguous().view(-1).view(integer)
+    total = torch.zeros((), dtype=torch.int64, device=param.device)
+    for run in line.split(_RUN_NUMEL):
+        total += run.sum(dtype=torch.int64)
+    return total
+
+
+def _device_of(name: str, given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, torch.device)):
+        raise TypeError(f"`{name}` must be the number of a GPU or a torch.device, but is {given!r}.")
+    device = torch.device("cuda", given) if isinstance(given, int) else given
+    if device.type == "meta":
+        raise ValueError(f"`{name}` must be a device with memory, but is {device}.")
+    if device.type == "cuda":
+        if (device.index or 0) >= device_count():
+            raise ValueError(
+                f"`{name}` must be a device that is there, but is {device} where this process sees {device_count()} "
+                "GPUs. Leave it out to compute on the CPU."
+            )
+        if device.index is None:
+            device = current_device()
+            warnings.warn(
+                f"`{name}` names no GPU by its number: the current one is taken, {device}. Pass "
+                "torch.cuda.current_device() to say so.",
+                stacklevel=4,
+            )
+    return device
+
+
+def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> torch.device:
+    """Where the unit computes: the device asked for, or that of its parameters, or the next best guess."""
+    devices: dict[torch.device, str] = {}
+    for fqn, param in own.params.items():
+        if not param.is_meta:
+            devices.setdefault(param.device, fqn)
+    cpu = torch.device("cpu")
+    if wanted is not None:
+        for device, fqn in devices.items():
+            if device not in (cpu, wanted):
+                raise ValueError(
+                    f"A module must be on the CPU or on the device that is asked for, {wanted}, but `{fqn}` is on "
+                    f"{device}. Move it there, or name that device."
+                )
+        return wanted
+    if len(devices) > 1:
+        places = " and ".join(f"`{fqn}` on {device}" for device, fqn in list(devices.items())[:2])
+        raise FairshardError(
+            f"The parameters of a unit must be on one device, but there are {places}. Move the module, or pass "
+            "`device_id` to have it moved."
+        )
+    inner = [unit.origin.device for _, unit in units_below(own.module)]
+    if devices or inner:
+        return next(iter([*devices, *inner]))
+    if own.on_meta and default_device_type() == "cuda" and backend_name(group, current_device()) == "nccl":
+        return current_device()
+    return next((param.device for param in own.ignored.params if not param.is_meta), cpu)

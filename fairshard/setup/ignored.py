@@ -1,0 +1,124 @@
+"""What a wrapper leaves alone: whole on every rank, neither moved, cast nor reduced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fairshard.engine.tree import join, unit_of, units_below, walk
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The ``modules`` that a unit ignores, with all below them, and the ``params`` of these and beside them."""
+
+    modules: tuple[nn.Module, ...] = ()
+    params: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def ids(self) -> set[int]:
+        """The ``id`` of each of them."""
+        return {id(item) for item in (*self.modules, *self.params)}
+
+    def replaced(self, new: Mapping[int, nn.Parameter]) -> Ignored:
+        """With ``new[id(param)]`` instead of ``param``."""
+        return Ignored(self.modules, tuple(new.get(id(param), param) for param in self.params))
+
+    def renewed(self, module: nn.Module) -> Ignored:
+        """As it is once ``module`` holds units, whose `param_init_fn` may have put other parameters there."""
+        inner = [param for _, unit in units_below(module) for param in unit.origin.ignored.params]
+        here = {id(param) for _, part in walk(module) for param in part._parameters.values()}
+        params = {id(param): param for param in (*self.params, *inner) if id(param) in here}
+        return Ignored(self.modules, tuple(params.values()))
+
+
+NOTHING = Ignored()
+
+
+def resolve_ignored(
+    module: nn.Module,
+    ignored_modules: Any,
+    ignored_states: Any,
+    ignored_parameters: Any,
+    name: str = "ignored_parameters",
+) -> Ignored:
+    """What a wrapper of ``module`` was asked to ignore, and what the wrappers inside it ignore, as far as it is there.
+
+    ``name`` is that of the last argument in the door that has it.
+
+    Raises:
+        TypeError: an argument is no iterable of modules, or of parameters.
+        ValueError: arguments exclude each other, or an inner unit has sharded what is to be ignored.
+    """
+    if ignored_states is not None and (ignored_modules is not None or ignored_parameters is not None):
+        raise ValueError(
+            "`ignored_states` must not be passed beside `ignored_modules` or `ignored_parameters`, but is. It takes "
+            "modules and parameters alike: pass all of them there."
+        )
+    given = [
+        *_items("ignored_modules", ignored_modules, nn.Module),
+        *_items("ignored_states", ignored_states, nn.Module, nn.Parameter),
+        *_items(name, ignored_parameters, nn.Parameter),
+    ]
+    inner = [unit.origin.ignored for _, unit in units_below(module)]
+    roots = [item for item in given if isinstance(item, nn.Module)]
+    for root in roots:
+        _check_holds_no_unit(root)
+    if any(root is module for root in roots):
+        warnings.warn(
+            f"The module that is wrapped ({type(module).__name__}) is among those to be ignored: nothing of it is "
+            "sharded. Leave the wrapper out, or ignore parts of the module.",
+            stacklevel=4,
+        )
+    in_tree = {id(part): part for _, part in walk(module)}
+    modules = {id(part): part for root in roots for part in root.modules() if id(part) in in_tree}
+    modules.update({id(part): part for ignored in inner for part in ignored.modules})
+    singles = {id(param) for param in given if isinstance(param, nn.Parameter)}
+    singles.update(id(param) for ignored in inner for param in ignored.params)
+    _check_not_taken(module, modules.keys() | singles)
+    params: dict[int, nn.Parameter] = {}
+    for part in in_tree.values():
+        for param in part._parameters.values():
+            if param is not None and (id(part) in modules or id(param) in singles):
+                params[id(param)] = param
+    return Ignored(tuple(modules.values()), tuple(params.values()))
+
+
+def _items(name: str, given: Any, *kinds: type) -> list[Any]:
+    wanted = " or ".join("nn.Modules" if kind is nn.Module else "nn.Parameters" for kind in kinds)
+    if given is None:
+        return []
+    if not isinstance(given, Iterable):
+        raise TypeError(f"`{name}` must be an iterable of {wanted}, but is {type(given).__name__}. Pass a list.")
+    items = list(given)
+    for item in items:
+        if not isinstance(item, kinds):
+            raise TypeError(f"`{name}` must be an iterable of {wanted}, but holds a {type(item).__name__}.")
+    return items
+
+
+def _check_holds_no_unit(root: nn.Module) -> None:
+    for fqn, part in walk(root):
+        if unit_of(part) is not None:
+            where = f"its `{fqn}` is wrapped already" if part is not root else "is a wrapper itself"
+            raise ValueError(
+                f"Ignored modules must not be sharded, but of a {type(root).__name__} among them, {where}. Leave it "
+                "out, or do not wrap it."
+            )
+
+
+def _check_not_taken(module: nn.Module, ignored: set[int]) -> None:
+    for fqn, unit in units_below(module):
+        for flat_param in unit.flat_params:
+            for slot in flat_param.slots:
+                seen = [slot.leaf, *flat_param.registered, *(owner for owner, _ in slot.owners)]
+                if any(id(item) in ignored for item in seen):
+                    name = join(fqn, slot.fqn.removeprefix(f"{unit.fqn}.") if unit.fqn else slot.fqn)
+                    raise ValueError(
+                        f"An ignored parameter must belong to no unit, but `{name}` has been sharded by the unit "
+                        f"`{fqn or 'root'}`. Ignore it there too, or nowhere."
+                    )

@@ -1,0 +1,116 @@
+"""What users do to a model between `fully_shard` and its first forward: taken in, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fairshard.engine.tree import join, paths_of, unit_of, walk
+from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError
+from fairshard.params.flat_param import FlatParam
+from fairshard.views.rows_flat_param import RowsFlatParam
+
+
+def settle(unit: Unit) -> None:
+    """Follow what was moved or cast; parameters that differ by now in dtype or device no longer share a flat param."""
+    flat_params: list[FlatParam] = []
+    for flat_param in unit.flat_params:
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, param in enumerate(flat_param.registered):
+            kinds.setdefault((param.dtype, param.device), []).append(index)
+        if len(kinds) > 1 and isinstance(flat_param, RowsFlatParam):
+            if any(param.is_meta for param in flat_param.registered):
+                flat_params.append(flat_param)  # it is being given memory
+            else:
+                flat_params += [flat_param.split(indexes) for indexes in kinds.values()]
+        else:
+            flat_param.settle()
+            flat_params.append(flat_param)
+    unit.flat_params = flat_params
+
+
+def settle_all(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Let ``units``, all in ``module``, be what its users have made of it; before any communication.
+
+    Raises:
+        FairshardError: parameters are on the meta device still, or were added or replaced.
+    """
+    for unit in units:
+        if unit.members is not None:
+            settle(unit)
+    _check_memory(units)
+    _check_added(module)
+    for unit in units:
+        if unit.members is not None:
+            _renew_references(unit)
+
+
+def connect(unit: Unit) -> None:
+    """Let DTensors of ``unit`` find its groups again, if they come out of a pickle."""
+    groups = [group.resolve() for group in (unit.groups.replicas, unit.groups.shard) if group is not None]
+    for flat_param in unit.flat_params:
+        if isinstance(flat_param, RowsFlatParam):
+            flat_param.connect(*groups[-flat_param.mesh.ndim :])
+
+
+def _check_memory(units: Sequence[Unit]) -> None:
+    left = [
+        slot.fqn
+        for unit in units
+        for flat_param in unit.flat_params
+        if isinstance(flat_param, RowsFlatParam)
+        for slot, param in zip(flat_param.slots, flat_param.registered, strict=True)
+        if param.is_meta
+    ]
+    if left:
+        raise FairshardError(
+            f"Parameters must have memory and values before the first forward, but {_listed(left)} still on the meta "
+            "device. Call `model.to_empty(device=...)`, then initialise them, or load a state dict."
+        )
+
+
+def _check_added(module: nn.Module) -> None:
+    for _, holder in walk(module):
+        unit = unit_of(holder)
+        if unit is not None and unit.members is not None:
+            known = unit.origin.ignored.ids
+            own = {
+                (id(owner), name): slot
+                for flat_param in unit.flat_params
+                for slot in flat_param.slots
+                for owner, name in slot.owners
+            }
+            for path, part in paths_of(holder):
+                for name, param in part._parameters.items():
+                    slot = own.get((id(part), name))
+                    is_new = slot is None and param is not None and id(param) not in known
+                    # A plain tensor under a name that is known may be there for one call (functional_call).
+                    if is_new or (slot is not None and isinstance(param, DTensor) and param is not slot.registered):
+                        raise FairshardError(refusal_of_new(join(unit.fqn, join(path, name))))
+
+
+def refusal_of_new(fqn: str) -> str:
+    """That a parameter has come into a model that is sharded."""
+    return (
+        f"A model must have all its parameters when it is sharded, but `{fqn}` came after that: every rank would train "
+        "it on its own. Add it before fully_shard, or name it in `ignored_params`; to change the values of a parameter "
+        "copy them into it, or load a state dict."
+    )
+
+
+def _renew_references(unit: Unit) -> None:
+    """Let RNNs, which keep a list of their weights and make it anew when they are moved, compute with the leaves."""
+    for flat_param in unit.flat_params:
+        for slot in flat_param.slots:
+            for owner, name in slot.owners:
+                if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:
+                    owner._flat_weights[owner._flat_weights_names.index(name)] = slot.leaf
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more are" if len(names) > 3 else " are" if len(names) > 1 else " is"
+    return ", ".join(f"`{name}`" for name in names[:3]) + more

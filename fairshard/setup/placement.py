@@ -1,0 +1,98 @@
+"""On which device a model computes, and whether the host has room for what it keeps there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import warnings
+
+import torch
+
+from fairshard.engine.unit import Unit
+from fairshard.errors import HostMemoryError
+from fairshard.settings.config import GradHome
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.device import current_device, default_device_type
+from fairshard.utils.messages import backend_name
+from fairshard.utils.pinned import too_much_to_pin
+from fairshard.utils.user_line import level_of_user
+
+_log = logging.getLogger("fairshard")
+
+
+def compute_device(units: list[Unit]) -> torch.device:
+    """The device where ``units`` compute: that of the parameters when wrapped, or where ``.to()`` moved them since.
+
+    Units whose parameters were on the CPU and are offloaded compute on the current GPU if their group is NCCL's.
+    """
+    for unit in units:
+        for flat_param in unit.flat_params:
+            wrapped = flat_param.slots[0].leaf if unit.config.master_on_cpu else flat_param.shard
+            for device in (flat_param.shard.device, wrapped.device):
+                if device.type != "cpu":
+                    return device
+    if not any(unit.flat_params for unit in units):
+        return units[0].origin.device
+    device = torch.device("cpu")
+    if default_device_type() == "cuda" and not any(unit.origin.is_placed for unit in units):
+        gpu = current_device()
+        idle = [unit for unit in units if unit.flat_params and backend_name(unit.group.resolve(), gpu) == "nccl"]
+        if any(unit.config.master_on_cpu for unit in idle):
+            return gpu
+        if idle:
+            warnings.warn(
+                f"The parameters of unit `{idle[0].fqn or 'root'}` are on the CPU, where the model will compute, but "
+                f"{gpu} is there. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` if this is "
+                "meant.",
+                stacklevel=level_of_user(),
+            )
+    return device
+
+
+def check_host_memory(comm: Communicator, units: list[Unit], device: torch.device) -> None:
+    """Say how much host memory ``units`` may pin, and raise where it is too much. **Collective.**
+
+    Raises:
+        HostMemoryError: on every rank, if any rank's host has not room for its ranks.
+    """
+    if device.type != "cuda" or not any(unit.config.master_on_cpu for unit in units):
+        return
+    nbytes = _nbytes_to_pin(units)
+    hosts = comm.gather_objects((socket.gethostname(), nbytes))
+    here = [own for host, own in hosts if host == hosts[comm.rank][0]]
+    if comm.rank == [host for host, _ in hosts].index(hosts[comm.rank][0]):
+        total = sum(here) / 2**30
+        _log.warning("%d ranks on %s pin up to %.2f GiB of host memory", len(here), hosts[comm.rank][0], total)
+    problems = comm.gather_objects(too_much_to_pin(sum(here), len(here)))
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise HostMemoryError(f"{problem} (rank {rank} on {hosts[rank][0]})")
+
+
+def _nbytes_to_pin(units: list[Unit]) -> int:
+    """Shards; two gradients a shard where they move, the second while they add up; else two to fetch them through."""
+    nbytes = largest_held = 0
+    for unit in units:
+        for flat_param in unit.flat_params:
+            if flat_param.on_cpu:
+                nbytes += flat_param.shard.nbytes
+                if flat_param.requires_grad and unit.config.grad_home is GradHome.HOST:
+                    nbytes += 2 * flat_param.shard.nbytes
+                elif unit.config.grad_home is GradHome.HELD:
+                    largest_held = max(largest_held, flat_param.shard.nbytes)
+    return nbytes + 2 * largest_held
+
+
+def warn_autocast(units: list[Unit], device: torch.device) -> bool:
+    """Warn, if autocast is on and parameters are gathered in fp32, what that costs; returns whether it did."""
+    if not torch.is_autocast_enabled(device.type):
+        return False
+    if not any(fp.compute_dtype == torch.float32 for unit in units for fp in unit.flat_params):
+        return False
+    warnings.warn(
+        "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
+        "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
+        "gathers half the bytes and keeps none.",
+        stacklevel=level_of_user(),
+    )
+    return True

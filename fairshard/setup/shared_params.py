@@ -1,0 +1,138 @@
+"""Parameters of one unit that modules of another use too: fairscale's ``append_shared_param``.
+
+Such a parameter lies in the flat param of one unit, its owner. A call of the unit that shares it is a call of the
+owner as well, so that the owner is gathered, waits for its gradients and counts its calls as a unit does whose module
+runs twice; autograd adds up what all uses give to the one leaf::
+
+    owner        | gather  forward  free |               | gather  forward  free |
+    sharer                                | gather .............. forward  free |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fairshard.engine.training_state import TrainingState
+from fairshard.engine.tree import join
+from fairshard.engine.unit_call import call_in
+from fairshard.params.slot import ParamSlot
+
+if TYPE_CHECKING:
+    from fairshard.engine.unit import Unit
+
+
+@dataclass(frozen=True)
+class _Use:
+    """``module`` refers as ``name`` to the parameter of ``slot``, which another unit has taken."""
+
+    slot: ParamSlot
+    module: nn.Module
+    name: str
+    fqn: str
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the module still refers to the parameter itself: a unit inside may have appended it."""
+        return self.module._parameters.get(self.name) is self.slot.leaf
+
+
+@dataclass
+class SharedParams:
+    """What the modules of one unit use of others. ``owners``: those units, once the model is set up."""
+
+    owners: tuple[Unit, ...] = ()
+    _found: list[_Use] = field(default_factory=list)
+    _appended: list[ParamSlot] = field(default_factory=list)
+
+    def note(self, slot: ParamSlot, module: nn.Module, name: str, fqn: str) -> None:
+        """A module of the unit refers to a parameter of another one. It must be appended before the first forward."""
+        self._found.append(_Use(slot, module, name, fqn))
+
+    def append(self, param: Any) -> None:
+        """Use ``param``, as one of the modules that share it has it.
+
+        Raises:
+            ValueError: it is no parameter of another unit, or no module of this one refers to it.
+        """
+        if any(slot.stands_for(param) for slot in self._appended):
+            return
+        uses = [use for use in self._found if use.slot.stands_for(param) and use.is_due]
+        if not uses:
+            raise ValueError(
+                "`append_shared_param` must be called with a parameter that another unit has taken and that a module "
+                f"of this one uses, but this {type(param).__name__} is not. Tie the modules first "
+                "(`b.weight = a.weight`), wrap both, then pass the parameter of either."
+            )
+        for use in uses:
+            use.slot.share_with(use.module, use.name)
+        self._appended.append(uses[0].slot)
+
+    def check_all_appended(self, unit_fqn: str) -> None:
+        """Raise unless every parameter that is shared has been appended.
+
+        Raises:
+            ValueError: naming it.
+        """
+        for use in self._found:
+            if use.is_due:
+                raise ValueError(refusal(join(unit_fqn, use.fqn), use.slot.fqn))
+
+    def settle(self, unit: Unit, units: Sequence[Unit]) -> None:
+        """Find, among ``units`` of one model, those that own what ``unit`` shares.
+
+        Raises:
+            ValueError: an owner is not among them, or computes in another dtype.
+        """
+        self.check_all_appended(unit.fqn)
+        owners: dict[Unit, None] = {}
+        for slot in self._appended:
+            pairs = [(other, flat) for other in units for flat in other.flat_params if slot in flat.slots]
+            if not pairs:
+                raise ValueError(
+                    f"A unit that shares a parameter must be in one model with the unit that has it, but `{slot.fqn}` "
+                    f"is not below the wrapper that unit `{unit.fqn or 'root'}` was called through. Wrap a module "
+                    "around both, and call that."
+                )
+            owner, flat_param = pairs[0]
+            theirs = flat_param.compute_dtype_under(owner.config), owner.config.input_dtype(is_root=False)
+            ours = (
+                unit.config.compute_dtype_of(flat_param.shard.dtype, slot.keeps_dtype),
+                unit.config.input_dtype(is_root=False),
+            )
+            if ours != theirs:
+                raise ValueError(
+                    f"Units that share a parameter must compute in one dtype and cast inputs alike, but for "
+                    f"`{slot.fqn}` it is {ours[0]}, inputs to {ours[1]}, in unit `{unit.fqn}`, and {theirs[0]}, inputs "
+                    f"to {theirs[1]}, in `{owner.fqn}`. Wrap both with the same `mixed_precision`."
+                )
+            owners[owner] = None
+        self.owners = tuple(owners)
+
+    def computing_with(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as a call of each of the owners."""
+        for owner in self.owners:
+            function = functools.partial(_call_in, owner, function)
+        return function
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"owners": (), "_found": self._found, "_appended": self._appended}
+
+
+def refusal(fqn: str, owner_fqn: str) -> str:
+    """That parameter ``fqn`` must not be taken by a second unit."""
+    return (
+        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is wrapped "
+        "already. Wrap the two modules together in one unit, or wrap neither on its own; or, if neither is inside the "
+        "other, wrap both and call `append_shared_param(parameter)` on the second."
+    )
+
+
+def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by that call
+        return function(*args, **kwargs)
+    return call_in(unit, function, args, kwargs)

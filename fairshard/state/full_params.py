@@ -1,0 +1,234 @@
+"""Showing the parameters of units under their own names, whole or as spans, for as long as a ``with`` block lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fairshard.engine.training_state import TrainingState
+from fairshard.engine.unit import Unit
+from fairshard.params.flat_param import FlatParam
+from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.tensors import set_grad
+from fairshard.views.viewed_flat_param import Stepped
+
+
+@dataclass(frozen=True)
+class Showing:
+    """How parameters are shown.
+
+    ``writeback``: this rank's span of what they hold at the end goes into its shard, and what was written to the
+    spans of other ranks is lost unless those write the same. ``from_first``: they are whole on rank 0 alone, and
+    with ``writeback`` its values go into the shards of all ranks; the others keep showing shards, or with
+    ``meta_elsewhere`` tensors of the same shapes without memory. ``offload_to_cpu``: they are in host memory.
+    ``with_grads``: gradients too, in the same way.
+    """
+
+    writeback: bool = False
+    from_first: bool = False
+    meta_elsewhere: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@contextmanager
+def summon(units: list[Unit], how: Showing) -> Iterator[None]:
+    """`show` all of ``units`` at once; what is written to a unit of one rank is kept in any case. **Collective.**
+
+    With those that own what ``units`` share of others.
+    """
+    with ExitStack() as stack:
+        for unit in with_owners(units):
+            is_whole = unit.group.world_size == 1
+            stack.enter_context(show(unit, replace(how, writeback=how.writeback or is_whole)))
+        yield
+
+
+def with_owners(units: Sequence[Unit]) -> list[Unit]:
+    """``units``, each once, and the units that own parameters which modules of theirs use too."""
+    return list(dict.fromkeys([*units, *(owner for unit in units for owner in unit.origin.shared.owners)]))
+
+
+@contextmanager
+def show(unit: Unit, how: Showing) -> Iterator[None]:
+    """Register the whole parameters of ``unit``, in the precision of its shards, under their own names.
+
+    After an exception nothing is written back. **Collective.**
+    """
+    with _summoned(unit), ExitStack() as stack:
+        for flat_param in unit.flat_params:
+            stack.enter_context(_Whole(flat_param, how).shown())
+        yield
+
+
+@contextmanager
+def show_spans(unit: Unit) -> Iterator[None]:
+    """Register what this rank owns of each parameter of ``unit``, as `SpanTensor`: views of the shards."""
+    with _summoned(unit), ExitStack() as stack:
+        for flat_param in unit.flat_params:
+            stack.enter_context(_registered(flat_param, [as_parameter(flat_param, s) for s in spans_of(flat_param)]))
+        yield
+
+
+def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor] | list[DTensor]:
+    """This rank's run of each parameter, as views of ``values`` ``[S]``, or of the shard; a DTensor is its own."""
+    values = flat_param.shard.detach() if values is None else values
+    if isinstance(values, DTensor):
+        return [values]
+    runs = flat_param.runs_of(values)
+    return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
+
+
+def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload_to_cpu: bool) -> list[Tensor]:
+    """Whole parameters of ``values`` ``[S]`` of every rank, each in new memory. **Collective.**
+
+    With ``first_only`` on rank 0 alone, and nothing elsewhere.
+    """
+    device = torch.device("cpu") if offload_to_cpu else flat_param.compute_device
+    if isinstance(values, DTensor):
+        on_device: Any = values.to(flat_param.compute_device)
+        whole = on_device.full_tensor()
+        return [] if first_only and flat_param.rank else [whole.to(device, copy=True)]
+    if not first_only:
+        return [part.to(device, copy=True) for part in flat_param.params_of(flat_param.gather_line(values))]
+    comm, layout = flat_param.comm, flat_param.layout
+    values = values.to(flat_param.compute_device).contiguous()
+    runs = [values[piece.target.start : piece.target.stop] for piece in layout.pieces_of(comm.rank)]
+    if comm.rank != 0:
+        comm.send_to_first(runs)
+        return []
+    lines = [values.new_empty(slot.numel) for slot in flat_param.slots]
+    comm.receive_on_first(
+        runs,
+        [
+            [lines[piece.index][piece.source.start : piece.source.stop] for piece in layout.pieces_of(rank)]
+            for rank in range(comm.world_size)
+        ],
+    )
+    return [flat_param.shaped(index, line).to(device) for index, line in enumerate(lines)]
+
+
+def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """This rank's shard ``[S]`` of the whole parameters that rank 0 has; the others pass none. **Collective.**"""
+    if isinstance(flat_param.shard, DTensor):
+        whole = values[0] if values else torch.empty(flat_param.shard.shape, dtype=dtype)
+        like = flat_param.shard
+        return distribute_tensor(whole.to(flat_param.compute_device), like.device_mesh, like.placements)
+    row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
+    line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
+    flat_param.comm.scatter_rows(row, line)
+    return row[: flat_param.shard_numel]
+
+
+def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
+    """``value`` as what a module registers."""
+    return nn.Parameter(value, requires_grad=flat_param.requires_grad)
+
+
+@contextmanager
+def _summoned(unit: Unit) -> Iterator[None]:
+    before, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
+    try:
+        if unit.is_gathered and not unit.is_pinned:
+            unit.reshard()
+        for flat_param in unit.flat_params:
+            flat_param.settle()
+        yield
+    finally:
+        unit.state = before
+        if unit.is_gathered:
+            unit.wait_unshard()
+
+
+@contextmanager
+def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    with ExitStack() as stack:  # which undoes all of it, even if undoing one parameter raises
+        stack.callback(flat_param.unregister())
+        for slot, param in zip(flat_param.slots, params, strict=True):
+            stack.callback(slot.expose(param))
+        yield
+
+
+class _Whole:
+    """One flat param while it is shown whole."""
+
+    def __init__(self, flat_param: FlatParam, how: Showing) -> None:
+        self._flat_param = flat_param
+        self._how = how
+        self._params: list[nn.Parameter] = []
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Register the parameters; take them back at the end."""
+        flat_param, how = self._flat_param, self._how
+        values = self._gather(flat_param.shard.detach())
+        self._params = [as_parameter(flat_param, value) for value in values]
+        has_grads = how.with_grads and self._gather_grads()
+        with ExitStack() as stack:
+            if self._params:
+                stack.enter_context(_registered(flat_param, self._params))
+            elif how.meta_elsewhere:
+                stack.enter_context(_registered(flat_param, _without_memory(flat_param)))
+            yield
+            if how.writeback:
+                with torch.no_grad():
+                    self._write_back(has_grads)
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        return gather_params(self._flat_param, values, self._how.from_first, self._how.offload_to_cpu)
+
+    def _write_back(self, had_grads: bool) -> None:
+        flat_param = self._flat_param
+        values = [param.detach() for param in self._params]
+        if self._how.from_first:
+            _update(flat_param.shard, scatter_params(flat_param, values, flat_param.shard.dtype))
+        else:
+            _update(flat_param.shard, flat_param.cut(values))
+        if self._how.with_grads:
+            self._keep_grads(had_grads)
+
+    def _gather_grads(self) -> bool:
+        flat_param = self._flat_param
+        if not flat_param.requires_grad:
+            return False
+        grad = flat_param.grad.value
+        has_grads = torch.tensor([float(grad is not None)], device=flat_param.compute_device)
+        flat_param.comm.all_reduce(has_grads, "max").wait()
+        if not has_grads.item():
+            return False
+        for param, whole in zip(self._params, self._gather(flat_param.grad.value_or_zeros()), strict=True):
+            set_grad(param, whole)
+        return True
+
+    def _keep_grads(self, had_grads: bool) -> None:
+        """Write gradients back; those of which some are gone count as zeros, and all gone as none."""
+        flat_param = self._flat_param
+        if not flat_param.requires_grad:
+            return
+        if all(param.grad is None for param in self._params):
+            if had_grads:
+                flat_param.grad.zero(set_to_none=True)
+            return
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self._params]
+        _update(flat_param.grad.value_or_zeros(), flat_param.cut(grads))
+
+
+def _without_memory(flat_param: FlatParam) -> list[nn.Parameter]:
+    """Stand-ins on the meta device: modules with their own way to load do on this rank what they do on rank 0."""
+    dtype = flat_param.shard.dtype
+    return [as_parameter(flat_param, torch.empty(s.shape, dtype=dtype, device="meta")) for s in flat_param.slots]
+
+
+def _update(kept: Tensor, new: Tensor) -> None:
+    """Write ``new`` over ``kept``, unless they are equal bit for bit.
+
+    A write counts as a change of the weights between a forward and its backward, or of gradients that wait for more.
+    """
+    if not torch.equal(kept.detach().view(torch.uint8), new.to(kept.device).view(torch.uint8)):
+        kept.copy_(new)

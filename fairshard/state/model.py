@@ -1,0 +1,264 @@
+"""State dicts of a model with units in it: whole, sharded, or local to this rank.
+
+Whole and sharded ones go unit by unit through ``nn.Module``'s own machinery: while a wrapper's part is collected or
+loaded, its parameters are registered under their own names, whole or as this rank's runs of them, so that modules
+with their own ``_save_to_state_dict`` or ``_load_from_state_dict``, and hooks on both, work as they do unwrapped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fairshard.checks.agreement import raise_together
+from fairshard.engine.tree import COMPILED, clean_tensor_name, join, modules_of, paths_of, walk
+from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError, MixedGroupsError
+from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
+from fairshard.state.full_params import Showing, show, show_spans, with_owners
+from fairshard.utils.span_tensor import SpanTensor
+
+
+def takes_from_first(config: StateDictConfig) -> bool:
+    """Whether whole values are on rank 0 alone."""
+    return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+
+def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """The state of what ``wrapper`` wraps, under unwrapped names. **Collective** unless sharded.
+
+    Unless ``keep_vars``, the tensors are the caller's own: no later step, load or reshard changes them.
+    """
+    before = {} if destination is None else dict(destination)
+    wrapped = wrapper._modules["module"]
+    assert wrapped is not None
+    config = unit.state_dict_settings.state_dict_config
+    with _showing(unit, writeback=False):
+        state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    added = [key for key in state if key not in before or state[key] is not before[key]]
+    if takes_from_first(config) and unit.group.rank != 0:
+        for key in added:
+            del state[key]
+        getattr(state, "_metadata", {}).clear()
+        return state
+    _clean_names(prefix, added, state)
+    if not keep_vars:
+        added = [key for key in state if key not in before or state[key] is not before[key]]
+        _own(wrapper, unit, added, state)
+    return state
+
+
+def _clean_names(prefix: str, added: list[str], state: Any) -> None:
+    """Take out of the names ``added`` to ``state`` what torch.compile put there; their order stays."""
+
+    def clean(name: str) -> str:
+        return prefix + clean_tensor_name(name[len(prefix) :]) if name.startswith(prefix) else name
+
+    if any(clean(key) != key for key in added):
+        for key in added:
+            state[clean(key)] = state.pop(key)
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        cleaned = {clean(f"{name}.")[:-1]: version for name, version in metadata.items()}
+        metadata.clear()
+        metadata.update(cleaned)
+
+
+def _own(wrapper: nn.Module, unit: Unit, added: list[str], state: Any) -> None:
+    """Copy those of the values ``added`` to ``state`` that are memory of the model."""
+    offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
+    live = {_memory(fp.shard.detach()) for each in with_owners([unit]) for fp in each.flat_params}
+    for part in modules_of(wrapper):
+        live |= {_memory(own) for own in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+    for key in added:
+        value = state[key]
+        if isinstance(value, Tensor) and _memory(value) in live:
+            state[key] = value.to("cpu" if offload else value.device, copy=True)
+
+
+def _memory(value: Tensor) -> int:
+    return (value.run if isinstance(value, SpanTensor) else value).untyped_storage().data_ptr()
+
+
+@contextmanager
+def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
+    """Show what the modules of ``unit`` use: its own parameters, and those of others that it shares."""
+    settings = unit.state_dict_settings
+    config = settings.state_dict_config
+    from_first = takes_from_first(config)
+    how = Showing(writeback, from_first, from_first, config.offload_to_cpu and not writeback)
+    with ExitStack() as stack:
+        for each in with_owners([unit]):
+            is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+            stack.enter_context(show_spans(each) if is_sharded else show(each, how))
+        yield
+
+
+class Loading:
+    """Loads a state dict into a tree of units: what the hooks of ``load_state_dict`` share.
+
+    ``nn.Module.load_state_dict`` walks the tree itself and asks no child to load; a wrapper is told through its
+    hooks before its part begins and after it ends.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._stack: ExitStack | None = None
+        self._prefix = ""
+        self.is_shared = False  # what rank 0 has is there already
+
+    def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Show the unit's parameters, and name the entries of ``state`` as the wrapper's tree has them."""
+        self.abandon()
+        self._prefix = prefix
+        settings = self._unit.state_dict_settings
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise FairshardError(
+                f"A local state dict must be loaded by the wrapper itself, but a module around unit "
+                f"`{self._unit.fqn or 'root'}` loads it. Call load_state_dict on the wrapper."
+            )
+        if takes_from_first(settings.state_dict_config) and not (self.is_shared or self._unit.is_inner):
+            share_state(wrapper, self._unit, state, prefix)
+        name_in_tree = _Names(wrapper)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"{prefix}module.{name_in_tree(key[len(prefix) :])}"] = state.pop(key)
+        self._stack = ExitStack()
+        self._stack.enter_context(_showing(self._unit, writeback=True))
+
+    def end(self, keys: _IncompatibleKeys) -> None:
+        """Write the loaded values into the shards; name what was missing or unexpected without the wrapper."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+        inside = f"{self._prefix}module."
+        for names in keys:
+            names[:] = [
+                self._prefix + clean_tensor_name(name[len(inside) :]) if name.startswith(inside) else name
+                for name in names
+            ]
+
+    def abandon(self) -> None:
+        """Undo `begin` after a load that raised in between; the shards stay as they were."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.__exit__(RuntimeError, RuntimeError("the load was interrupted"), None)
+
+    def clean(self, text: str) -> str:
+        """``text`` with the names of this part as they are without the wrapper."""
+        return re.sub(rf"(?<![\w.]){re.escape(self._prefix)}module\.", self._prefix, text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_unit": self._unit, "_stack": None, "_prefix": "", "is_shared": False}
+
+
+class _Names:
+    """Names of a wrapper's part as its tree has them: with those of torch.compile, which are nowhere else."""
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        own = [path for path, part in paths_of(wrapper) if COMPILED in part._modules]
+        # torch's checkpoint wrapper has hooks of its own, which put in its name
+        self._compiled = [".".join(p for p in path.split(".") if clean_tensor_name(p) or p == COMPILED) for path in own]
+
+    def __call__(self, name: str) -> str:
+        name = clean_tensor_name(name)
+        for path in self._compiled:
+            before = f"{path}." if path else ""
+            if name.startswith(before):
+                name = f"{before}{COMPILED}.{name[len(before) :]}"
+        return name
+
+
+def share_state(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: str) -> None:
+    """Let every rank have what rank 0 has in ``state``, and of parameters a tensor of the shape, without memory.
+
+    **Collective.** Values are those that begin with ``prefix``.
+
+    Raises:
+        MixedGroupsError: there is not one rank 0 for all units.
+    """
+    comm = unit.comm
+    root = unit.root
+    assert comm is not None
+    assert root is not None
+    if any(other.comm is not comm for other in root.units):
+        raise MixedGroupsError(
+            "A state dict on rank 0 alone must be for a model on one process group, but the units of this one use "
+            "several, each with a rank 0 of its own. Load it on every rank."
+        )
+    whole = {id(param) for other in root.units for param in other.origin.ignored.params}
+    sharded = {
+        clean_tensor_name(join(fqn, name))
+        for fqn, module in walk(wrapper)
+        for name, param in module._parameters.items()
+        if id(param) not in whole
+    }
+    theirs: dict[str, Any] = {}
+    if comm.rank == 0:
+        for key, value in state.items():
+            if key.startswith(prefix):
+                if isinstance(value, Tensor):
+                    is_sharded = clean_tensor_name(key[len(prefix) :]) in sharded
+                    value = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sharded else value.cpu()
+                theirs[key] = value
+    theirs = comm.broadcast_object(theirs)
+    if comm.rank != 0:
+        for key in [key for key in state if key.startswith(prefix)]:
+            del state[key]
+        state.update(theirs)
+
+
+def load_module_state_dict(
+    wrapper: nn.Module,
+    unit: Unit,
+    loadings: list[Loading],
+    state: Mapping[str, Any],
+    load: Callable[[Any], _IncompatibleKeys],
+) -> _IncompatibleKeys:
+    """``load(state)``, with the unwrapped names in its error, and nothing left undone by it. **Collective.**
+
+    If it raises on one rank, it raises on all.
+    """
+    assert unit.comm is not None
+    error: Exception | None = None
+    if not isinstance(state, Mapping):
+        error = TypeError(f"`state_dict` must be a dictionary, but is {type(state).__name__}.")
+    raise_together([unit.comm], error)
+    ready = _with_metadata(wrapper, state)
+    if takes_from_first(unit.state_dict_settings.state_dict_config):
+        share_state(wrapper, unit, ready, "")
+        for loading in loadings:
+            loading.is_shared = True
+    keys = _IncompatibleKeys([], [])
+    try:
+        keys = load(ready)
+    except Exception as raised:
+        error = RuntimeError(_cleaned(str(raised), loadings)) if type(raised) is RuntimeError else raised
+    finally:
+        for loading in loadings:
+            loading.is_shared = False
+            loading.abandon()
+    raise_together([unit.comm], error)
+    return keys
+
+
+def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
+    """A shallow copy of ``state``, with the versions of modules in it under the names of the wrapper's tree."""
+    copied: Any = OrderedDict(state)
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        fqns = {id(module): clean_tensor_name(fqn) for fqn, module in walk(wrapper)}
+        copied._metadata = {name: metadata.get(fqns[id(module)], {}) for name, module in wrapper.named_modules()}
+    return copied
+
+
+def _cleaned(text: str, loadings: Iterable[Loading]) -> str:
+    for loading in reversed(list(loadings)):
+        text = loading.clean(text)
+    return re.sub(r"(?<!\w)(_orig_mod|_checkpoint_wrapped_module)\.", "", text)

@@ -1,0 +1,181 @@
+"""Optimizer state under original names: gathered whole or described as spans."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fairshard.checks.agreement import raise_together
+from fairshard.state.full_params import gather_params, spans_of
+from fairshard.state.optim_params import NamedParam, OptimParams
+from fairshard.utils.collectives import Communicator
+
+States = dict[nn.Parameter, dict[str, Any]]
+
+
+class GatheredOptimState:
+    """The state of ``optim``, which steps ``params``, under original names.
+
+    ``saved`` is what its ``state_dict()`` returned, asked for if None. What ranks hold is compared by `check`.
+    """
+
+    def __init__(self, params: OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+        self.params = params
+        saved = optim.state_dict() if saved is None else saved
+        self._saved = saved
+        self._keys = self._keys_of(optim)
+        self._states: States = {}
+        self._others: dict[Any, Any] = {}
+        by_key = {key: param for param, key in self._keys.items()}
+        for key, value in saved["state"].items():
+            if key in by_key:
+                self._states[by_key[key]] = value
+            else:
+                self._others[key] = value
+        if self._others:
+            warnings.warn(
+                f"Optimizer state {list(self._others)} is of no parameter of the model: it is copied as it is.",
+                stacklevel=4,
+            )
+
+    def check(self) -> GatheredOptimState:
+        """Compare across ranks what there is to gather; returns itself. **Collective.**
+
+        Raises:
+            ValueError: on all ranks, if the state of a shard has neither the shard's shape nor is one value, or if a
+                rank lacks state that rank 0 has.
+        """
+        comms = self.params.comms
+        problems = [problem_among(comm.gather_objects(self.described(comm))) for comm in comms]
+        raise_together(comms if len(comms) > 1 else [], next((error for error in problems if error), None))
+        return self
+
+    def described(self, comm: Communicator) -> dict[str, str]:
+        """What must be equal on all ranks of one group, of the state that is sharded over it: `problem_among`."""
+        described: dict[str, str] = {}
+        for named in self.params:
+            if named.flat_param is not None and named.flat_param.comm is comm:
+                for name, value in self._states.get(named.param, {}).items():
+                    key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
+                    described[key] = _describe(value, named.param)
+        return described
+
+    def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
+        """Whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
+        state: dict[str, Any] = {}
+        for named in self.params:
+            own = self._states.get(named.param)
+            if own is None:
+                continue
+            columns = {name: self._gather(named, value, rank0_only, offload_to_cpu) for name, value in own.items()}
+            for index, name in enumerate(named.first_names):
+                state[name] = {key: values[index] for key, values in columns.items() if values}
+        is_left_out = rank0_only and any(root.units[0].group.rank != 0 for root in self.params.roots)
+        return {} if is_left_out else self._with_groups(state)
+
+    def sharded(self, offload_to_cpu: bool, copies: bool = True) -> dict[str, Any]:
+        """Values of which this rank holds its run; without ``copies``, the optimizer's own. No communication."""
+        state: dict[str, Any] = {}
+        for named in self.params:
+            own = self._states.get(named.param)
+            if own is None:
+                continue
+            if copies:
+                own = {name: _copied(value, offload_to_cpu) for name, value in own.items()}
+            columns = {name: _own_runs(named, value) for name, value in own.items()}
+            for index, name in enumerate(named.first_names):
+                state[name] = {key: values[index] for key, values in columns.items()}
+        return self._with_groups(state)
+
+    def _gather(self, named: NamedParam, value: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Any]:
+        """``value`` for each original parameter; nothing where rank 0 alone has it."""
+        flat_param = named.flat_param
+        if flat_param is None or not _is_run(value):
+            return [_copied(value, offload_to_cpu) for _ in named.names]
+        return gather_params(flat_param, value, rank0_only, offload_to_cpu)
+
+    def _with_groups(self, state: dict[str, Any]) -> dict[str, Any]:
+        names = self.params.in_order(state)
+        gathered: dict[str, Any] = {"state": {name: state[name] for name in names}}
+        gathered["state"].update(copy.deepcopy(self._others))
+        if "param_groups" not in self._saved:
+            return gathered
+        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
+        groups = []
+        for group in self._saved["param_groups"]:
+            names = self.params.in_order(name for key in group["params"] for name in by_key[key].first_names)
+            kept = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**kept, "params": names})
+        return {**gathered, "param_groups": groups}
+
+    def _keys_of(self, optim: Optimizer) -> dict[nn.Parameter, Any]:
+        """What each parameter goes by in the saved state: its number, or its name (torchrec's optimizers)."""
+        params = [param for group in optim.param_groups for param in group["params"]]
+        for param in params:
+            self.params.of(param)
+        saved = [key for group in self._saved.get("param_groups", []) for key in group["params"]]
+        if not any(isinstance(key, str) for key in saved or self._saved["state"]):
+            return {param: index for index, param in enumerate(params)}
+        names = {param: name for name, param in self.params.model.named_parameters()}
+        unknown = [key for key in saved if key not in names.values()]
+        if unknown:
+            raise ValueError(
+                f"The names in an optimizer's param groups must be those of `model.named_parameters()`, but "
+                f"{unknown[0]!r} is not among them. Build the named optimizer from the wrapped model's."
+            )
+        return {param: names[param] for param in params}
+
+
+def problem_among(every: list[dict[str, str]]) -> ValueError | None:
+    """What is wrong with optimizer state, as each rank of a group has `described` it."""
+    for rank, own in enumerate(every):
+        for key, kind in own.items():
+            if kind.startswith("!"):
+                return ValueError(
+                    f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
+                    f"{kind[1:]}. State in blocks (8-bit optimizers) or in lists cannot be named by parameter: "
+                    "keep it with a local state dict."
+                )
+        for key in [*every[0], *own]:
+            if own.get(key) != every[0].get(key):
+                return ValueError(
+                    f"All ranks must have the same optimizer state, but {key} is "
+                    f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
+                    "Step the optimizer on every rank, and for the same parameters."
+                )
+    return None
+
+
+def _is_run(value: Any) -> bool:
+    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _describe(value: Any, shard: nn.Parameter) -> str:
+    """What must be the same on all ranks; after ``!``, what is wrong with ``value``."""
+    if isinstance(value, Tensor):
+        if value.dim() and value.shape != shard.shape:
+            return f"!has shape {tuple(value.shape)} where the shard has {tuple(shard.shape)}"
+        return f"{value.dtype} by element" if _is_run(value) else f"{value.item()} ({value.dtype})"
+    if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
+        return f"!is a {type(value).__name__} of tensors"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _copied(value: Any, offload_to_cpu: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("cpu" if offload_to_cpu else value.device, copy=True)
+    return copy.deepcopy(value)
+
+
+def _own_runs(named: NamedParam, value: Any) -> list[Any]:
+    """``value`` as it is for each original parameter."""
+    if named.flat_param is None or not _is_run(value):
+        return [value for _ in named.names]
+    return list(spans_of(named.flat_param, value))

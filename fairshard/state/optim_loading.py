@@ -1,0 +1,303 @@
+"""Optimizer state under original names, whole or in spans, made into the state of shards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from fairshard.checks.agreement import raise_together
+from fairshard.engine.tree import clean_tensor_name
+from fairshard.errors import MixedGroupsError
+from fairshard.state.full_params import scatter_params, spans_of
+from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
+from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
+from fairshard.utils.span_tensor import SpanTensor
+from fairshard.views.viewed_flat_param import Stepped
+
+# What torch's optimizers keep as one value, and not for each element, in 0-dim tensors.
+SCALARS = {"step", "mu_product", "eta", "mu"}
+
+
+class Source(Enum):
+    """Who has the state that is loaded."""
+
+    EVERY_RANK = auto()
+    FIRST_RANK = auto()
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A tensor that rank 0 has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_whole: bool
+
+
+class ShardedOptimState:
+    """Makes state dicts that an optimizer of a sharded model loads. **Collective** to make."""
+
+    def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK, adopts: bool = False) -> None:
+        self._params = OptimParams(model)
+        self._source = source
+        self._adopts = adopts
+
+    def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
+        """The state of the parameters in ``groups``, under their numbers or under ``key_of`` each.
+
+        Tensor values of ``saved`` are whole, or spans that hold what this rank owns. State is new memory, unless
+        ``adopts`` was set and the spans lie in one shard: then it is that shard.
+        **Collective** if rank 0 alone has them, or if they are DTensors.
+
+        Raises:
+            ValueError: ``saved`` is no optimizer state, or its entries do not make up the state of one shard.
+        """
+        made: dict[str, Any] = {}
+        error: Exception | None = None
+        saved = _with_clean_names(saved)
+        values = self._skeleton(saved) if self._source is Source.FIRST_RANK else saved
+        try:
+            made = self._make(saved, values, groups, key_of)
+        except (KeyError, TypeError, ValueError) as raised:
+            error = raised
+        raise_together(self._params.comms, error)
+        return made
+
+    def _make(self, saved: Any, values: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None) -> Any:
+        """`make`, where ``values`` may be the skeleton of ``saved``."""
+        _check_form(values)
+        own = {param: self._params.of(param) for group in groups for param in group}
+        self._scalars = self._find_scalars(values["state"])
+        keys = ids_of(groups) if key_of is None else key_of
+        state: dict[Any, Any] = {}
+        known: set[Any] = set()
+        for named in self._params:
+            known.update(name for names in named.names for name in names)
+            if named.param in own:
+                entries = [_entry(values["state"], names) for names in named.names]
+                if any(entry is not None for entry in entries):
+                    has_values = values is saved or (named.flat_param is not None and named.flat_param.rank == 0)
+                    given = [_entry(saved["state"], names) if has_values else None for names in named.names]
+                    state[keys[named.param]] = self._state_of(named, entries, given)
+        for key in values["state"].keys() - known:
+            warnings.warn(
+                f"Optimizer state `{key}` is of no parameter of the model: it is copied as it is.", stacklevel=3
+            )
+            state[key] = copy.deepcopy(values["state"][key])
+        made: dict[str, Any] = {"state": state}
+        if "param_groups" in values:
+            made["param_groups"] = self._groups(values["param_groups"], groups, keys)
+        return made
+
+    def _skeleton(self, saved: Any) -> Mapping[str, Any]:
+        """What rank 0 has, but for the elements of sharded state, on every rank."""
+        if len(self._params.comms) != 1:
+            raise MixedGroupsError(
+                "Optimizer state on rank 0 alone must be for a model on one process group, but the units of this one "
+                "use several, each with a rank 0 of its own. Load it on every rank."
+            )
+        comm = self._params.comms[0]
+        own: Any = None
+        if comm.rank == 0:
+            own = saved
+            if isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping):
+                own = {**saved, "state": {key: self._without_elements(key, e) for key, e in saved["state"].items()}}
+        skeleton: Mapping[str, Any] = comm.broadcast_object(tree_map_only(Tensor, Tensor.cpu, own))
+        return skeleton
+
+    def _find_scalars(self, saved: Mapping[Any, Any]) -> set[str]:
+        """The state that is one value, by what it is for parameters that are more than one element."""
+        found: set[str] = set()
+        for name, entry in saved.items():
+            named = self._params.find(name) if isinstance(name, str) else None
+            if named is not None and isinstance(entry, Mapping):
+                shape = next(s for s, names in zip(named.shapes, named.names, strict=True) if name in names)
+                found |= {key for key, value in entry.items() if shape and _shapes([value]) == [torch.Size()]}
+        return found
+
+    def _without_elements(self, name: Any, entry: Any) -> Any:
+        named = self._params.find(name) if isinstance(name, str) else None
+        if named is None or named.flat_param is None or not isinstance(entry, Mapping):
+            return entry
+        return {
+            key: _Elsewhere(value.shape, value.dtype, not isinstance(value, (SpanTensor, DTensor)))
+            if isinstance(value, Tensor) and value.dim()
+            else value
+            for key, value in entry.items()
+        }
+
+    def _state_of(
+        self, named: NamedParam, entries: list[Mapping[str, Any] | None], given: list[Mapping[str, Any] | None]
+    ) -> dict[str, Any]:
+        flat_param = named.flat_param
+        if flat_param is None:
+            return {key: copy.deepcopy(value) for key, value in (entries[0] or {}).items()}
+        present = [entry for entry in entries if entry is not None]
+        if any(entry.keys() != present[0].keys() for entry in present):
+            found = sorted({", ".join(sorted(entry)) for entry in present})
+            raise ValueError(f"Parameters of one unit must have the same state, but {_these(named)} have {found}.")
+        state: dict[str, Any] = {}
+        for key in present[0]:
+            values = [None if entry is None else entry[key] for entry in entries]
+            if all(value is None for value in values):
+                state[key] = None
+            elif key not in self._scalars and is_elementwise(named, key, _shapes(values)):
+                dtype = _common_dtype(named, key, values)
+                own = [None if entry is None else entry[key] for entry in given]
+                state[key] = self._place(flat_param, own, dtype)
+            else:
+                state[key] = _common_value(named, key, values)
+        return state
+
+    def _place(self, flat_param: Stepped, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """This rank's shard ``[S]`` of ``values``, on the shard's device; a missing one counts as zeros."""
+        if self._adopts and (made := _shard_under(flat_param, values)) is not None:
+            return made
+        shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
+        if self._source is Source.EVERY_RANK:
+            for span, value in zip(spans_of(flat_param, shard), values, strict=True):
+                if value is not None and isinstance(span, DTensor):
+                    span.copy_(placed_as(value, span))
+                elif value is not None:
+                    span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            return shard
+        wholes = [
+            torch.zeros(slot.shape, dtype=dtype) if value is None else value.to("cpu")
+            for slot, value in zip(flat_param.slots, values, strict=True)
+            if flat_param.rank == 0
+        ]
+        return shard.copy_(scatter_params(flat_param, wholes, dtype))
+
+    def _groups(self, saved: Iterable[Any], groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
+        """The saved hyperparameters of each of ``groups``, with its own keys."""
+        saved = list(saved)
+        of_param: dict[nn.Parameter, set[int]] = {}
+        for number, group in enumerate(saved):
+            for name in group["params"]:
+                named = self._params.find(name)
+                if named is not None:
+                    of_param.setdefault(named.param, set()).add(number)
+        made = []
+        for index, params in enumerate(groups):
+            settings: list[dict[str, Any]] = []
+            for number in sorted({number for param in params for number in of_param.get(param, ())}):
+                own = {key: value for key, value in saved[number].items() if key not in ("params", "param_names")}
+                if own not in settings:
+                    settings.append(own)
+            if not settings and index < len(saved) and len(saved) == len(groups) and not saved[index]["params"]:
+                settings = [{key: value for key, value in saved[index].items() if key != "params"}]
+            if len(settings) != 1:
+                problem = "none of its parameters is" if not settings else "they differ between its parameters"
+                raise ValueError(
+                    f"The hyperparameters of each param group must be saved, but of group {index} {problem}"
+                    f"{' in the saved groups' if not settings else ''}. Give the optimizer the groups that it had."
+                )
+            made.append({**copy.deepcopy(settings[0]), "params": [keys[param] for param in params]})
+        return made
+
+
+def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:
+    """The shard ``[S]`` of which ``values`` are this rank's runs, if they are of one."""
+    if isinstance(flat_param.shard, DTensor):
+        own = values[0]
+        return own if isinstance(own, DTensor) and are_placed_alike(own, flat_param.shard) else None
+    base = values[0].run._base if isinstance(values[0], SpanTensor) else None
+    if base is None or base.shape != flat_param.shard.shape:
+        return None
+    runs = [memory_of(span).data_ptr() for span in spans_of(flat_param, base)]
+    return base if runs == [v.run.data_ptr() if isinstance(v, SpanTensor) else -1 for v in values] else None
+
+
+def _with_clean_names(saved: Any) -> Any:
+    """``saved`` with its state under names without what wrappers add to them."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return saved
+    state = {clean_tensor_name(key) if isinstance(key, str) else key: own for key, own in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _check_form(saved: Any) -> None:
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(f'An optimizer state dict must have the key "state", but it is {found}.')
+    if saved["state"] and all(isinstance(key, int) for key in saved["state"]):
+        raise ValueError(
+            "Optimizer state must be keyed by original parameter names, but is keyed by numbers. Use "
+            "rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, unwrapped_model) first."
+        )
+
+
+def _entry(saved: Mapping[Any, Any], names: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """The state saved under one of the names of an original parameter; None if that is empty."""
+    return next((saved[name] for name in names if saved.get(name)), None)
+
+
+def _shapes(values: list[Any]) -> list[torch.Size]:
+    return [value.shape for value in values if isinstance(value, (Tensor, _Elsewhere))]
+
+
+def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> bool:
+    """Whether tensor state is one value for each element: by its shape, for 0-dim parameters by what torch calls it."""
+    if any(shapes):
+        return True
+    return bool(shapes) and not any(named.shapes) and key not in SCALARS
+
+
+def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:
+    """The dtype of tensor state that is there for some parameters, after a look at its shapes."""
+    tensors = [value for value in values if isinstance(value, (Tensor, _Elsewhere))]
+    if any(isinstance(value, _Elsewhere) and not value.is_whole for value in tensors):
+        raise ValueError(
+            f"State that rank 0 alone has must be whole, but `{key}` of {_these(named)} is sharded. Use "
+            "flatten_sharded_optim_state_dict on every rank."
+        )
+    found = {value.dtype for value in tensors}
+    if len(found) != 1 or any(value is not None and not hasattr(value, "dtype") for value in values):
+        kinds = sorted({str(getattr(value, "dtype", type(value).__name__)) for value in values if value is not None})
+        raise ValueError(f"State `{key}` of one unit must have one dtype, but that of {_these(named)} has {kinds}.")
+    for name, shape, value in zip(named.first_names, named.shapes, values, strict=True):
+        if value is not None and value.shape != shape:
+            raise ValueError(
+                f"State `{key}` must have its parameter's shape, but that of `{name}` has {tuple(value.shape)} where "
+                f"the parameter has {tuple(shape)}."
+            )
+    return found.pop()
+
+
+def _common_value(named: NamedParam, key: str, values: list[Any]) -> Any:
+    """A value that all parameters of a unit share: a step count, say. Those without elements may lack it."""
+    found = zip(named.first_names, named.shapes, values, strict=True)
+    of_param = {name: value for name, shape, value in found if shape.numel() or value is not None}
+    missing = [f"`{name}`" for name, value in of_param.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"State `{key}` must be there for all parameters of a unit, but is not for {', '.join(missing)}: one value "
+            f"holds for all of {_these(named)}."
+        )
+    first_name, first = next(iter(of_param.items()))
+    for name, value in of_param.items():
+        if type(value) is not type(first) or not _equal(value, first):
+            raise ValueError(
+                f"State `{key}` must be equal for all parameters of a unit, but is {first} for `{first_name}` and "
+                f"{value} for `{name}`. Wrap them apart, or set flatten_parameters=False."
+            )
+    return first.detach().clone() if isinstance(first, Tensor) else copy.deepcopy(first)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _these(named: NamedParam) -> str:
+    return ", ".join(f"`{name}`" for name in named.first_names)

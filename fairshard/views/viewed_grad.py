@@ -1,0 +1,222 @@
+"""The gradient of a shard as gradients of original parameters: one memory, shown in runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.params.shard_grad import GradTransfers, ShardGrad, is_zeroed, sign_zeros_
+from fairshard.utils.span import Span
+from fairshard.utils.storage import is_same_memory
+
+
+class ViewedGrad(ShardGrad):
+    """The gradient of a shard, shown on a view of the shard for each original parameter.
+
+    What is on the views is the truth: a gradient taken off one counts as zeros, another put there is copied in, and
+    when all are gone there is none. Held gradients are shown here, not on the views.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._views: Sequence[nn.Parameter] = ()
+        self._heads: list[int] = []  # the first element of each run that has any
+        self._sizes: list[int] = []  # gaps and runs in turn ...
+        self._places: list[int] = []  # ... and where the runs are among them
+        self._runs: list[Tensor] = []  # of the gradient [S], while there is one ...
+        self._shows: Sequence[Tensor] = ()  # ... as they are shown
+        self._held_runs: list[Tensor | None] = []  # those of them that were not taken off
+
+    def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
+        """Show the gradient on ``views``, each the elements of its span, and take what is on them already.
+
+        The spans lie one after the other, and may leave gaps.
+        """
+        self._views = views
+        self._heads = [span.start for span in spans if span.numel]
+        self._sizes, self._places, end = [], [], 0
+        for span in spans:
+            self._sizes += [span.start - end, span.numel]
+            self._places.append(len(self._sizes) - 1)
+            end = span.stop
+        self._cut(super().value)
+        if self.is_held:
+            self._held_runs = list(self._runs)
+        for index, (run, show) in enumerate(zip(self._runs, self._shows, strict=True)):
+            grad = views[index].grad
+            if grad is not None and is_same_memory(self.own_of(index, grad), run):
+                views[index].grad = show
+
+    def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
+        """What stands for ``runs`` as gradients of the views."""
+        return runs
+
+    def own_of(self, index: int, grad: Tensor) -> Tensor:
+        """The elements that this rank holds in ``grad``, which view ``index`` shows, as they lie in memory."""
+        return grad
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient ``[S]``, with what was done to those of single parameters since."""
+        whole = super().value
+        shown = self._shown()
+        if whole is None:
+            if all(grad is None for grad in shown):
+                return None
+            whole = torch.zeros_like(self._shard)
+            super()._set(whole)
+            self._cut(whole)
+        elif all(grad is show for grad, show in zip(shown, self._shows, strict=True)):
+            return whole
+        if all(grad is None for grad in shown):
+            self._set(None)
+            return None
+        with torch.no_grad():
+            for index, (grad, run, show) in enumerate(zip(shown, self._runs, self._shows, strict=True)):
+                if grad is None:
+                    run.zero_()
+                elif grad is not show:
+                    run.copy_(self.own_of(index, grad))
+                    self._views[index].grad = show
+        return whole
+
+    def forget_dropped(self) -> None:
+        """Give back the memory of gradients that were all taken off."""
+        if super().value is not None and all(grad is None for grad in self._shown()):
+            self._set(None)
+
+    def of(self, index: int) -> Tensor | None:
+        """The gradient of one original parameter; looks at no other."""
+        return self._held_runs[index] if self.is_held and self._held_runs else self._views[index].grad
+
+    def drop(self, index: int) -> None:
+        """Take the gradient off one original parameter."""
+        self._views[index].grad = None
+        if self._held_runs:
+            self._held_runs[index] = None
+
+    def add(self, reduced: Tensor) -> None:
+        """Set or add ``reduced``; on its way until `land` if it moves."""
+        if self.is_on_host:
+            self.forget_dropped()  # or their memory would count as in use
+        super().add(reduced)
+
+    def value_or_zeros(self) -> Tensor:
+        """The gradient; one of zeros is made if there is none, and shown where it was not."""
+        whole = super().value_or_zeros()
+        self._show()
+        return whole
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop the gradient, or write zeros over it, and drop what is under way."""
+        self.discard_flights()
+        if set_to_none:
+            self._set(None)
+        elif self.value is not None:
+            for run in self._runs:
+                run.zero_()
+
+    def mark(self) -> Any:
+        """The gradient of each parameter, of zeros if there is none, as it is now, for `zeroed_since`."""
+        self.land()
+        whole = self.value_or_zeros()
+        first = whole[self._heads]
+        sign_zeros_(first)
+        whole[self._heads] = first
+        return [None if grad is None else (grad, grad._version) for grad in self._shown()]
+
+    def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
+        """The parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
+        zeroed = []
+        for index, (mark, grad, name) in enumerate(zip(marks, self._shown(), names, strict=True)):
+            if mark is None or is_zeroed(grad, mark, name, None if grad is None else self.own_of(index, grad)):
+                zeroed.append(index)
+        return zeroed
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take in what was assigned to ``.data`` of gradients, as ``module._apply`` does."""
+        whole = super().value
+        if whole is None:
+            return
+        before = [run.clone() for run in self._runs]
+        shown = [grad is not None for grad in self._shown()]
+        self._cut(whole)
+        for run, value in zip(self._runs, before, strict=True):
+            run.copy_(value)
+        self._show(shown)
+
+    def _shown(self) -> Sequence[Tensor | None]:
+        if self.is_held:
+            return self._held_runs or [None] * len(self._views)
+        return [view.grad for view in self._views]
+
+    def _cut(self, whole: Tensor | None) -> None:
+        """Look at ``whole`` ``[S]`` run by run, each with a version counter of its own."""
+        if whole is None:
+            self._runs, self._shows = [], ()
+            return
+        parts = torch.split_with_sizes(whole, [*self._sizes, whole.numel() - sum(self._sizes)])
+        self._runs = [parts[place].data for place in self._places]
+        self._shows = self.shown_as(self._runs)
+
+    def _show(self, which: Sequence[bool] | None = None) -> None:
+        if self.is_held:
+            self._held_runs = list(self._runs)
+            return
+        for index, (view, show) in enumerate(zip(self._views, self._shows, strict=True)):
+            if view.grad is not show and (view.requires_grad if which is None else which[index]):
+                view.grad = show
+
+    def _set(self, grad: Tensor | None) -> None:
+        super()._set(grad)
+        self._cut(grad)
+        if grad is not None:
+            self._show()
+            return
+        self._held_runs = []
+        for view in self._views:
+            view.grad = None
+
+    def _set_or_add(self, grad: Tensor) -> None:
+        super()._set_or_add(grad)
+        self._show()
+
+
+class OrigGrad:
+    """The gradient of one original parameter, as `ShardGrad` is of a whole shard."""
+
+    def __init__(self, whole: ViewedGrad, index: int) -> None:
+        self._whole = whole
+        self._index = index
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient ``[shard_numel]``, wherever it is."""
+        return self._whole.of(self._index)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is held on the compute device, and not on the parameter."""
+        return self._whole.is_held
+
+    @property
+    def transfers(self) -> GradTransfers:
+        """What the gradients of the model share."""
+        return self._whole.transfers
+
+    def land(self, counts: bool = True) -> None:
+        """Make visible what is on its way to host memory."""
+        self._whole.land(counts)
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop or zero this parameter's part, once what is under way has landed."""
+        self._whole.land()
+        value = self.value
+        if set_to_none:
+            self._whole.drop(self._index)
+        elif value is not None:
+            value.zero_()
