@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
 from fairshard.checkpoint.reader import first_line, load_object
-from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.settings.state_dicts import StateDictType
+from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.span_tensor import SpanTensor
@@ -96,7 +96,7 @@ def rank_key(rank: int) -> str:
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
     """The model's state dict; sharded values are views of the shards: nothing is copied."""
-    with StateMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict(keep_vars=True)
     return {
         key: value.detach() if isinstance(value, Tensor) else _plain(f"model.{key}", value)

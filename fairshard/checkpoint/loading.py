@@ -22,8 +22,8 @@ from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
 from fairshard.checkpoint.storage import storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
 from fairshard.errors import CheckpointError
-from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.settings.state_dicts import StateDictType
+from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_loading import ShardedOptimState
 from fairshard.state.optim_params import OptimParams
 
@@ -90,7 +90,7 @@ class _Loading:
     def read(self) -> None:
         """Read all that is wanted into new memory."""
         model, optimizer = self._training.model, self._training.optimizer
-        with StateMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict()
         params = OptimParams(model)
         on_all_ranks(self._group, lambda: self._make_room(state, params))
@@ -152,7 +152,7 @@ class _Loading:
     def apply(self) -> int | None:
         """Hand out what was read; returns the step."""
         training = self._training
-        with StateMethods.state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
+        with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
             training.model.load_state_dict(self._model.state_dict(self._values))
         if training.optimizer is not None:
             training.optimizer.load_state_dict(self._made)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import fields
 from itertools import zip_longest
 
 import torch
 
-from fairshard.engine.tree import join
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.names import join
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.rows_flat_param import RowsFlatParam
 
@@ -75,17 +74,6 @@ def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
                     stacklevel=level_of_user(),
                 )
                 return
-
-
-@contextmanager
-def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
-    """Let ``units`` join a root inside; none has if that raises, or the next call would go on with half of it."""
-    try:
-        yield
-    except BaseException:
-        for unit in units:
-            unit.root = None
-        raise
 
 
 def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:

@@ -61,7 +61,7 @@ def launch(options: TrainOptions) -> int:
 
 def run_rank(options: TrainOptions, plan: TextPlan) -> None:
     """Be one of the ranks: what ``launch`` has the elastic launcher run in each process."""
-    from fairshard.cli.train import train_rank  # here, for the launcher itself needs no engine
+    from fairshard.cli.rank import train_rank  # here, for the launcher itself needs no engine
 
     ranks = Ranks.from_environment()
     assert ranks is not None

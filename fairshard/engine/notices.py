@@ -1,8 +1,24 @@
-"""What is said of a backward that a unit cannot follow."""
+"""Errors of a backward that a unit cannot follow, and warnings of what costs memory."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
 from fairshard.errors import GradRequiresGradError, ParameterShardedError
+from fairshard.params.flat_param import FlatParam
+from fairshard.utils.user_line import level_of_user
+
+
+class _Gathers(Protocol):
+    """A unit."""
+
+    @property
+    def flat_params(self) -> Sequence[FlatParam]:
+        """Its flat params."""
 
 
 def create_graph_error(fqn: str) -> GradRequiresGradError:
@@ -20,3 +36,28 @@ def unseen_error(fqn: str) -> ParameterShardedError:
         f"A backward came to the parameters of unit `{fqn or 'root'}` while they were sharded, through a tensor that "
         "the unit did not return. Return every tensor that the loss is made of."
     )
+
+
+def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
+    """Unit ``fqn`` stays gathered because of what it returned."""
+    warnings.warn(
+        f"Unit `{fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard cannot look "
+        "into. It stays gathered from now on, since a backward through them could not be seen in time. Return tensors "
+        "in tuples, lists, dicts or dataclasses.",
+        stacklevel=level_of_user(),
+    )
+
+
+def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
+    """Warn, if autocast is on and parameters are gathered in fp32, what that costs; returns whether it did."""
+    if not torch.is_autocast_enabled(device.type):
+        return False
+    if not any(fp.compute_dtype == torch.float32 for unit in units for fp in unit.flat_params):
+        return False
+    warnings.warn(
+        "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
+        "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
+        "gathers half the bytes and keeps none.",
+        stacklevel=level_of_user(),
+    )
+    return True

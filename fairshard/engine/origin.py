@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,28 @@ from torch import Tensor, nn
 
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.versions import versions_of
-from fairshard.setup.ignored import Ignored
 from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.containers import apply_to_tensors
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The ``modules`` that a unit ignores, with all below them, and the ``params`` of these and beside them."""
+
+    modules: tuple[nn.Module, ...] = ()
+    params: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def ids(self) -> set[int]:
+        """The ``id`` of each of them."""
+        return {id(item) for item in (*self.modules, *self.params)}
+
+    def replaced(self, new: Mapping[int, nn.Parameter]) -> Ignored:
+        """With ``new[id(param)]`` instead of ``param``."""
+        return Ignored(self.modules, tuple(new.get(id(param), param) for param in self.params))
+
+
+NOTHING = Ignored()
 
 
 @dataclass

@@ -10,13 +10,13 @@ from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck
 from fairshard.engine.bucket_plan import planned
 from fairshard.engine.exec_order import ExecOrder
+from fairshard.engine.notices import warn_autocast
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.join.join import Join
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.params.versions import versions_of
-from fairshard.setup.placement import warn_autocast
 from fairshard.utils.autograd import NO_BACKWARD, at_end_of_task, current_task
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator

@@ -1,19 +1,19 @@
-"""Finding units in a module tree, and naming what is in it as if nothing were wrapped."""
+"""Finding units in a module tree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
+
+from fairshard.utils.names import join
 
 if TYPE_CHECKING:
     from fairshard.engine.unit import Unit
 
 UNIT_ATTRIBUTE = "_fairshard_unit"
 _WRAPPED = "module"
-COMPILED = "_orig_mod"  # torch.compile's, which unlike torch's checkpoint wrapper leaves it in state dicts
-_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -74,21 +74,23 @@ def paths_of(holder: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(own.values())
 
 
-def renamed(name: str, before: str, after: str) -> str:
-    """What ``name``, in a unit called ``before``, is called when that is called ``after``."""
-    for old, new in zip(before.split(", "), after.split(", "), strict=False):
-        if not old:
-            return join(new, name)
-        if name.startswith(f"{old}."):
-            return join(new, name[len(old) + 1 :])
-    return name
+def units_of(
+    modules: Sequence[nn.Module], kind: str = "FullyShardedDataParallel", error: type[Exception] = TypeError
+) -> tuple[Unit, ...]:
+    """The units of ``modules``.
 
-
-def join(prefix: str, name: str) -> str:
-    """``prefix.name``, or the one that is not empty."""
-    return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def clean_tensor_name(name: str) -> str:
-    """The name of a parameter or buffer without what wrappers added to it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    Raises:
+        Exception: an ``error``: what is passed is no list, or holds something that is no ``kind``.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise error(f"`modules` must be a list of {kind}, but is a {type(modules).__name__}.")
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise error(
+                f"`modules` must be a list of {kind}, but holds {type(module).__name__}. Pass what has been sharded on "
+                "its own: what has not is gathered with the unit around it."
+            )
+        units.append(unit)
+    return tuple(units)

@@ -17,25 +17,23 @@ from torch import Tensor, nn
 
 from fairshard.engine.call import Call
 from fairshard.engine.members import Members
-from fairshard.engine.notices import create_graph_error, unseen_error
+from fairshard.engine.notices import create_graph_error, unseen_error, warn_opaque_outputs
 from fairshard.engine.origin import Origin
 from fairshard.engine.prefetch import Prefetch
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import renamed
-from fairshard.join.grad_notes import grads_of
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
 from fairshard.params.versions import check_unchanged, versions_of
 from fairshard.settings.config import UnitConfig
-from fairshard.settings.groups import UnitGroups, part_of
-from fairshard.settings.saved_group import SavedGroup
+from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
 from fairshard.settings.state_dicts import default_settings
 from fairshard.utils.autograd import current_task, num_reached
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
-from fairshard.utils.user_line import warn_opaque_outputs
+from fairshard.utils.names import renamed
 from fairshard.views.rows_flat_param import join_gathers
 
 if TYPE_CHECKING:

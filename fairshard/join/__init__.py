@@ -1,4 +1,4 @@
 """Training while some ranks have no batches left.
 
-May import from this folder and from errors, utils, settings, params, views, engine, checks, observe.
+May import from this folder and from errors, utils, settings, params, engine, views, checks, observe.
 """

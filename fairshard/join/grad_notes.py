@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
 
@@ -51,9 +51,3 @@ class GradNotes:
             return _NONE
         is_as_noted = grad is noted and grad._version == version
         return _KEPT if is_as_noted or grad.any() else _ZEROED
-
-
-def grads_of(flat_params: Sequence[FlatParam]) -> dict[nn.Parameter, Tensor]:
-    """The gradient of each shard that has one, wherever it is kept."""
-    stepped = [one for flat_param in flat_params if flat_param.grad is not None for one in flat_param.stepped]
-    return {one.shard: grad for one in stepped if (grad := one.grad.value) is not None}

@@ -1,4 +1,4 @@
 """The observer: events of a training step, and pictures of them.
 
-May import from this folder and from errors, utils, settings, params, views, engine, checks.
+May import from this folder and from errors, utils, settings, params, engine, views, checks.
 """

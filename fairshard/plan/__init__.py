@@ -1,4 +1,5 @@
 """Plans: which modules become units, and what a wrapped model costs in memory and messages.
 
-May import from this folder and from errors, utils, settings, params, views, engine, checks, observe, join, setup, state.
+May import from this folder and from errors, utils, settings, params, engine, views, checks, observe, join, setup,
+state.
 """

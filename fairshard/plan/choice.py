@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.engine.tree import join, unit_of
+from fairshard.engine.origin import NOTHING, Ignored
+from fairshard.engine.tree import unit_of
 from fairshard.plan.policies import call_policy
-from fairshard.setup.ignored import NOTHING, Ignored
+from fairshard.utils.names import join
 
 # Reads the weights of its children and never calls them: none of them can be a unit.
 _READS_CHILDREN = (nn.MultiheadAttention,)

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fairshard.engine.origin import Ignored
 from fairshard.params.slot import ParamSlot
 from fairshard.plan.choice import Chooser, ModuleTree
 from fairshard.plan.policies import wrapper_config
 from fairshard.plan.summary import FlatSizes, UnitRow, unit_lines, unit_row
-from fairshard.settings.config import UnitConfig, check_param_dtype, resolve
+from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.fsdp1 import ShardingStrategy
-from fairshard.setup.ignored import Ignored
+from fairshard.settings.resolve import resolve
+from fairshard.setup.ignored import renewed
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.layout import FlatLayout
@@ -175,7 +177,7 @@ def auto_wrap_children(
         fault = "matches no module" if len(rows) == 1 else "leaves much in one unit"
         warnings.warn("\n".join([f"`auto_wrap_policy` {fault}:", *unit_lines(rows)]), stacklevel=3)
     plan.wrap(wrapper_cls)
-    return ignored.renewed(module)
+    return renewed(ignored, module)
 
 
 def _in_full_precision(module: nn.Module) -> dict[str, Any]:

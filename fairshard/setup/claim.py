@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
-from fairshard.checks.agreement import all_or_none, check_agreement
+from fairshard.checks.agreement import check_agreement
 from fairshard.checks.order_check import check_settings
 from fairshard.engine.root import Root
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
@@ -63,3 +66,14 @@ def roots_below(module: nn.Module) -> list[Root]:
         if unit is not None:
             roots[unit.root or claim(part)] = None
     return list(roots)
+
+
+@contextmanager
+def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
+    """Let ``units`` join a root inside; none has if that raises, or the next call would go on with half of it."""
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.root = None
+        raise

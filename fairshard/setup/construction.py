@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
-from fairshard.engine.origin import Origin
+from fairshard.engine.origin import Ignored, Origin
 from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
-from fairshard.setup.ignored import Ignored
 from fairshard.setup.materialize import OwnTensors
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import current_device, default_device_type, device_count

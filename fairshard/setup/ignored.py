@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from fairshard.engine.tree import join, unit_of, units_below, walk
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """The ``modules`` that a unit ignores, with all below them, and the ``params`` of these and beside them."""
-
-    modules: tuple[nn.Module, ...] = ()
-    params: tuple[nn.Parameter, ...] = ()
-
-    @property
-    def ids(self) -> set[int]:
-        """The ``id`` of each of them."""
-        return {id(item) for item in (*self.modules, *self.params)}
-
-    def replaced(self, new: Mapping[int, nn.Parameter]) -> Ignored:
-        """With ``new[id(param)]`` instead of ``param``."""
-        return Ignored(self.modules, tuple(new.get(id(param), param) for param in self.params))
-
-    def renewed(self, module: nn.Module) -> Ignored:
-        """As it is once ``module`` holds units, whose `param_init_fn` may have put other parameters there."""
-        inner = [param for _, unit in units_below(module) for param in unit.origin.ignored.params]
-        here = {id(param) for _, part in walk(module) for param in part._parameters.values()}
-        params = {id(param): param for param in (*self.params, *inner) if id(param) in here}
-        return Ignored(self.modules, tuple(params.values()))
-
-
-NOTHING = Ignored()
+from fairshard.engine.origin import Ignored
+from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.utils.names import join
 
 
 def resolve_ignored(
@@ -86,6 +60,14 @@ def resolve_ignored(
             if param is not None and (id(part) in modules or id(param) in singles):
                 params[id(param)] = param
     return Ignored(tuple(modules.values()), tuple(params.values()))
+
+
+def renewed(ignored: Ignored, module: nn.Module) -> Ignored:
+    """``ignored`` as it is once ``module`` holds units, whose `param_init_fn` may have put other parameters there."""
+    inner = [param for _, unit in units_below(module) for param in unit.origin.ignored.params]
+    here = {id(param) for _, part in walk(module) for param in part._parameters.values()}
+    params = {id(param): param for param in (*ignored.params, *inner) if id(param) in here}
+    return Ignored(ignored.modules, tuple(params.values()))
 
 
 def _items(name: str, given: Any, *kinds: type) -> list[Any]:

@@ -1,17 +1,18 @@
-"""What users do to a model between `fully_shard` and its first forward: taken in, or refused by name."""
+"""What users do to a model after wrapping, before the first forward and later: taken in, or refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fairshard.engine.tree import join, paths_of, unit_of, walk
+from fairshard.engine.tree import paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.names import join
 from fairshard.views.rows_flat_param import RowsFlatParam
 
 
@@ -55,6 +56,25 @@ def connect(unit: Unit) -> None:
     for flat_param in unit.flat_params:
         if isinstance(flat_param, RowsFlatParam):
             flat_param.connect(*groups[-flat_param.mesh.ndim :])
+
+
+def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise if ``fn``, about to be applied to all tensors, would change dtype or device of a unit that has run.
+
+    Raises:
+        TypeError: it would.
+    """
+    if unit.root is None:
+        return
+    for flat_param in unit.flat_params:
+        shard = flat_param.shard
+        changed = fn(shard.data.new_empty(0))
+        if changed.dtype != shard.dtype or changed.device != shard.device:
+            raise TypeError(
+                f"Dtype and device must be settled before the first forward, but `{flat_param.name}` would "
+                f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
+                "the module before sharding it, or use mixed precision (`mixed_precision`, `mp_policy`)."
+            )
 
 
 def _check_memory(units: Sequence[Unit]) -> None:

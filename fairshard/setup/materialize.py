@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.engine.tree import join, unit_of
-from fairshard.setup.ignored import Ignored
+from fairshard.engine.origin import Ignored
+from fairshard.engine.tree import unit_of
+from fairshard.utils.names import join
 
 # What stood on the meta device for a parameter that has memory by now, and the parameter's name: another module
 # that shares it may still hold the old one.

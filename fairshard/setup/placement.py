@@ -81,18 +81,3 @@ def _nbytes_to_pin(units: list[Unit]) -> int:
                 elif unit.config.grad_home is GradHome.HELD:
                     largest_held = max(largest_held, flat_param.shard.nbytes)
     return nbytes + 2 * largest_held
-
-
-def warn_autocast(units: list[Unit], device: torch.device) -> bool:
-    """Warn, if autocast is on and parameters are gathered in fp32, what that costs; returns whether it did."""
-    if not torch.is_autocast_enabled(device.type):
-        return False
-    if not any(fp.compute_dtype == torch.float32 for unit in units for fp in unit.flat_params):
-        return False
-    warnings.warn(
-        "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
-        "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
-        "gathers half the bytes and keeps none.",
-        stacklevel=level_of_user(),
-    )
-    return True

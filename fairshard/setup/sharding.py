@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fairshard.engine.origin import Origin
-from fairshard.engine.tree import join, units_below, walk
+from fairshard.engine.origin import Ignored, Origin
+from fairshard.engine.tree import units_below, walk
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.slot import ParamSlot, slot_of, taken_from
 from fairshard.settings.config import UnitConfig, check_param_dtype
-from fairshard.setup.ignored import Ignored
 from fairshard.setup.shared_params import SharedParams, refusal
+from fairshard.utils.names import join
 from fairshard.views.rows_flat_param import RowsFlatParam
 from fairshard.views.viewed_flat_param import ViewedFlatParam
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import join
 from fairshard.engine.unit_call import call_in
 from fairshard.params.slot import ParamSlot
+from fairshard.utils.names import join
 
 if TYPE_CHECKING:
     from fairshard.engine.unit import Unit

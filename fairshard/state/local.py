@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fairshard.engine.tree import clean_tensor_name, join, unit_of, units_below, walk
+from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
+from fairshard.utils.names import clean_tensor_name, join
 
 LAYOUT_KEY = "_fairshard_layout"
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import COMPILED, clean_tensor_name, join, modules_of, paths_of, walk
+from fairshard.engine.tree import modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, MixedGroupsError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.state.full_params import Showing, show, show_spans, with_owners
+from fairshard.utils.names import COMPILED, clean_tensor_name, join
 from fairshard.utils.span_tensor import SpanTensor
 
 

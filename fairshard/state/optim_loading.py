@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import clean_tensor_name
 from fairshard.errors import MixedGroupsError
 from fairshard.state.full_params import scatter_params, spans_of
 from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
+from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.views.viewed_flat_param import Stepped
 

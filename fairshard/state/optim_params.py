@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.engine.tree import clean_tensor_name, join, units_below, walk
+from fairshard.engine.tree import units_below, walk
 from fairshard.setup.claim import roots_below
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.names import clean_tensor_name, join
 from fairshard.views.viewed_flat_param import Stepped
 
 Groups = list[list[nn.Parameter]]

@@ -1,10 +1,8 @@
-"""What users are told about a model that is right, but takes more memory than it must; and where they are told it."""
+"""The line of the user that a warning points at."""
 
 from __future__ import annotations
 
 import sys
-import warnings
-from typing import Any
 
 _NOT_THE_USERS = ("fairshard", "torch")
 
@@ -22,13 +20,3 @@ def level_of_user() -> int:
         frame = frame.f_back
         level += 1
     return level
-
-
-def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
-    """Unit ``fqn`` stays gathered because of what it returned."""
-    warnings.warn(
-        f"Unit `{fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard cannot look "
-        "into. It stays gathered from now on, since a backward through them could not be seen in time. Return tensors "
-        "in tuples, lists, dicts or dataclasses.",
-        stacklevel=level_of_user(),
-    )

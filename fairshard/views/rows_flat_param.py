@@ -11,7 +11,7 @@ of it into memory of their own (one copy; none where there is one parameter, who
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,44 +31,10 @@ from fairshard.utils.device import now
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.span import Span, cut
 from fairshard.utils.storage import alloc_storage_, free_storage_, own_storage
+from fairshard.views.cut import Cut
 from fairshard.views.dtensor_flat_param import DTensorFlatParam
 from fairshard.views.joint_gather import Joining, JointGather
 from fairshard.views.rows_grad import RowsGrad
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one parameter of shape ``shape`` is cut among ranks: along ``dim``, or not at all if that is None.
-
-    Along another dimension than the first, evenly: what a rank has lies in its memory in order, as torch's DTensors do.
-    """
-
-    shape: torch.Size
-    dim: int | None
-    world_size: int
-
-    @property
-    def size(self) -> tuple[int | None, int]:
-        """Rows, and elements a row."""
-        if self.dim is None:
-            return None, self.shape.numel()
-        rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
-        return self.shape[self.dim], torch.Size(rest).numel()
-
-    def shape_of(self, num_rows: int) -> tuple[int, ...]:
-        """What a rank has that has ``num_rows`` rows."""
-        return tuple(num_rows if dim == self.dim else size for dim, size in enumerate(self.shape))
-
-    def parts(self, whole: Tensor) -> Tensor:
-        """``whole``, cut along another dimension than the first, as ``[W, ...]``: each rank's part; a view."""
-        assert self.dim
-        sizes = self.world_size, self.shape[self.dim] // self.world_size
-        return torch.movedim(torch.unflatten(whole, self.dim, sizes), self.dim, 0)
-
-    def stacked(self, block: Tensor) -> Tensor:
-        """``block`` ``[W, n]``, which holds the whole parameter, as `parts` of it."""
-        assert self.dim
-        return block.view(self.world_size, *self.shape_of(self.shape[self.dim] // self.world_size))
 
 
 class RowsFlatParam(DTensorFlatParam):

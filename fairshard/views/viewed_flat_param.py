@@ -13,6 +13,8 @@ has a counter of its own, which tells who zeroed one parameter's gradient and le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import UnitConfig
 from fairshard.utils.collectives import Communicators
+from fairshard.utils.layout import FlatLayout, Piece
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
-from fairshard.views.orig_param import OrigParam
-from fairshard.views.viewed_grad import ViewedGrad
+from fairshard.views.viewed_grad import OrigGrad, ViewedGrad
 
 
 class ViewedFlatParam(FlatParam):
@@ -190,6 +192,102 @@ class ViewedFlatParam(FlatParam):
         self.versioned = (self.shard, *self.registered)  # copies have counters of their own
         self._stepped = [OrigParam(self, index) for index in range(len(self.slots))]
         self._link()
+
+
+class OrigParam:
+    """One original parameter, as far as this rank owns it: a flat param's interface to optimizers and their state.
+
+    Its line is ``[W, n]``: each rank's run of the parameter, padded to ``n``, the longest.
+    """
+
+    def __init__(self, whole: ViewedFlatParam, index: int) -> None:
+        self.move_to(whole, index)
+
+    def move_to(self, whole: ViewedFlatParam, index: int) -> None:
+        """Be parameter ``index`` of ``whole``."""
+        self.__dict__.clear()  # the layout among others
+        self._whole = whole
+        self._index = index
+        self.slots = [whole.slots[index]]
+        self.shard = whole.registered[index]
+        self.shard_numel = whole.own_of(index).numel()
+
+    def take(self, param: Any) -> Any:
+        """What is registered, with the values of ``param``; as `RowsFlatParam.take`."""
+        return self._whole.take(self._index, param)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        """Ranks, devices and the like are the flat param's."""
+        return getattr(self._whole, name)
+
+    @cached_property
+    def layout(self) -> _Runs:
+        """Where each rank's run lies."""
+        return _Runs.of(self._whole.layout, self._index)
+
+    @property
+    def name(self) -> str:
+        """The original parameter's name."""
+        return self.slots[0].fqn
+
+    @property
+    def grad(self) -> Any:
+        """The `OrigGrad` of this parameter; None before the first forward."""
+        return None if self._whole.grad is None else OrigGrad(self._whole.grad, self._index)
+
+    def own_of(self, value: Tensor) -> Tensor:
+        """This rank's elements ``[shard_numel]`` of ``value``, which is shaped as ``shard`` is."""
+        return self._whole.elements_of(self._index, value)
+
+    def shown(self, own: Tensor) -> Tensor:
+        """``own`` ``[shard_numel]`` shaped as ``shard`` is, a DTensor if that is one; no copy."""
+        return self._whole.shown_as(self._index, own)
+
+    def gather_line(self, values: Tensor) -> Tensor:
+        """``values`` ``[shard_numel]`` of every rank as a line ``[W, n]`` on the compute device. **Collective.**"""
+        whole = self._whole
+        line = values.new_zeros(whole.layout.world_size, self.layout.shard_numel, device=whole.compute_device)
+        line[whole.rank, : self.shard_numel] = values
+        return whole.gather_rows(line)
+
+    def params_of(self, line: Tensor) -> list[Tensor]:
+        """The parameter, shaped, of a line ``[W, n]``."""
+        runs = [line[piece.row, : piece.target.stop] for piece in self.layout.pieces]
+        return [(torch.cat(runs) if runs else line.new_empty(0)).view(self.slots[0].shape)]
+
+    def lay_out(self, values: list[Tensor]) -> Tensor:
+        """The whole parameter as a line ``[W, n]`` in new memory."""
+        line = values[0].new_zeros(self._whole.layout.world_size, self.layout.shard_numel)
+        whole = values[0].reshape(-1)
+        for piece in self.layout.pieces:
+            line[piece.row, : piece.target.stop] = whole[piece.source.start : piece.source.stop]
+        return line
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """The parameter of its elements in the order in which they are cut."""
+        return self._whole.shaped(self._index, flat)
+
+    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
+        """``values`` ``[shard_numel]`` as a view, behind the number of the first element that this rank owns."""
+        own = self.layout.pieces_of(self._whole.rank)
+        return [(own[0].source.start if own else 0, values[:])]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs into which the rows cut one parameter, each at the beginning of a row of ``shard_numel`` elements."""
+
+    pieces: tuple[Piece, ...]
+    shard_numel: int
+
+    @staticmethod
+    def of(layout: FlatLayout, index: int) -> _Runs:
+        own = [piece for piece in layout.pieces if piece.index == index]
+        pieces = tuple(Piece(0, piece.row, piece.source, Span(0, piece.source.numel)) for piece in own)
+        return _Runs(pieces, max((piece.source.numel for piece in own), default=0))
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.row == rank]
 
 
 Stepped = FlatParam | OrigParam  # what an optimizer sees the shard of

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fairshard.cli import launch, options, train
+from fairshard.cli import launch, options, rank, train
 from fairshard.cli.main import main
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
@@ -74,7 +74,7 @@ def launched(monkeypatch):
 def meetings(monkeypatch):
     """The process groups that would have been made, for a process that torchrun has launched as rank 1 of 4."""
     calls = []
-    monkeypatch.setattr(train.dist, "init_process_group", lambda *args, **kwargs: calls.append(args))
+    monkeypatch.setattr(rank.dist, "init_process_group", lambda *args, **kwargs: calls.append(args))
     for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     return calls

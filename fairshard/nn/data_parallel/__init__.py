@@ -1,7 +1,6 @@
 """The engine, and the doors to it."""
 
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import clean_tensor_name
 from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
 from fairshard.nn.data_parallel.fully_shard import fully_shard
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -24,6 +23,7 @@ from fairshard.settings.state_dicts import (
     StateDictType,
 )
 from fairshard.state.optim_keys import OptimStateKeyType
+from fairshard.utils.names import clean_tensor_name
 
 __all__ = [
     "BackwardPrefetch",

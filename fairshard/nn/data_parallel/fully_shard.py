@@ -15,17 +15,16 @@ from fairshard.checks.optimizer_check import watch_optimizers
 from fairshard.engine.members import Members
 from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.engine.unit import Unit
-from fairshard.nn.data_parallel.in_place.loading import accept_whole_values
+from fairshard.nn.data_parallel.in_place.loading import accept_whole_values, watch_scalars
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
-from fairshard.nn.data_parallel.in_place.scalar_state import watch_scalars
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.config import UnitConfig, resolve
+from fairshard.settings.config import LateOptions, UnitConfig
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
 from fairshard.settings.groups import find_groups
-from fairshard.settings.late_options import LateOptions
 from fairshard.settings.mesh import check_mesh, default_mesh
+from fairshard.settings.resolve import resolve
 from fairshard.settings.state_dicts import StateDictType, resolve_settings
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored

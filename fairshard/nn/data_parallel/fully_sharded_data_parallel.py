@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import UNIT_ATTRIBUTE, join, units_below, walk
+from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.running import run
@@ -22,15 +22,15 @@ from fairshard.nn.data_parallel.wrapper.methods import gathering, naming_cure
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.plan.units import auto_wrap_children
-from fairshard.settings.config import resolve
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
-from fairshard.settings.late_options import late_options, offload_of
+from fairshard.settings.resolve import late_options, offload_of, resolve
 from fairshard.setup.construction import make_ready, resolve_construction
-from fairshard.setup.conversion import check_conversion
 from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, summon
+from fairshard.utils.names import join
 
 
 class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, PrefetchMethods):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from fairshard.checks.agreement import warn_of_other_values
 from fairshard.engine.origin import move_inputs
 from fairshard.engine.unit import Unit
 from fairshard.engine.unit_call import call_in
-from fairshard.nn.data_parallel.refuse_tracing import refuse_tracing
+from fairshard.errors import FairshardError
 from fairshard.setup.claim import claim
 
 
@@ -29,3 +29,20 @@ def run(
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
     return call_in(unit, function, args, kwargs)
+
+
+def refuse_tracing() -> NoReturn:
+    """Raise while torch.compile traces the call of a sharded module.
+
+    Raises:
+        FairshardError: always.
+    """
+    raise FairshardError(
+        "torch.compile must not go around a sharded module, whose gathers it cannot trace. Compile what is inside "
+        "instead: `FullyShardedDataParallel(torch.compile(block))`, `fully_shard(torch.compile(block))`."
+    )
+
+
+# What `torch.compiler.assume_constant_result` sets, without its import of the compiler: tracing calls the function,
+# where a plain `raise` would only end the graph, and the engine's own functions be traced one by one.
+refuse_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -4,9 +4,9 @@ import copy
 
 from torch import nn
 
-from fairshard.engine import tree
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import clean_tensor_name, get_fsdp_instances
+from fairshard.utils import names
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn
@@ -51,4 +51,4 @@ def test_the_outermost_wrapper_is_the_root():
 
 def test_clean_tensor_name_is_public():
     """It stands beside the wrapper, as in FSDP1."""
-    assert clean_tensor_name is tree.clean_tensor_name
+    assert clean_tensor_name is names.clean_tensor_name

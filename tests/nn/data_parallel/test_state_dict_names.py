@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fairshard.engine.tree import clean_tensor_name
 from fairshard.errors import FairshardError
 from fairshard.nn import FSDP, FullStateDictConfig, StateDictType
+from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks

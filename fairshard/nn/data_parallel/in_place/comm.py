@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import OptionsExcludeError
-from fairshard.settings.saved_group import SavedGroup
+from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
 from fairshard.utils.collectives import communicator
 from fairshard.utils.custom_comms import AllGather, GroupAllGather, GroupReduceScatter, ReduceScatter, check_allocates

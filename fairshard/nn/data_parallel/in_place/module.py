@@ -14,18 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from fairshard.checks.optimizer_check import watch_copy
 from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import units_below, units_of
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.running import run
-from fairshard.nn.data_parallel.wrapper.prefetch import units_of
 from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
-from fairshard.setup.conversion import check_conversion
-from fairshard.setup.late_changes import settle
+from fairshard.setup.late_changes import check_conversion, settle
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.views.rows_flat_param import RowsFlatParam
 

@@ -16,11 +16,12 @@ from torch.nn.modules.module import (
 )
 
 from fairshard.checks.optimizer_check import stepped_of
-from fairshard.engine.tree import join, unit_of, walk
+from fairshard.engine.tree import unit_of, walk
 from fairshard.errors import FairshardError
 from fairshard.params.slot import taken_from
 from fairshard.setup.late_changes import refusal_of_new
-from fairshard.views.orig_param import OrigParam
+from fairshard.utils.names import join
+from fairshard.views.viewed_flat_param import OrigParam
 
 _is_installed = False
 

@@ -13,10 +13,8 @@ from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
-from fairshard.settings.config import UnitConfig
-from fairshard.settings.groups import Groups
-from fairshard.settings.late_options import LateOptions
-from fairshard.settings.saved_group import MISSING
+from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.groups import MISSING, Groups
 
 
 class UnitAttributes(Forwarding):

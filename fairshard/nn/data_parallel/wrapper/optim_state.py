@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from fairshard.engine.tree import units_below
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
-from fairshard.nn.data_parallel.wrapper.state import common_settings
 from fairshard.settings.state_dicts import FullOptimStateDictConfig, StateDictType
+from fairshard.state.forms import common_settings
 from fairshard.state.local import LAYOUT_KEY, check_layout, layout_bytes
 from fairshard.state.optim_gathering import GatheredOptimState
 from fairshard.state.optim_keys import OptimStateKeyType, rekey

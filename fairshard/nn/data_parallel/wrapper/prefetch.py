@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fairshard.engine.tree import unit_of
-from fairshard.engine.unit import Unit
+from fairshard.engine.tree import units_of
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
 
@@ -62,25 +61,3 @@ class PrefetchMethods(UnitAttributes):
         root = self._unit.root
         if root is not None:
             self._unit.prefetch.settle(root.units)
-
-
-def units_of(
-    modules: Sequence[nn.Module], kind: str = "FullyShardedDataParallel", error: type[Exception] = TypeError
-) -> tuple[Unit, ...]:
-    """The units of ``modules``.
-
-    Raises:
-        Exception: an ``error``: what is passed is no list, or holds something that is no ``kind``.
-    """
-    if not isinstance(modules, (list, tuple)):
-        raise error(f"`modules` must be a list of {kind}, but is a {type(modules).__name__}.")
-    units = []
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise error(
-                f"`modules` must be a list of {kind}, but holds {type(module).__name__}. Pass what has been sharded on "
-                "its own: what has not is gathered with the unit around it."
-            )
-        units.append(unit)
-    return tuple(units)

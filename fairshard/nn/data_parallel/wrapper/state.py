@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,19 +11,18 @@ from torch import Tensor, nn
 
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below, walk
-from fairshard.engine.unit import Unit
-from fairshard.errors import FairshardError, NotRootError, StateDictTypesDifferError
+from fairshard.errors import NotRootError
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
 from fairshard.settings.state_dicts import (
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    default_settings,
-    resolve_settings,
 )
 from fairshard.setup.claim import claim, roots_below
+from fairshard.state import forms
 from fairshard.state.fairscale_shards import consolidate
+from fairshard.state.forms import common_settings
 from fairshard.state.full_params import Showing, summon
 from fairshard.state.local import load_local_state_dict, local_metadata, local_state_dict
 from fairshard.state.model import Loading, load_module_state_dict, module_state_dict
@@ -133,12 +131,7 @@ class StateMethods(UnitAttributes):
             RuntimeError: a config does not belong to the form.
             AssertionError: the wrappers have had different forms set.
         """
-        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        _check_door(module, settings)
-        before = common_settings(module)
-        for _, unit in units_below(module):
-            unit.state_dict_settings = dataclasses.replace(settings)
-        return before
+        return forms.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -158,12 +151,8 @@ class StateMethods(UnitAttributes):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """`set_state_dict_type` for the ``with`` block; what was in force before is so again after it."""
-        before = StateMethods.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
+        with forms.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
             yield
-        finally:
-            for _, unit in units_below(module):
-                unit.state_dict_settings = dataclasses.replace(before)
 
     # ---- whole parameters
 
@@ -240,38 +229,6 @@ class StateMethods(UnitAttributes):
                 "Call it on the model that wraps this one."
             )
         return root
-
-
-def common_settings(module: nn.Module) -> StateDictSettings:
-    """The settings that all units below ``module`` share; the defaults if there are none.
-
-    Raises:
-        StateDictTypesDifferError: they have different ones.
-    """
-    units: list[tuple[str, Unit]] = units_below(module)
-    if not units:
-        return default_settings()
-    (first_fqn, first), *others = units
-    for fqn, unit in others:
-        if unit.state_dict_settings != first.state_dict_settings:
-            raise StateDictTypesDifferError(
-                "All units of a model must have one type of state dict set, but they differ: "
-                f"`{first_fqn or 'root'}` has {first.state_dict_settings}, `{fqn}` has {unit.state_dict_settings}. "
-                "Call FullyShardedDataParallel.set_state_dict_type on the outermost module."
-            )
-    return dataclasses.replace(first.state_dict_settings)
-
-
-def _check_door(module: nn.Module, settings: StateDictSettings) -> None:
-    """Raise if what `fully_shard` has sharded is to give its state in another form than the one that it has."""
-    for fqn, unit in units_below(module):
-        if unit.members is not None and settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
-            raise FairshardError(
-                f"The state dict of what `fully_shard` has sharded, `{fqn or 'root'}`, must stay one of DTensors, but "
-                f"{settings.state_dict_type.name} is asked for. For whole values call "
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)), and load_state_dict takes them as they are."
-            )
 
 
 def _end_loading(wrapper: StateMethods, keys: Any) -> None:

@@ -1,0 +1,89 @@
+"""The form of the state dicts of a model: set for all its units at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from fairshard.engine.tree import units_below
+from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError, StateDictTypesDifferError
+from fairshard.settings.state_dicts import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    default_settings,
+    resolve_settings,
+)
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose the form of the state dicts of all units in ``module``, and of their optimizers; returns the last.
+
+    Raises:
+        RuntimeError: a config does not belong to the form.
+        AssertionError: the units have had different forms set.
+    """
+    settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+    _check_door(module, settings)
+    before = common_settings(module)
+    for _, unit in units_below(module):
+        unit.state_dict_settings = dataclasses.replace(settings)
+    return before
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """`set_state_dict_type` for the ``with`` block; what was in force before is so again after it."""
+    before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for _, unit in units_below(module):
+            unit.state_dict_settings = dataclasses.replace(before)
+
+
+def common_settings(module: nn.Module) -> StateDictSettings:
+    """The settings that all units below ``module`` share; the defaults if there are none.
+
+    Raises:
+        StateDictTypesDifferError: they have different ones.
+    """
+    units: list[tuple[str, Unit]] = units_below(module)
+    if not units:
+        return default_settings()
+    (first_fqn, first), *others = units
+    for fqn, unit in others:
+        if unit.state_dict_settings != first.state_dict_settings:
+            raise StateDictTypesDifferError(
+                "All units of a model must have one type of state dict set, but they differ: "
+                f"`{first_fqn or 'root'}` has {first.state_dict_settings}, `{fqn}` has {unit.state_dict_settings}. "
+                "Call FullyShardedDataParallel.set_state_dict_type on the outermost module."
+            )
+    return dataclasses.replace(first.state_dict_settings)
+
+
+def _check_door(module: nn.Module, settings: StateDictSettings) -> None:
+    """Raise if what `fully_shard` has sharded is to give its state in another form than the one that it has."""
+    for fqn, unit in units_below(module):
+        if unit.members is not None and settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
+            raise FairshardError(
+                f"The state dict of what `fully_shard` has sharded, `{fqn or 'root'}`, must stay one of DTensors, but "
+                f"{settings.state_dict_type.name} is asked for. For whole values call "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)), and load_state_dict takes them as they are."
+            )

@@ -1,0 +1,26 @@
+"""Names in a module tree, as if nothing were wrapped."""
+
+from __future__ import annotations
+
+COMPILED = "_orig_mod"  # torch.compile's, which unlike torch's checkpoint wrapper leaves it in state dicts
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
+
+
+def renamed(name: str, before: str, after: str) -> str:
+    """What ``name``, in a unit called ``before``, is called when that is called ``after``."""
+    for old, new in zip(before.split(", "), after.split(", "), strict=False):
+        if not old:
+            return join(new, name)
+        if name.startswith(f"{old}."):
+            return join(new, name[len(old) + 1 :])
+    return name
+
+
+def join(prefix: str, name: str) -> str:
+    """``prefix.name``, or the one that is not empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def clean_tensor_name(name: str) -> str:
+    """The name of a parameter or buffer without what wrappers added to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
