@@ -45,7 +45,7 @@ kill: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.kill_loop $(ARGS)
 
 drill: $(INSTALLED)
-	$(BIN)/python -m tests.nn.data_parallel.drill $(ARGS)
+	$(BIN)/python -m tests.doors.wrapper.drill $(ARGS)
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .

@@ -176,7 +176,7 @@ class FlatParam(FlatLine):
         self._row = buffer[self.comm.rank]
         self._gather: Any = RowGather(self.comm, buffer)
         # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
-        # then no in-place edit to autograd (tests/nn/data_parallel/test_leaves.py).
+        # then no in-place edit to autograd (tests/engine/test_leaves.py).
         self._views = [view.data for view in self._whole_params(buffer)]
 
     def _whole_params(self, buffer: Tensor) -> list[Tensor]:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.nn import CPUOffloadPolicy, OffloadPolicy
 from fairshard.optim import CPUOptimizer
+from tests.doors.fully_shard.assorted import Assorted
+from tests.doors.fully_shard.models import full_state, shard_tiny
 from tests.models import loss_of_tiny
-from tests.nn.fully_shard.assorted import Assorted
-from tests.nn.fully_shard.models import full_state, shard_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 

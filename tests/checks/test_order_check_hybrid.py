@@ -1,0 +1,59 @@
+"""In a hybrid model ranks share shards with some and replicas with others: whoever disagrees, all ranks are told."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.errors import RanksDisagreeError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.testing import rank_device
+from tests.checks.test_order_check import OTHER_PATHS, Branches, Path, native_collectives, train_step, wrapped_path
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+from tests.settings.test_hybrid import HYBRID, ZERO2, pairs
+
+# Ranks 0 and 1 are one shard group, 2 and 3 the other; 0 and 2 hold the same shard, as do 1 and 3.
+DISSENTERS = {"one rank": [1], "the other shards": [2, 3], "the other replicas": [1, 3], "one of each": [1, 2]}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("who", DISSENTERS)
+def test_whoever_takes_another_path_all_ranks_are_told(who):
+    """Every rank raises, with the step and both names; no weight has changed, and the groups serve on."""
+    ranks, groups = DISSENTERS[who], pairs(2)
+    cases = [(HYBRID, "other modules", 1), (ZERO2, "other order", 2)]
+    if who == "the other shards":  # nobody gathers more than those it gathers with: only the replicas can tell
+        cases += [(HYBRID, "one more", 1), (ZERO2, "one more", 3)]
+    for strategy, kind, last in cases:
+        path, ours, theirs = OTHER_PATHS[kind]
+        model = wrapped_path(process_group=groups, sharding_strategy=strategy)
+        optimizer = sgd(model)
+        with contextlib.nullcontext() if who == "the other shards" else native_collectives():
+            for step in range(1, last):
+                train_step(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            before = [param.detach().clone() for param in model.parameters()]
+            model.module.path = path if dist.get_rank() in ranks else Path.usual
+            with pytest.raises(RanksDisagreeError) as raised:
+                train_step(model, last)
+        told = f"In step {last} rank 0 is at `{ours}` (forward), rank {ranks[0]} at `{theirs}` (forward)"
+        assert told in str(raised.value), (strategy, kind)
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("who", DISSENTERS)
+def test_backwards_that_reach_other_units_are_told_on_all_ranks(who):
+    """The forwards agree; the end of the backward tells all ranks, also those whose peers of one kind agree."""
+    how = {"process_group": pairs(2), "sharding_strategy": ZERO2}
+    branches = [FSDP(nn.Linear(4, 4, device=rank_device()), **how) for _ in range(2)]
+    model = FSDP(Branches(nn.ModuleList(branches)), **how)
+    outputs = model(randn(3, 4))
+    with pytest.raises(RanksDisagreeError) as raised:
+        sum(output.sum() for output in outputs[dist.get_rank() in DISSENTERS[who] :]).backward()
+    told = f"In step 1 rank 0 is at `branches.0` (backward), rank {DISSENTERS[who][0]} at the end."
+    assert told in str(raised.value)

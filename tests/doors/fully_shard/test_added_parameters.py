@@ -1,0 +1,154 @@
+"""Parameters that come into a model after it was sharded are refused by name, never trained on each rank alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+
+from fairshard.errors import FairshardError
+from fairshard.nn import fully_shard
+from fairshard.utils.testing import rank_device
+from tests.doors.fully_shard.beside import train_beside
+from tests.models import mlp
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+
+def shard(model):
+    """A unit for the first Linear, another for the rest."""
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.ones(*shape, device=rank_device()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_new_names_are_refused(has_run):
+    """On a sharded module, and on a module in its unit that has parameters, at once."""
+    model = shard(mlp(4, 6, 4))
+    if has_run:
+        model(randn(2, 4))
+    for target, fqn in ((model, "scale"), (model[0], r"0\.scale"), (model[2], r"2\.scale")):
+        for add in (lambda m: setattr(m, "scale", parameter(4)), lambda m: m.register_parameter("scale", parameter(4))):
+            with pytest.raises(FairshardError, match=f"`{fqn}`.* came after"):
+                add(target)
+        assert "scale" not in target._parameters
+    model(randn(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_new_submodules_are_refused(has_run):
+    """One with parameters raises, at once or at the first forward; one that is sharded, or has none, does not."""
+    model = shard(mlp(4, 6, 4))
+    x = randn(2, 4)
+    if has_run:
+        model(x)
+        with pytest.raises(FairshardError, match=r"`adapter\.0\.weight`"):
+            model.adapter = nn.Sequential(nn.Linear(4, 4))
+        with pytest.raises(FairshardError, match=r"`3\.weight`"):
+            model.append(nn.Linear(4, 4))
+        model.act = nn.ReLU()
+    else:
+        model.adapter = nn.Sequential(nn.Linear(4, 4))
+        with pytest.raises(FairshardError, match=r"`adapter\.0\.weight`"):
+            model(x)
+        fully_shard(model.adapter)
+    model(x).sum().backward()
+
+
+@on_ranks(2)
+def test_found_at_the_first_forward():
+    """What was put where nobody looks, in a module without parameters, is found then."""
+    model = shard(mlp(4, 6, 4))
+    model[1].slope = parameter(1)
+    for _ in range(2):
+        with pytest.raises(FairshardError, match=r"`1\.slope`.*every rank would train it on its own"):
+            model(randn(2, 4))
+    del model[1].slope
+    model(randn(2, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_whole_parameter_in_the_place_of_a_dtensor(has_run):
+    """Plain parameters are refused, on every module; the old one stays."""
+    model = shard(mlp(4, 6, 4))
+    if has_run:
+        model(randn(2, 4)).sum().backward()
+    for module, fqn in ((model[0], r"0\.weight"), (model[2], r"2\.weight")):
+        old = module.weight
+        with pytest.raises(FairshardError, match=f"`{fqn}` must stay a DTensor"):
+            module.weight = nn.Parameter(torch.zeros(old.shape, device=rank_device()))
+        assert module.weight is old
+        module.weight = old
+    model(randn(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_dtensor_in_the_place_of_a_dtensor(has_run):
+    """Its values are taken, the parameter stays the same object; what is cut otherwise is refused."""
+    model = shard(mlp(4, 6, 4))
+    expected = copy.deepcopy(model)
+    if has_run:
+        model(randn(2, 4)).sum().backward()
+    for module, twin in ((model[0], expected[0]), (model[2], expected[2])):
+        old, values = module.weight, randn(*module.weight.shape)
+        torch.distributed.broadcast(values, 0)
+        module.weight = nn.Parameter(distribute_tensor(values, old.device_mesh, [Shard(0)]))
+        assert module.weight is old
+        with torch.no_grad():
+            twin.weight.copy_(distribute_tensor(values, old.device_mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match=r"`[02]\.weight` must be cut as it is"):
+            module.weight = nn.Parameter(distribute_tensor(values, old.device_mesh, [Replicate()]))
+        double = nn.Parameter(distribute_tensor(values.double(), old.device_mesh, [Shard(0)]))
+        if has_run:
+            with pytest.raises(TypeError, match="must be settled before the first forward"):
+                module.weight = double
+    with torch.no_grad():
+        assert torch.equal(model(randn(2, 4)), expected(randn(2, 4)))
+    assert torch.equal(model[2].weight.full_tensor(), expected[2].weight.full_tensor())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_functional_call(has_run):
+    """Other tensors take the place of parameters for one call, of the first one too, and get its gradients."""
+    plain = mlp(4, 6, 4)
+    model = shard(copy.deepcopy(plain))
+    if has_run:
+        model(randn(2, 4)).sum().backward()
+        model.zero_grad()
+    for kind in (lambda value: value, nn.Parameter):
+        given = {name: kind(torch.full_like(value, 0.5)) for name, value in plain.named_parameters()}
+        weight = given["0.weight"].requires_grad_()
+        found = functional_call(model, given, (randn(2, 4),))
+        assert torch.equal(found, functional_call(plain, given, (randn(2, 4),)))
+        found.sum().backward()
+        assert weight.grad is not None
+    assert torch.equal(model(randn(2, 4)), plain(randn(2, 4)))
+
+
+@on_ranks(2)
+def test_sharded_modules_come_and_go():
+    """A module that is sharded itself may be added to a model that has run, and units may be taken out: both train."""
+    plain = mlp(4, 6, 4)
+    model = shard(copy.deepcopy(plain))
+    model(randn(2, 4)).sum().backward()
+    model.zero_grad()
+    torch.manual_seed(5)
+    added = nn.Linear(4, 4).to(rank_device())
+    for net in (plain, model):
+        net.append(copy.deepcopy(added) if net is plain else fully_shard(copy.deepcopy(added)))
+    for without in (False, True):
+        if without:
+            for net in (plain, model):
+                net[0] = nn.ZeroPad1d((0, 2))
+        train_beside(model, plain)

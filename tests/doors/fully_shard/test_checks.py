@@ -1,0 +1,89 @@
+"""`order_check` and `nan_check` speak of what `fully_shard` made as of wrappers: by names and ranks."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.errors import NonFiniteGradientError, RanksDisagreeError
+from fairshard.nn import fully_shard
+from fairshard.utils import collectives
+from tests.doors.fully_shard.assorted import Assorted
+from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.models import loss_of_tiny, mlp
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import assert_same_state, randn
+
+
+class Branches(torch.nn.Module):
+    """Runs one of several modules of the same shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(mlp(4, 4) for _ in range(2))
+        self.taken = 0
+
+    def forward(self, x):
+        return self.experts[self.taken](x)
+
+
+def branches(**kwargs):
+    model = Branches()
+    for expert in model.experts:
+        fully_shard(expert, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("order_check", ["always", "sampled"])
+def test_ranks_that_run_different_modules_are_told(order_check):
+    """Each rank would compute with the weights of another module, of the same shape, and nothing would hang."""
+    model = branches(order_check=order_check)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = full_state(model)
+    model.taken = dist.get_rank() % 2
+    # Without tags gathers are matched by their order alone, as with NCCL: nothing hangs.
+    untagged = mock.patch.object(collectives, "_EXCHANGE_RANKS", ())
+
+    def step():
+        model(randn(2, 4)).sum().backward()
+        optimizer.step()
+
+    with untagged, pytest.raises(RanksDisagreeError, match=r"(?s)experts\.0.*experts\.1|experts\.1.*experts\.0"):
+        step()
+    assert_same_state(full_state(model), before)
+
+
+@on_ranks(2)
+def test_the_same_modules_in_the_same_order_pass():
+    """All ranks may take another module in every step."""
+    model = branches(order_check="always")
+    for step in range(4):
+        model.taken = step % 2
+        model(randn(2, 4)).sum().backward()
+
+
+@on_ranks(2, in_full(3))
+def test_a_gradient_that_is_not_finite_is_named():
+    """On all ranks: the parameter, and the rank that it began on; the next step trains again."""
+    torch.manual_seed(1)
+    model = shard_tiny(Assorted("no_dim"), nan_check=True)
+    last = dist.get_world_size() - 1
+    handle = model.second.register_full_backward_pre_hook(
+        lambda module, grads: tuple(grad * float("nan") for grad in grads) if dist.get_rank() == last else grads
+    )
+    with pytest.raises(NonFiniteGradientError, match=rf"`second\.[a-z.]+`.* on rank {last}"):
+        loss_of_tiny(model, (0,)).backward()
+    handle.remove()
+    model.zero_grad()
+    loss_of_tiny(model, (1,)).backward()
+
+
+@on_ranks(2)
+def test_a_sum_that_overflows_is_named():
+    """Finite on each rank, infinite together: the parameter, and the rank that keeps that part of the sum."""
+    model = fully_shard(mlp(3, 2), nan_check=True)
+    largest = torch.finfo(torch.float32).max
+    with pytest.raises(NonFiniteGradientError, match=r"the sum over ranks of `0\.weight`.* on rank 1"):
+        (model(torch.ones(1, 3)) * torch.tensor([[0.0, largest]])).sum().backward()

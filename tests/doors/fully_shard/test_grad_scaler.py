@@ -1,0 +1,105 @@
+"""fp16 with a scaled loss: PyTorch's scaler and `ShardedGradScaler` on DTensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from tests.doors.fully_shard.assorted import Assorted
+from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.models import loss_of_tiny
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import assert_same_state
+
+SCALERS = {
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2),
+    "sharded": lambda: ShardedGradScaler("cpu", init_scale=2.0**6, growth_interval=2),
+}
+
+
+def build(kind="no_dim", **kwargs):
+    torch.manual_seed(1)
+    return shard_tiny(Assorted(kind), mp_policy=MixedPrecisionPolicy(torch.float16), **kwargs)
+
+
+def train(model, optimizer, scaler, poison=(), clip=False):
+    """Scales after each step; in the steps ``poison`` one element of a gradient of the last rank is infinite."""
+    scales = []
+    for step in range(4):
+        scaler.scale(loss_of_tiny(model, (step,))).backward()
+        if step in poison and dist.get_rank() == dist.get_world_size() - 1:
+            model.first.up.weight.grad.to_local().view(-1)[-1:] = float("inf")
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        before = full_state(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(new, before[name]) for name, new in full_state(model).items())
+        assert changed != (step in poison), step
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("offload", [False, True])
+def test_both_scalers_agree(offload):
+    """The same bits and scales, clipped or not; an overflow on one rank skips the step on all."""
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for clip in (False, True):
+        found = []
+        for make in SCALERS.values():
+            model = build(offload_policy=policy)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+            scales = train(model, optimizer, make(), poison=(1,), clip=clip)
+            assert scales == [64.0, 32.0, 32.0, 64.0]
+            found.append(full_state(model))
+        assert_same_state(*found)
+
+
+@on_ranks(2)
+def test_ranks_without_gradients_take_part():
+    """A rank whose gradients have been dropped unscales nothing, and skips the step with the others."""
+    model = build("few_rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = SCALERS["sharded"]()
+    scaler.scale(loss_of_tiny(model, (0,))).backward()
+    if dist.get_rank():
+        optimizer.zero_grad()
+    else:
+        model.first.up.weight.grad.to_local().view(-1)[:1] = float("inf")
+    before = full_state(model)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32.0
+    assert_same_state(full_state(model), before)
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_the_optimizer_of_host_memory(overlap):
+    """`CPUOptimizer`, stepping in the backward on trust or after it, comes to the plain optimizer's bits."""
+    found = []
+    for ours in (False, True):
+        model = build(offload_policy=CPUOffloadPolicy())
+        options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+        scaler = SCALERS["sharded"]()
+        if not ours:
+            optimizer = torch.optim.SGD(model.parameters(), **options)
+        elif overlap:
+            optimizer = CPUOptimizer(model, torch.optim.SGD, overlap=True, clip_mode="speculate", **options)
+        else:
+            optimizer = CPUOptimizer(model, torch.optim.SGD, **options)
+        for step in range(3):
+            with optimizer.last_backward(scaler) if ours and overlap else torch.enable_grad():
+                loss = scaler.scale(loss_of_tiny(model, (step,)))
+                loss = loss * (float("inf") if step == 1 and dist.get_rank() else 1.0)
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 32.0
+        found.append(full_state(model))
+    assert_same_state(*found)

@@ -1,0 +1,169 @@
+"""A list of modules that is one unit: gathered with the first that is called, freed after the last."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fairshard.engine.tree import units_below
+from fairshard.nn import MixedPrecisionPolicy, fully_shard
+from fairshard.utils.testing import rank_device
+from tests.doors.fully_shard.beside import train_beside
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import randn
+
+from .test_control import gathered, num_gathers
+
+
+class Net(nn.Module):
+    """Four Linears, called in the order that ``calls`` says."""
+
+    def __init__(self, calls=(0, 1, 2, 3), recompute=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.calls = calls
+        self.recompute = recompute
+        self.to(rank_device())
+
+    def forward(self, x):
+        for call in self.calls:
+            layer = self.layers[call]
+            if self.recompute is None:
+                x = torch.tanh(layer(x))
+            else:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=self.recompute))
+        return x
+
+
+def shard(model, *members, **kwargs):
+    """One unit of ``members``, one of the rest."""
+    fully_shard([model.layers[index] for index in members], **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+CALLS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 0, 2, 3), (0, 1, 2, 3, 0, 2), (0, 0, 1, 2, 2)]
+
+
+@on_ranks(2, in_full(1), in_full(3))
+@pytest.mark.parametrize("recompute", [None, True, False])
+def test_orders_of_calls(recompute):
+    """In any order, twice, with others between them, in checkpoints: the plain model's values."""
+    for calls in CALLS:
+        plain = Net(calls, recompute)
+        model = shard(copy.deepcopy(plain), 0, 2)
+        train_beside(model, plain)
+        assert gathered(model) == [], calls
+
+
+@on_ranks(2)
+def test_gathered_once_for_all():
+    """One gather for a group's forward, whose parameters are whole from the first call to the last."""
+    model = shard(Net(), 0, 2)
+    seen = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(
+            lambda *_: seen.append([not isinstance(m.weight, DTensor) for m in model.layers])
+        )
+    with torch.no_grad():
+        model(randn(2, 4))
+        num_gathers()
+        seen.clear()
+        model(randn(2, 4))
+    assert num_gathers() == 2
+    assert seen == [[True] * 4] * 3 + [[False, True, False, True]]
+    assert [fqn for fqn, _ in units_below(model)] == ["", "layers.0, layers.2"]
+
+
+@on_ranks(2)
+def test_one_that_is_not_called():
+    """The group stays gathered until its backward, or the end of a pass without one; its gradients are zeros."""
+    plain = Net((0, 1, 3))
+    model = shard(copy.deepcopy(plain), 0, 2)
+    loss = model(randn(2, 4)).sum()
+    assert "layers.0, layers.2" in gathered(model)
+    loss.backward()
+    assert gathered(model) == []
+    assert not model.layers[2].weight.grad.full_tensor().any()
+    model.zero_grad()
+    with torch.no_grad():
+        model(randn(2, 4))
+    assert gathered(model) == []
+    train_beside(model, plain)
+
+
+@on_ranks(2)
+def test_one_nested_in_another():
+    """A member inside another member is gathered with it, when either is called."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.own = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.own(torch.tanh(self.inner(x)))
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(Outer(), nn.Linear(4, 4)).to(rank_device())
+    model = copy.deepcopy(plain)
+    fully_shard([model[0], model[0].inner])
+    fully_shard(model)
+    train_beside(model, plain)
+    with torch.no_grad():
+        assert torch.equal(model[0].inner(randn(2, 4)), copy.deepcopy(model)[0].inner(randn(2, 4)))
+
+
+@on_ranks(2)
+def test_policies_of_a_group():
+    """Inputs and outputs of each member are cast, of an inner one that another calls too."""
+    for casts in (True, False):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, cast_forward_inputs=casts)
+        model, seen = Net(), []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].dtype))
+        fully_shard([model.layers[0], model.layers[2]], mp_policy=policy)
+        fully_shard(model)
+        if casts:
+            assert model(randn(2, 4)).dtype is torch.float32
+            assert seen == [torch.bfloat16, torch.float32] * 2
+        else:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(randn(2, 4))
+            assert seen == [torch.float32]
+
+
+@on_ranks(2)
+def test_exceptions_between_members():
+    """A pass that ends between two members leaves the next one whole."""
+    plain = Net()
+    model = shard(copy.deepcopy(plain), 0, 2)
+    armed = [1]
+
+    def strike(*_):
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    model.layers[1].register_forward_pre_hook(strike)
+    with pytest.raises(KeyboardInterrupt):
+        model(randn(2, 4))
+    assert gathered(model) == []
+    train_beside(model, plain)
+
+
+@on_ranks(2)
+def test_by_hand():
+    """Any member's unshard and reshard are the group's."""
+    model = shard(Net(), 0, 2)
+    model.layers[2].unshard()
+    assert not isinstance(model.layers[0].weight, DTensor)
+    model.layers[0].reshard()
+    assert isinstance(model.layers[2].weight, DTensor)
+    model.layers[0].set_reshard_after_forward(False)
+    model(randn(2, 4))
+    assert "layers.0, layers.2" in gathered(model)

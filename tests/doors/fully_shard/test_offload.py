@@ -1,0 +1,76 @@
+"""Shards, gradients and optimizer state in host memory, on machines without a GPU too."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+
+from fairshard.nn import CPUOffloadPolicy, OffloadPolicy
+from tests.doors.fully_shard.assorted import Assorted
+from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.models import loss_of_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state
+
+POLICIES = [OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), TorchCPUOffloadPolicy()]
+
+
+def accumulate(model, step, way):
+    """Three micro-batches, of which those before the last are kept whole, or reduced."""
+    for micro in range(3):
+        model.set_requires_gradient_sync(way == "reduced" or micro == 2)
+        loss_of_tiny(model, (step, micro)).backward()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("way", ["kept", "reduced"])
+def test_offload_changes_no_bit(way):
+    """Whosever policy it is, and however gradients add up; what is in host memory stays there."""
+    found = []
+    for policy in POLICIES:
+        torch.manual_seed(1)
+        model = shard_tiny(Assorted("no_dim"), offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+        for step in range(2):
+            accumulate(model, step, way)
+            optimizer.step()
+            assert {param.device.type for param in model.parameters()} == {"cpu"}
+            assert {param.grad.device.type for param in model.parameters()} == {"cpu"}
+            optimizer.zero_grad(set_to_none=step == 0)
+        found.append(full_state(model))
+    for state in found[1:]:
+        assert_same_state(state, found[0])
+
+
+@on_ranks(2)
+def test_gradients_are_there_when_the_backward_is_over():
+    """What is read right after a backward, or by a hook in it, is the sum; a gradient kept aside is not written to."""
+    torch.manual_seed(1)
+    model = shard_tiny(Assorted("plain"), offload_policy=CPUOffloadPolicy())
+    seen = {}
+
+    def look(param):
+        seen[param] = param.grad.to_local().clone()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    kept = []
+    for step in range(3):
+        loss_of_tiny(model, (step,)).backward()
+        for param in model.parameters():
+            assert torch.equal(param.grad.to_local(), seen[param])
+        kept.append([(param.grad, param.grad.to_local().clone()) for param in model.parameters()])
+        model.zero_grad()
+    for grad, value in (pair for pairs in kept for pair in pairs):
+        assert torch.equal(grad.to_local(), value)
+
+
+@on_ranks(2)
+def test_low_precision_masters_are_stepped_with_a_warning():
+    """As PyTorch does, but not in silence."""
+    torch.manual_seed(1)
+    model = shard_tiny(Assorted("plain").bfloat16(), offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.warns(UserWarning, match="should step fp32 masters"):
+        optimizer.step()

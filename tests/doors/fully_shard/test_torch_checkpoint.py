@@ -1,0 +1,227 @@
+"""torch's own tools for state dicts and checkpoints work on what is sharded in place, as on FSDP2 and plain modules."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fairshard.checkpoint import load
+from fairshard.nn import CPUOffloadPolicy, fully_shard
+from fairshard.utils.testing import run_ranks
+from tests.doors.fully_shard.stateful import copied, hybrid_mesh, shard_odd, sharded_odd, train_odd, whole_of
+from tests.models import loss_of_tiny, tiny
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import assert_same_state
+from tests.trained import OPTIMIZERS, odd
+
+STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]  # torch refuses to set whole state where there is none
+FULL = StateDictOptions(full_state_dict=True)
+EVERYWHERE = StateDictOptions(full_state_dict=True, cpu_offload=False)
+
+
+def _odd(how, seed, optimizer="adamw"):
+    """An `Odd`, sharded or plain, and its optimizer."""
+    model = odd(seed=seed) if how == "plain" else sharded_odd(how, seed)
+    return model, OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
+
+
+def _flat(state):
+    """The tensors of optimizer state by name, whole."""
+    return whole_of({f"{name}.{key}": value for name, own in state.items() for key, value in own.items()})
+
+
+def _whole(model, optimizer):
+    """What there is, by name, on every rank; in the order of the names, for a loaded optimizer has another."""
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))["state"]
+    return copied(whole_of(model.state_dict()) | dict(sorted(_flat(state).items())))
+
+
+def _save(how, folder, is_async):
+    model, optimizer = _odd(how, seed=1)
+    train_odd(model, optimizer, range(2))
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    kept = _whole(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if is_async:
+            dcp.async_save(state, checkpoint_id=folder).result()
+        else:
+            dcp.save(state, checkpoint_id=folder)
+    return kept
+
+
+def _load(how, folder):
+    model, optimizer = _odd(how, seed=5)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    loaded = _whole(model, optimizer)
+    train_odd(model, optimizer, range(1))
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((3, "rows", True), (2, "columns")),
+        *(
+            pytest.param(before, after, marks=pytest.mark.full)
+            for before, after in [
+                ((2, "columns", True), (1, "rows")),
+                ((1, "rows", False), (4, "whole")),
+                ((4, "rows", False), (3, "columns")),
+                ((3, "columns", True), (1, "plain")),
+                ((1, "plain", False), (3, "rows")),
+            ]
+        ),
+    ],
+)
+def test_a_checkpoint_loads_on_another_number_of_ranks(saved, loaded, tmp_path):
+    """Ranks without rows, parameters without dimensions, tied ones; cut one way and the other, or plain."""
+    (num_before, how_before, is_async), (num_after, how_after) = saved, loaded
+    folder = str(tmp_path / "one")
+    expected = run_ranks(num_before, _save, how=how_before, folder=folder, is_async=is_async)[0]
+    for actual in run_ranks(num_after, _load, how=how_after, folder=folder):
+        assert_same_state(actual, expected)
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.full) for o in STATEFUL)])
+def test_whole_state_goes_to_the_plain_model_and_back(optimizer):
+    """With ``full_state_dict``, ``cpu_offload`` and from rank 0 alone; training goes on as it would have."""
+    model, own = _odd("rows", 1, optimizer)
+    train_odd(model, own, range(2))
+    weights, moments = copy.deepcopy(get_state_dict(model, own, options=EVERYWHERE))  # torch shares counts of steps
+    assert not any(isinstance(value, DTensor) for value in (*weights.values(), *_leaves(moments)))
+    plain, of_plain = _odd("plain", 5, optimizer)
+    set_state_dict(plain, of_plain, model_state_dict=weights, optim_state_dict=moments)
+    assert_same_state(_whole(plain, of_plain), _whole(model, own))
+    again, of_again = _odd("columns", 6, optimizer)
+    back = copy.deepcopy(get_state_dict(plain, of_plain))
+    set_state_dict(again, of_again, model_state_dict=back[0], optim_state_dict=back[1], options=FULL)
+    assert_same_state(_whole(again, of_again), _whole(model, own))
+
+    weights, moments = get_state_dict(model, own, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    moments = copy.deepcopy(moments)
+    assert bool(weights) == (dist.get_rank() == 0)
+    from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sent, of_sent = _odd("rows", 7, optimizer)
+    set_model_state_dict(sent, weights, options=from_first)
+    set_optimizer_state_dict(sent, of_sent, moments, options=from_first)
+    expected = _whole(model, own)
+    assert_same_state(_whole(sent, of_sent), expected)
+    for each, of_each in ((model, own), (again, of_again), (sent, of_sent)):
+        train_odd(each, of_each, range(2))
+    assert_same_state(_whole(again, of_again), _whole(model, own))
+    assert_same_state(_whole(sent, of_sent), _whole(model, own))
+
+
+def _leaves(state):
+    return [value for own in state["state"].values() for value in own.values()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kwargs", [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}], ids=["", "offload"])
+def test_an_optimizers_own_state_dict(kwargs):
+    """It holds DTensors, and loads into an optimizer of a model that is sharded alike; each steps its own."""
+    model = shard_odd(odd(), **kwargs)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train_odd(model, optimizer, range(2))
+    other = shard_odd(odd(), **kwargs)
+    other.load_state_dict(model.state_dict())
+    of_other = OPTIMIZERS["adamw"](other.parameters())
+    of_other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train_odd(other, of_other, range(2, 4))
+    train_odd(model, optimizer, range(2, 4))
+    assert_same_state(_whole(other, of_other), _whole(model, optimizer))
+
+
+@on_ranks(2)
+def test_frozen_parameters_can_be_left_out():
+    """As on FSDP2, ``ignore_frozen_params`` leaves them out of what is got, and out of what must be there to set."""
+    options = StateDictOptions(ignore_frozen_params=True, full_state_dict=True)
+    weights = get_model_state_dict(sharded_odd(), options=options)
+    assert not [name for name in weights if name.startswith("frozen.")]
+    model = sharded_odd(seed=5)
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+    assert_same_state(get_model_state_dict(model, options=options), weights)
+    frozen = {name: value for name, value in whole_of(model.state_dict()).items() if name.startswith("frozen.")}
+    assert_same_state(frozen, {name: odd(seed=5).state_dict()[name] for name in frozen})
+
+
+def _trained_tiny(door):
+    model = tiny()
+    for part in (model.first, model.second, model):
+        door(part)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    _train_tiny(model, optimizer, range(2))
+    return model, optimizer
+
+
+def _train_tiny(model, optimizer, steps):
+    for step in steps:
+        loss_of_tiny(model, (step,)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_the_files_are_those_of_fsdp2(tmp_path):
+    """Both give the same state; what the one saves the other loads."""
+    doors = {"theirs": torch_fully_shard, "ours": fully_shard}
+    trained = {name: _trained_tiny(door) for name, door in doors.items()}
+    states = {name: get_state_dict(*both) for name, both in trained.items()}
+    expected = _whole(*trained["theirs"])
+    assert_same_state(_whole(*trained["ours"]), expected)
+    assert [list(map(str, own.placements)) for own in states["ours"][0].values()] == [
+        list(map(str, own.placements)) for own in states["theirs"][0].values()
+    ]
+    for name, (weights, moments) in states.items():
+        dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / name)
+    for name, other in (("theirs", "ours"), ("ours", "theirs")):
+        model, optimizer = trained[other]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        for own in optimizer.state.values():
+            own["exp_avg"].zero_()
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optim": moments}, checkpoint_id=tmp_path / name)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        assert_same_state(_whole(model, optimizer), expected)
+    model, optimizer = _trained_tiny(fully_shard)
+    _train_tiny(model, optimizer, range(1))
+    load(tmp_path / "theirs", model, optimizer)
+    assert_same_state(_whole(model, optimizer), expected)
+
+
+@on_ranks(in_full(4))
+def test_replicas_write_each_piece_once(tmp_path):
+    """On two replicas of two shards; the checkpoint loads into a plain model."""
+    model = shard_odd(odd(), mesh=hybrid_mesh())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train_odd(model, optimizer, range(2))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "one")
+    metadata = dcp.FileSystemReader(tmp_path / "one").read_metadata()
+    for name, entry in metadata.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), name
+    state = {"model": odd(seed=5).state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "one")
+    assert_same_state(state["model"], whole_of(model.state_dict()))

@@ -1,0 +1,186 @@
+"""Let ranks die, part ways and run dry, each in turn: what is left must say who and where, end, and go on.
+
+    python -m tests.doors.wrapper.drill --times 20
+
+A *round* is a run of three ranks that saves every second step and meets one fault in its fifth. It must end within
+15 s, with a backend timeout of 10 s. Every rank that is left must raise, with its parameters as after its last step,
+an error that names ranks and modules. Started again, on as many ranks or, every other time, on one less, it must go on
+from the newest checkpoint to the end; on as many with the weights of a run without a fault, bit for bit.
+
+This process forks the ranks, so that torch is imported once. It starts no thread.
+"""
+
+import argparse
+import functools
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.doors.wrapper.drill_run import FAULT_STEP, FAULTS, KILLS, Run, play
+from tests.forked import fork
+
+WORLD_SIZE = 3
+LIMIT_S = 15.0
+
+
+class Broken(Exception):
+    """What must hold after a fault does not."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: by rank its exit code, -9 for a killed one, and its notes; how long after the fault."""
+
+    codes: tuple[int, ...]
+    notes: tuple[tuple[str, ...], ...]
+    seconds: float
+
+    def value(self, rank, word):
+        """What ``rank`` noted after ``word``; None if it did not."""
+        found = [note.removeprefix(f"{word} ") for note in self.notes[rank] if note.startswith(f"{word} ")]
+        return found[-1] if found else None
+
+
+class Drill:
+    """Round after round, with the figures of all."""
+
+    def __init__(self, folder, timeout_s=10.0):
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._num_runs = self.num_rounds = 0
+        self._final = None
+        self.seconds = defaultdict(list)
+
+    def round(self, fault, victim, fewer):
+        """One fault of rank ``victim``, and the restart after it, on one rank ``fewer`` perhaps."""
+        root = self._folder / f"round-{self.num_rounds}"
+        self.num_rounds += 1
+        if self._final is None:
+            self._final = self._play(self._run(self._folder / "unbroken")).value(0, "final")
+        if fault == "other model":  # it fails at its first pass: let it have a checkpoint before
+            self._play(self._run(root, "one batch short", WORLD_SIZE - 1), expect_all=False)
+        try:
+            ending = self._play(self._run(root, fault, victim))
+            self._check(ending, fault, victim)
+            self.seconds[fault].append(ending.seconds)
+            self._restart(root, WORLD_SIZE - 1 if fewer else WORLD_SIZE)
+        except Broken as problem:
+            raise Broken(f"{fault}, rank {victim}: {problem}; see {self._folder}") from None
+        shutil.rmtree(root)
+        return ending
+
+    def _check(self, ending, fault, victim):
+        expected = -signal.SIGKILL if fault in KILLS else 0 if fault == "one batch short" else 1
+        if ending.codes[victim] != expected:
+            raise Broken(f"rank {victim} ended with {ending.codes[victim]}, not {expected}: {ending.notes[victim]}")
+        if ending.seconds > LIMIT_S:
+            raise Broken(f"it took {ending.seconds:.1f} s")
+        for rank in range(WORLD_SIZE):
+            if rank != victim or fault in ("other module", "other model"):
+                self._check_survivor(ending, fault, victim, rank)
+
+    def _check_survivor(self, ending, fault, victim, rank):
+        error = ending.value(rank, "error")
+        if ending.codes[rank] != 1 or error is None:
+            raise Broken(f"rank {rank} ended with {ending.codes[rank]}: {ending.notes[rank]}")
+        if fault == "other model":
+            wanted = [f"rank {victim} has" if victim else "rank 0 has", "head"]
+        elif fault == "other module":
+            names = [r"`blocks\.2`", r"`experts\.1`"] if victim else [r"`experts\.1`", r"`blocks\.2`"]
+            wanted = [rf"In step {FAULT_STEP} rank 0 is at {names[0]} \(forward\), rank \d at {names[1]} \(forward\)"]
+        else:
+            silent = ["silent", "unknown"] if fault in KILLS else ["gone", "unknown", "silent"]
+            listed = rf"ranks? [-\d, ]*: (?:{'|'.join(silent)})"
+            wanted = [listed, rf"rank {rank}|ranks [-\d, ]*:", r"`blocks\.\d`|`root`|step"]
+        for pattern in wanted:
+            if not re.search(pattern, error):
+                raise Broken(f"rank {rank} does not say /{pattern}/ but: {error}")
+        if fault != "other model" and ending.value(rank, "unchanged") != "True":
+            raise Broken(f"rank {rank} has other parameters than after its last step: {ending.notes[rank]}")
+
+    def _restart(self, root, world_size):
+        newest = max(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+        ending = self._play(self._run(root, world_size=world_size))
+        for rank in range(world_size):
+            if ending.codes[rank] or ending.value(rank, "resumed") != str(newest):
+                raise Broken(f"started again, rank {rank} ended with {ending.codes[rank]}: {ending.notes[rank]}")
+        finals = {ending.value(rank, "final") for rank in range(world_size)}
+        if world_size == WORLD_SIZE and finals != {self._final}:
+            raise Broken("started again, it ended with other weights than a run without a fault")
+
+    def _run(self, root, fault=None, victim=0, world_size=WORLD_SIZE):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._num_runs += 1
+        notes = self._folder / f"notes-{self._num_runs}"
+        notes.touch()
+        return Run(str(root), str(notes), port, world_size, self._timeout_s, fault, victim)
+
+    def _play(self, run, expect_all=True):
+        began = time.monotonic()
+        log = self._folder / f"log-{self._num_runs}"
+        pids = [fork(functools.partial(play, rank, run, log)) for rank in range(run.world_size)]
+        codes = {}
+        while len(codes) < run.world_size:
+            for rank, pid in enumerate(pids):
+                if rank not in codes:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        codes[rank] = os.waitstatus_to_exitcode(status)
+            if time.monotonic() - began > 4 * LIMIT_S:
+                hung = [rank for rank in range(run.world_size) if rank not in codes]
+                for rank in hung:
+                    os.kill(pids[rank], signal.SIGKILL)
+                    os.waitpid(pids[rank], 0)
+                raise Broken(f"ranks {hung} hung")
+            time.sleep(0.005)
+        lines = [line.split(maxsplit=2) for line in Path(run.notes).read_text().splitlines()]
+        by_rank = tuple(tuple(text for own, _, text in lines if own == str(rank)) for rank in range(run.world_size))
+        faults = [float(at) for _, at, text in lines if text == "fault"]
+        seconds = time.monotonic() - max(faults, default=began)
+        return Ending(tuple(codes[rank] for rank in range(run.world_size)), by_rank, seconds)
+
+    def summary(self):
+        """All in a table."""
+        rows = [
+            f"  {len(seconds):3} x {FAULTS[fault]}: over after {max(seconds):.1f} s at most"
+            for fault, seconds in self.seconds.items()
+        ]
+        return "\n".join([f"{self.num_rounds} rounds; every restart went on from the newest checkpoint:", *rows])
+
+
+def main():
+    """Run the drill; exit code 1 when something broke."""
+    parser = argparse.ArgumentParser(description="Let ranks of a training run fail in every way.")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--timeout", type=float, default=10.0, help="of the backend, in seconds")
+    parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS))
+    args = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    folder = Path(tempfile.mkdtemp(prefix="fairshard-drill-"))
+    drill = Drill(folder, args.timeout)
+    try:
+        for time_ in range(args.times):
+            for number, fault in enumerate(args.faults):
+                victim = (time_ + number) % WORLD_SIZE
+                ending = drill.round(fault, victim, fewer=time_ % 2 == 1)
+                done = f"round {drill.num_rounds}: {fault}, rank {victim}"
+                print(f"{done}: over after {ending.seconds:.1f} s", flush=True)
+    except Broken as problem:
+        sys.exit(f"broken: {problem}")
+    print(drill.summary())
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

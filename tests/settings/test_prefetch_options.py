@@ -1,0 +1,248 @@
+"""What is gathered ahead can be chosen, and named; the choice moves gathers in time and changes nothing else."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.engine.tree import units_below
+from fairshard.errors import RanksDisagreeError
+from fairshard.nn import BackwardPrefetch
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.collectives import counters, reset_counters
+from tests.engine.test_prefetch import events, most_gathered, without
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd, train_alike
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+AT_CALL = [(name, i) for i in range(3) for name in ("gather", "forward")]
+ONE_AHEAD = [("gather", 0), ("gather", 1), ("forward", 0), ("gather", 2), ("forward", 1), ("forward", 2)]
+
+
+def three(**kwargs):
+    """Three Linears, each a unit, inside another; the order of a pass is known."""
+    model = wrap_each(mlp(4, 9, 7, 5), **kwargs)
+    with torch.no_grad():
+        model(randn(3, 4))
+    return model
+
+
+def forward_events(model):
+    with events(model) as log, torch.no_grad():
+        model(randn(3, 4))
+    return without(log, "free")
+
+
+def backward_events(model):
+    """What happens in a backward, that of the Tanh after unit ``i`` among it."""
+    with events(model) as log:
+        for index, tanh in enumerate([model[1], model[3]]):
+            tanh.register_full_backward_pre_hook(lambda *_, i=index: log.append(("tanh", i)))
+        loss = model(randn(3, 4)).sum()
+        log.clear()
+        loss.backward()
+    return log
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("choice", "expected"), [(None, ONE_AHEAD), (True, ONE_AHEAD), (False, AT_CALL)])
+def test_forward_prefetch(choice, expected):
+    """None and True gather the unit that followed in the last pass; False gathers each when it is called."""
+    assert forward_events(three(forward_prefetch=choice)) == expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("choice", [PRE, POST, None])
+def test_backward_prefetch(choice):
+    """The next unit is gathered before the gradients of the current one, after them, or when it is its turn."""
+    log = backward_events(three(backward_prefetch=choice))
+    before_turn = {
+        PRE: [("gather", 2), ("gather", 1), ("backward", 2), ("free", 2), ("tanh", 1), ("gather", 0)],
+        POST: [("gather", 2), ("backward", 2), ("free", 2), ("gather", 1), ("tanh", 1)],
+        None: [("gather", 2), ("backward", 2), ("free", 2), ("tanh", 1), ("gather", 1)],
+    }[choice]
+    assert without(log, "forward")[: len(before_turn)] == before_turn
+    assert most_gathered(log) == (2 if choice is PRE else 1)
+    assert sorted(i for name, i in log if name == "gather") == [0, 1, 2]
+
+
+@on_ranks(2)
+def test_each_unit_has_its_own_choice():
+    """As in FSDP1, what a unit gathers ahead is its own setting, not the outermost one's."""
+    layers = mlp(4, 9, 7, 5)
+    layers[0] = FSDP(layers[0], forward_prefetch=False, backward_prefetch=PRE)
+    layers[2] = FSDP(layers[2], forward_prefetch=True, backward_prefetch=None)
+    layers[4] = FSDP(layers[4], forward_prefetch=True, backward_prefetch=POST)
+    model = FSDP(layers, forward_prefetch=False, backward_prefetch=None)
+    with torch.no_grad():
+        model(randn(3, 4))
+    assert forward_events(model) == [*AT_CALL[:3], ("gather", 2), *AT_CALL[3::2]]
+    turns = [event for event in backward_events(model) if event[0] in ("gather", "tanh")]
+    assert turns == [("gather", 2), ("gather", 1), ("tanh", 1), ("tanh", 0), ("gather", 0)]
+
+
+def trained(**kwargs):
+    """Weights after three steps of the tiny model with inner and outer units, and the collectives of the last."""
+    model = wrap_tiny(tiny(), **kwargs)
+    optimizer = sgd(model)
+    for step in range(3):
+        reset_counters()
+        *inputs, targets = tiny_batch(dist.get_rank(), step)
+        tiny_loss(model(*inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counted = counters()
+    assert not any(unit.is_gathered for _, unit in units_below(model))
+    return model.state_dict(), counted
+
+
+@on_ranks(2)
+def test_no_choice_changes_a_bit_or_a_collective():
+    """All settings give the same weights, bit for bit, from the same collectives."""
+    state, counted = trained()
+    for ahead, back in itertools.product((None, True, False), (PRE, POST, None)):
+        other, collectives = trained(forward_prefetch=ahead, backward_prefetch=back, limit_all_gathers=back is PRE)
+        assert_same_state(other, state)
+        assert collectives == counted, (ahead, back)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["reentrant", "not_reentrant", "offload", "frozen", "unflattened"])
+def test_backward_prefetch_with_other_features(case):
+    """Later gathers are right with recomputed, offloaded, frozen and unflattened units, and with `no_sync`."""
+    kwargs = {"offload": {"cpu_offload": True}, "unflattened": {"flatten_parameters": False}}.get(case, {})
+    state = trained_by_case(case, **kwargs)
+    for choice in (POST, None):
+        assert_same_state(trained_by_case(case, backward_prefetch=choice, **kwargs), state)
+
+
+def trained_by_case(case, **kwargs):
+    model = tiny(case if case.endswith("reentrant") else None)
+    if case == "frozen":
+        model.first.requires_grad_(False)
+        model.shared.bias.requires_grad_(False)
+    model = wrap_tiny(model, **kwargs)
+    optimizer = sgd(model)
+    for step in range(2):
+        *inputs, targets = tiny_batch(dist.get_rank(), step)
+        for context in (model.no_sync(), contextlib.nullcontext()):
+            with context:
+                tiny_loss(model(*inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("depth", [4, 9])
+@pytest.mark.parametrize("limit", [True, False])
+def test_memory_is_bounded_whatever_the_limit(limit, depth):
+    """At most two inner units are whole at a time, however many there are, with ``limit_all_gathers`` and without."""
+    model = wrap_each(mlp(*[4] * (depth + 1)), limit_all_gathers=limit)
+    for _ in range(2):
+        with events(model) as log:
+            model(randn(3, 4)).sum().backward()
+        assert sum(name == "gather" for name, _ in log) == 2 * depth
+        assert most_gathered(log) == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before use", "after use"])
+def test_named_units_are_gathered_instead(when):
+    """Lists take the place of the look-ahead of one unit; an empty list gives that back."""
+    model = wrap_each(mlp(4, 9, 7, 5))
+    first, second, third = model[0], model[2], model[4]
+    if when == "after use":
+        model(randn(3, 4)).sum().backward()
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    with torch.no_grad():
+        model(randn(3, 4))
+    assert forward_events(model)[:4] == [("gather", 0), ("gather", 1), ("gather", 2), ("forward", 0)]
+    assert without(backward_events(model), "free", "forward")[:4] == [
+        *[("gather", i) for i in (2, 1, 0)],
+        ("backward", 2),
+    ]
+    first.set_modules_to_forward_prefetch([])
+    third.set_modules_to_backward_prefetch([])
+    assert forward_events(model) == ONE_AHEAD
+    assert backward_events(model)[:3] == [("gather", 2), ("gather", 1), ("backward", 2)]
+
+
+@on_ranks(2)
+def test_named_units_come_where_the_default_is_off():
+    """Names count whatever the flags say: with POST after the gradients, else before the unit computes."""
+    model = three(forward_prefetch=False, backward_prefetch=None)
+    model[0].set_modules_to_forward_prefetch([model[4]])
+    model[4].set_modules_to_backward_prefetch([model[0]])
+    assert forward_events(model)[:3] == [("gather", 0), ("gather", 2), ("forward", 0)]
+    assert backward_events(model)[:3] == [("gather", 2), ("gather", 0), ("backward", 2)]
+    model = three(backward_prefetch=POST)
+    model[4].set_modules_to_backward_prefetch([model[2], model[0]])
+    assert backward_events(model)[:5] == [("gather", 2), ("backward", 2), ("free", 2), ("gather", 1), ("gather", 0)]
+
+
+@on_ranks(2)
+def test_wrong_names_cost_memory_only():
+    """Units named too late, or not run at all, are freed at the end of the pass; the numbers are the same."""
+
+    class Skips(nn.Sequential):
+        def forward(self, x):
+            return self[2](torch.tanh(self[0](x)))
+
+    def wrap(model):
+        for index in range(4):
+            model[index] = FSDP(model[index])
+        model[0].set_modules_to_forward_prefetch([model[3], model[1]])
+        model[2].set_modules_to_forward_prefetch([model[0], model[3]])
+        model[2].set_modules_to_backward_prefetch([model[3], model[2]])
+        model[0].set_modules_to_backward_prefetch([model[2], model[1]])
+        return FSDP(model)
+
+    plain = Skips(*[nn.Linear(4, 4) for _ in range(4)])
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+
+    def loss_of(model, key):
+        if isinstance(model, FSDP):
+            with torch.no_grad():
+                model(randn(2, 4))
+            assert not any(unit.is_gathered for _, unit in units_below(model))
+        return model(randn(2, 4, key=key)).square().sum()
+
+    wrapped = train_alike(plain, wrap, loss_of)
+    assert not any(unit.is_gathered for _, unit in units_below(wrapped))
+
+
+@on_ranks(1)
+def test_what_is_not_a_list_of_wrappers_is_refused():
+    """Modules without a unit, a single wrapper, and None are a TypeError that says what to pass."""
+    model = wrap_each(mlp(4, 9, 5))
+    for method in (model[0].set_modules_to_forward_prefetch, model[0].set_modules_to_backward_prefetch):
+        for wrong in (model[2], None, [model[2].module], [model[2], None]):
+            with pytest.raises(TypeError, match="list of FullyShardedDataParallel"):
+                method(wrong)
+
+
+@on_ranks(2)
+def test_units_of_another_model_are_left_alone():
+    """A unit used alone, before or beside the model of those it names, gathers none of them."""
+    model = wrap_each(mlp(4, 4, 4))
+    model[0].set_modules_to_forward_prefetch([model[2]])
+    assert model[0](randn(2, 4)).shape == (2, 4)
+    assert not units_below(model[2])[0][1].is_gathered
+    assert model(randn(2, 4)).shape == (2, 4)
+
+
+@on_ranks(2)
+def test_ranks_that_name_other_units_all_raise():
+    """Names that differ between ranks before the first use are found at that use."""
+    model = wrap_each(mlp(4, 9, 5))
+    if dist.get_rank():
+        model[0].set_modules_to_forward_prefetch([model[2]])
+    with pytest.raises(RanksDisagreeError, match="gathered ahead"):
+        model(randn(3, 4))

@@ -1,0 +1,196 @@
+"""Every sharding strategy trains the same model; they differ in what is cut, what is freed and what is sent."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from fairshard.nn import FSDP, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.optim import ShardedGradScaler
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
+from tests.doors.wrapper.test_ddp_parity import train as train_whole_run
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn, sgd
+
+PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+plain = pytest.mark.parametrize("strategy", PLAIN, ids=lambda strategy: strategy.name)
+MAX_NORM = 0.3
+
+train = functools.partial(train_whole_run, num_steps=5)
+
+
+def clips(clip):
+    """How DDP and a wrapper clip, or do not."""
+    if not clip:
+        return [lambda _: None, lambda _: None]
+    return [
+        lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM),
+        lambda wrapped: wrapped.clip_grad_norm_(MAX_NORM),
+    ]
+
+
+@on_ranks(1, 2, 3)
+@plain
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(("accumulate", "clip"), [(False, False), (True, True)], ids=["plain", "accumulate-clip"])
+def test_a_strategy_trains_as_ddp_does(strategy, flatten, accumulate, clip):
+    """Losses and weights equal DDP's: to the bit at 1 and 2 ranks without clipping, within 1e-6 else."""
+    model = tiny()
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap_tiny(model, sharding_strategy=strategy, flatten_parameters=flatten)
+    expected, losses = (train(m, accumulate, c) for m, c in zip((ddp, wrapped), clips(clip), strict=True))
+    rtol = 0.0 if dist.get_world_size() < 3 and not clip and rank_device().type == "cpu" else 1e-6
+    torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
+    assert_same_state(wrapped.state_dict(), ddp.module.state_dict(), rtol, rtol)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        {"mixed_precision": MixedPrecision(torch.bfloat16)},
+        {"cpu_offload": CPUOffload(True)},
+        {"bucket_cap_mb": 0},
+        {"bucket_cap_mb": 1e-3},
+    ],
+    ids=["bf16-reduce-fp32", "bf16", "offload", "no-buckets", "small-buckets"],
+)
+def test_strategies_give_the_same_bits(options):
+    """In every precision, offloaded or not, in buckets of any size: the losses of all strategies are equal."""
+    runs = [train(wrap_tiny(tiny(), sharding_strategy=s, **options), True, clips(True)[1]) for s in PLAIN]
+    # Norms add up in another order where nothing is cut.
+    rtol = 1e-5
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
+    torch.testing.assert_close(runs[2], runs[0], rtol=rtol, atol=0)
+
+
+@on_ranks(2, 3)
+def test_strategies_give_the_same_bits_without_clipping():
+    """Replicas add in rank order, as shards do."""
+    runs = [train(wrap_tiny(tiny(), sharding_strategy=s), True, lambda _: None) for s in PLAIN]
+    for run in runs[1:]:
+        torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_no_shard_scales_fp16_gradients():
+    """With fp16 and a scaler NO_SHARD steps as FULL_SHARD does, skipped steps among them."""
+
+    def run(strategy):
+        model = wrap_tiny(tiny(), sharding_strategy=strategy, mixed_precision=True)
+        optimizer, scaler = sgd(model), ShardedGradScaler(init_scale=2.0**18)
+        scales = []
+        for step in range(4):
+            *inputs, targets = tiny_batch(dist.get_rank(), step)
+            scaler.scale(tiny_loss(model(*inputs).float(), targets)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales, model.state_dict()
+
+    (expected, state), (scales, own) = run(ShardingStrategy.FULL_SHARD), run(ShardingStrategy.NO_SHARD)
+    assert scales == expected
+    assert scales[-1] < 2.0**18, "some step must have been skipped"
+    assert_same_state(own, state)
+
+
+@on_ranks(2, 3)
+def test_what_is_cut_and_what_is_sent():
+    """NO_SHARD keeps whole parameters and sends one all-reduce a bucket; the others gather and reduce-scatter."""
+    model = mlp(4, 9, 5)
+    numel = sum(param.numel() for param in model.parameters())
+    seen = {}
+    for strategy in PLAIN:
+        wrapped = wrap_each(copy.deepcopy(model), sharding_strategy=strategy)
+        wrapped(randn(3, 4)).sum().backward()
+        reset_counters()
+        wrapped(randn(3, 4)).sum().backward()
+        seen[strategy.name] = {kind: count for kind, (count, _) in counters().items() if kind != "order_check"}
+        own = sum(param.numel() for param in wrapped.parameters())
+        assert own == numel if strategy is ShardingStrategy.NO_SHARD else own < numel
+        assert (wrapped.rank, wrapped.world_size) == (dist.get_rank(), dist.get_world_size())
+        assert wrapped.process_group is dist.group.WORLD
+    num_units = sum(1 for part in wrapped.modules() if isinstance(part, FSDP) and part.params)
+    assert seen["NO_SHARD"] == {"all_reduce": 1}
+    assert seen["SHARD_GRAD_OP"] == {"all_gather": num_units, "reduce_scatter": 1}
+    assert seen["FULL_SHARD"] == {"all_gather": 2 * num_units, "reduce_scatter": 1}
+
+
+@on_ranks(2)
+def test_no_sync_keeps_parameters_gathered_under_shard_grad_op():
+    """Between the backwards of an accumulation nothing is gathered again, unless the weights have changed."""
+    wrapped = wrap_each(mlp(4, 9, 5), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    optimizer = sgd(wrapped)
+
+    def gathers(context):
+        reset_counters()
+        with context:
+            wrapped(randn(3, 4)).sum().backward()
+        return counters().get("all_gather", (0, 0))[0]
+
+    first = gathers(contextlib.nullcontext())
+    assert first > 0
+    assert [gathers(wrapped.no_sync()) for _ in range(3)] == [first, 0, 0]
+    assert gathers(contextlib.nullcontext()) == 0
+    assert gathers(wrapped.no_sync()) == first, "a backward that reduces gives the parameters back"
+    optimizer.step()
+    assert gathers(wrapped.no_sync()) == first, "the step has changed them"
+    with torch.no_grad():
+        wrapped.params[0].mul_(2) if wrapped.params else next(wrapped.parameters()).mul_(2)
+    assert gathers(wrapped.no_sync()) > 0, "so has the user"
+
+
+@on_ranks(2)
+def test_no_shard_is_written_back_in_any_case():
+    """What is written to whole parameters of which every rank holds all persists, also without ``writeback``."""
+    wrapped = wrap_each(mlp(4, 9), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with FSDP.summon_full_params(wrapped, writeback=False), torch.no_grad():
+        for param in wrapped.parameters():
+            param.fill_(3.0)
+    assert all(bool((param == 3).all()) for param in wrapped.parameters())
+
+
+@on_ranks(2)
+def test_strategies_may_be_mixed_in_one_model():
+    """A unit that is not cut inside one that is: as DDP, and clipped by the norm of both."""
+    model = tiny()
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    model.first = FSDP(model.first, sharding_strategy=ShardingStrategy.NO_SHARD)
+    model.second = FSDP(model.second, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    wrapped = FSDP(model)
+    expected, losses = (train(m, True, c) for m, c in zip((ddp, wrapped), clips(True), strict=True))
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+    assert_same_state(wrapped.state_dict(), ddp.module.state_dict(), 1e-6, 1e-6)
+
+
+@on_ranks(2)
+def test_torchs_own_names_mean_the_same():
+    """An enum of torch.distributed.fsdp is taken for ours."""
+    wrapped = FSDP(mlp(4, 9), sharding_strategy=TorchShardingStrategy.NO_SHARD)
+    assert wrapped.sharding_strategy is ShardingStrategy.NO_SHARD
+
+
+@on_ranks(1)
+def test_contradictions_are_named():
+    """Strategy and flag that exclude each other; things in the place of others."""
+    with pytest.raises(ValueError, match="`reshard_after_forward=False` contradicts `sharding_strategy=FULL_SHARD`"):
+        FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.FULL_SHARD)
+    with pytest.raises(ValueError, match="keeps parameters after the forward"):
+        FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(TypeError, match="pass those of PyTorch's FSDP by keyword"):
+        FSDP(mlp(4, 9), None, ShardingStrategy.FULL_SHARD)
+    with pytest.raises(TypeError, match="`mixed_precision` must be True, False or a MixedPrecision"):
+        FSDP(mlp(4, 9), None, True, CPUOffload(True))
+    with pytest.raises(TypeError, match="`sharding_strategy` must be a ShardingStrategy"):
+        FSDP(mlp(4, 9), sharding_strategy="FULL_SHARD")
+    with pytest.raises(ValueError, match="must be one group for FULL_SHARD"):
+        FSDP(mlp(4, 9), (dist.group.WORLD, dist.group.WORLD))

@@ -1,0 +1,127 @@
+"""What the private autograd API tells; without it, gradients are the same."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils import autograd as autograd_hooks
+from tests.engine.test_unused import Chosen, alternate, loss_of, wrap_all
+from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
+from tests.on_ranks import on_ranks
+from tests.reference import sgd, train_alike
+
+
+class Partly(nn.Module):
+    """Uses one of its layers, under a checkpoint if asked; the other gets no gradient."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.used(x)
+        return checkpoint(self.used, x, use_reentrant=self.use_reentrant)
+
+
+def grads_of(model):
+    wrapped = FSDP(nn.Sequential(FSDP(model[0]), FSDP(model[1])))
+    wrapped(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
+    return [param.grad for param in wrapped.parameters()]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_without_the_private_call_gradients_are_the_same(use_reentrant):
+    """Counting every leaf as reached, as on a torch without the call, changes no gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Partly(use_reentrant), Partly(use_reentrant))
+    expected = grads_of(copy.deepcopy(model))
+    with mock.patch.object(autograd_hooks, "_will_execute", None):
+        actual = grads_of(model)
+    assert len(expected) == 2
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    # The used layer comes first on the line: all of it, or its first half, is rank 0's.
+    assert all(grad.any() for grad in actual) or dist.get_rank() > 0
+
+
+def test_the_accumulate_node_is_the_same_as_long_as_it_is_held():
+    """`accumulate_node` gives one node for a leaf, so that hooks and reachability speak of the same."""
+    leaf = torch.nn.Parameter(torch.ones(2))
+    node = autograd_hooks.accumulate_node(leaf)
+    assert autograd_hooks.accumulate_node(leaf) is node
+    with torch.no_grad():
+        assert autograd_hooks.accumulate_node(leaf) is node
+
+
+def test_outside_of_a_backward_there_is_no_task():
+    """The id of the running graph task is that of `NO_BACKWARD` outside, and differs between backwards."""
+    assert autograd_hooks.current_task() == autograd_hooks.NO_BACKWARD
+    tasks = []
+    for _ in range(2):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda _: tasks.append(autograd_hooks.current_task()))
+        (x * 2).backward()
+    assert len(set(tasks)) == 2
+    assert autograd_hooks.NO_BACKWARD not in tasks
+
+
+@pytest.mark.parametrize("used", [(), (0,), (0, 2), (0, 1, 2)], ids=str)
+def test_num_reached_is_exact(used):
+    """Inside a backward, `num_reached` counts the leaves that it will come to, executed ones included."""
+    leaves = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    nodes = [autograd_hooks.accumulate_node(leaf) for leaf in leaves]
+    x = torch.ones(2, requires_grad=True)
+    loss = x.sum()
+    for index in used:
+        loss = loss + (leaves[index] * x).sum()
+    counts = []
+    for tensor in (x, *(leaves[index] for index in used)):
+        tensor.register_hook(lambda _: counts.append(autograd_hooks.num_reached(nodes)))
+    loss.backward()
+    assert set(counts) == {len(used)}
+
+
+@on_ranks(1, 2)
+def test_the_public_fallback_agrees():
+    """Without the private query, every pass gives the same weights: units just finish later."""
+    states = []
+    for private in (True, False):
+        wrapped = wrap_tiny(tiny())
+        optimizer = sgd(wrapped)
+        query = autograd_hooks._will_execute if private else None
+        with mock.patch.object(autograd_hooks, "_will_execute", query):
+            for step in range(3):
+                *inputs, targets = tiny_batch(torch.distributed.get_rank(), step)
+                tiny_loss(wrapped(*inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(wrapped.state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+@on_ranks(2)
+def test_the_public_fallback_copes_with_unused_parameters():
+    """A leaf that is never reached only makes its unit wait for the end of the backward."""
+    with mock.patch.object(autograd_hooks, "_will_execute", None):
+        train_alike(Chosen(alternate), wrap_all, loss_of, num_steps=4, momentum=0.0)
+        train_alike(Chosen(alternate), FSDP, loss_of, num_steps=4, momentum=0.0)
+
+
+def test_a_hook_that_comes_first():
+    """It is called before those that are there, which keep their order and can be removed as ever."""
+    called = []
+    tensor = torch.ones(2, requires_grad=True) * 2
+    handles = [tensor.register_hook(lambda grad, name=name: called.append(name)) for name in "abc"]
+    autograd_hooks.hook_first(tensor, lambda grad: called.append("first"))
+    handles[1].remove()
+    tensor.sum().backward()
+    assert called == ["first", "a", "c"]
