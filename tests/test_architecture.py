@@ -19,116 +19,61 @@ PACKAGE = Path(fairshard.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_LINES_OF_CORE = 400, 2000
 
-UTILS, DATA_PARALLEL = "fairshard.utils", "fairshard.nn.data_parallel"
+UTILS = "fairshard.utils"
 
 # The path that a reader must know, bottom up.
 CORE = [
     *(f"{UTILS}.{name}" for name in ("span", "layout", "device", "collectives", "reduce_scatter_bucketer")),
-    *(f"{DATA_PARALLEL}.{name}" for name in ("flat_param", "unit", "root")),
+    *("fairshard.params.flat_param", "fairshard.engine.unit", "fairshard.engine.root"),
 ]
 
-# Top to bottom; a module imports from its own layer and from those below, at run time.
-LAYERS = [
-    ["fairshard.cli"],
-    [
-        "fairshard.nn",
-        "fairshard.nn.wrap",
-        f"{DATA_PARALLEL}",
-        f"{DATA_PARALLEL}.forward_methods",
-        f"{DATA_PARALLEL}.fully_sharded_data_parallel",
-        f"{DATA_PARALLEL}.fully_shard",
-        f"{DATA_PARALLEL}.fsdp_module",
-        f"{DATA_PARALLEL}.whole_values",
-        f"{DATA_PARALLEL}.scalar_state",
-    ],
-    ["fairshard.checkpoint", "fairshard.optim"],
-    [
-        f"{DATA_PARALLEL}.state_methods",
-        f"{DATA_PARALLEL}.state_dict",
-        f"{DATA_PARALLEL}.local_state_dict",
-        f"{DATA_PARALLEL}.fairscale_shards",
-        f"{DATA_PARALLEL}.full_params",
-        f"{DATA_PARALLEL}.grad_methods",
-        f"{DATA_PARALLEL}.join_methods",
-        f"{DATA_PARALLEL}.joined_optimizers",
-        f"{DATA_PARALLEL}.prefetch_methods",
-        f"{DATA_PARALLEL}.comm_hooks",
-        f"{DATA_PARALLEL}.comm_methods",
-        f"{DATA_PARALLEL}.optim_state_methods",
-        f"{DATA_PARALLEL}.optim_state_dict",
-        f"{DATA_PARALLEL}.optim_state_loading",
-        f"{DATA_PARALLEL}.optim_state_keys",
-        f"{DATA_PARALLEL}.optim_params",
-        f"{DATA_PARALLEL}.grad_norm",
-        f"{DATA_PARALLEL}.construction",
-        f"{DATA_PARALLEL}.registration",
-        f"{DATA_PARALLEL}.conversion",
-        f"{DATA_PARALLEL}.running",
-        f"{DATA_PARALLEL}.sharding",
-        f"{DATA_PARALLEL}.summary",
-        f"{DATA_PARALLEL}.optimizer_check",
-        f"{DATA_PARALLEL}.unit_plan",
-        f"{DATA_PARALLEL}.bucket_bytes",
-        f"{DATA_PARALLEL}.memory_plan",
-        f"{DATA_PARALLEL}.method_calls",
-        f"{DATA_PARALLEL}.methods_in_place",
-        f"{DATA_PARALLEL}.observer",
-        f"{DATA_PARALLEL}.unit_attributes",
-        "fairshard.nn.checkpoint",
-        "fairshard.nn.flatten_params_wrapper",
-    ],
-    [f"{DATA_PARALLEL}.claim"],
-    [f"{DATA_PARALLEL}.settling"],
-    [f"{DATA_PARALLEL}.root"],
-    [
-        f"{DATA_PARALLEL}.agreement",
-        f"{DATA_PARALLEL}.join",
-        f"{DATA_PARALLEL}.nan_check",
-        f"{DATA_PARALLEL}.order_check",
-        f"{DATA_PARALLEL}.placement",
-    ],
-    [f"{DATA_PARALLEL}.unit"],
-    [f"{DATA_PARALLEL}.materialize", f"{DATA_PARALLEL}.origin"],
-    [f"{DATA_PARALLEL}.wrap_choice"],
-    [f"{DATA_PARALLEL}.ignored", f"{DATA_PARALLEL}.shared_params"],
-    [f"{DATA_PARALLEL}.tree"],
-    [f"{DATA_PARALLEL}.groups"],
-    [f"{DATA_PARALLEL}.rows_flat_param", f"{DATA_PARALLEL}.rows_grad"],
-    [f"{DATA_PARALLEL}.dtensor_flat_param"],
-    [f"{DATA_PARALLEL}.routed_flat_param"],
-    [f"{DATA_PARALLEL}.viewed_flat_param", f"{DATA_PARALLEL}.grad_notes", f"{DATA_PARALLEL}.shard_versions"],
-    [f"{DATA_PARALLEL}.flat_param", f"{DATA_PARALLEL}.orig_param"],
-    [f"{DATA_PARALLEL}.saved_group", f"{DATA_PARALLEL}.saved_mesh"],
-    [f"{DATA_PARALLEL}.flat_line", f"{DATA_PARALLEL}.viewed_grad"],
-    [
-        f"{DATA_PARALLEL}.advice",
-        f"{DATA_PARALLEL}.unit_call",
-        f"{DATA_PARALLEL}.joint_gather",
-        f"{DATA_PARALLEL}.members",
-        f"{DATA_PARALLEL}.backward_errors",
-        f"{DATA_PARALLEL}.bucket_plan",
-        f"{DATA_PARALLEL}.call",
-        f"{DATA_PARALLEL}.shard_grad",
-        f"{DATA_PARALLEL}.kept_part",
-        f"{DATA_PARALLEL}.kept_sum",
-        f"{DATA_PARALLEL}.param_slot",
-        f"{DATA_PARALLEL}.buffers",
-        f"{DATA_PARALLEL}.exec_order",
-        f"{DATA_PARALLEL}.forwarding",
-        f"{DATA_PARALLEL}.config",
-        f"{DATA_PARALLEL}.options",
-        f"{DATA_PARALLEL}.policies",
-        f"{DATA_PARALLEL}.prefetch",
-        f"{DATA_PARALLEL}.refuse_tracing",
-        f"{DATA_PARALLEL}.wrap_policies",
-        f"{DATA_PARALLEL}.state_dict_config",
-        f"{DATA_PARALLEL}.late_options",
-        f"{DATA_PARALLEL}.training_state",
-        f"{DATA_PARALLEL}.autograd_hooks",
-    ],
-    [UTILS],
-    ["fairshard.errors", "fairshard"],
+# Bottom to top: what stands right below fairshard/. An import points to the own floor or to a lower one.
+FLOORS = [
+    *("errors", "utils", "settings", "params", "engine", "views", "checks", "observe", "join", "setup", "state"),
+    *("plan", "optim", "checkpoint", "nn", "cli"),
 ]
+
+# Imports that still point up, by the file that has them.
+EXCEPTIONS = {
+    # A listener protocol in engine; setup makes what listens, and hands it in.
+    "fairshard.engine.root": {
+        "fairshard.checks.nan_check",
+        "fairshard.checks.order_check",
+        "fairshard.join.join",
+    },
+    # Setup joins gathers.
+    "fairshard.engine.unit": {"fairshard.views.rows_flat_param"},
+    # Plain data in engine, functions in setup.
+    "fairshard.engine.origin": {"fairshard.setup.shared_params"},
+}
+
+# Files that still import each other, by whatever way.
+CIRCLES = [
+    # Units that know their root; a root that makes what listens to it; an origin that makes what its unit shares.
+    {
+        "fairshard.checks.nan_check",
+        "fairshard.checks.order_check",
+        "fairshard.engine.bucket_plan",
+        "fairshard.engine.origin",
+        "fairshard.engine.root",
+        "fairshard.engine.unit",
+        "fairshard.engine.unit_call",
+        "fairshard.join.join",
+        "fairshard.setup.shared_params",
+    },
+    # A protocol of the members that a gradient asks for.
+    {"fairshard.views.rows_flat_param", "fairshard.views.rows_grad"},
+]
+
+# Old paths, each a file that finds its names in the new one, which may lie above. They go with the next release.
+OLD_PATHS = {
+    "fairshard.nn.data_parallel.options": "fairshard.settings.fsdp1",
+    "fairshard.nn.data_parallel.policies": "fairshard.settings.fsdp2",
+    "fairshard.nn.data_parallel.state_dict_config": "fairshard.settings.state_dicts",
+    "fairshard.nn.data_parallel.summary": "fairshard.plan.summary",
+    "fairshard.utils.timeline": "fairshard.observe.timeline",
+    "fairshard.utils.unit_event": "fairshard.observe.unit_event",
+}
 
 COLLECTIVES = {
     *(
@@ -177,54 +122,80 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def runtime_nodes(tree):
-    """Every node of ``tree`` except those under ``if TYPE_CHECKING:``."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            waiting += node.orelse
-        else:
-            waiting += ast.iter_child_nodes(node)
+KNOWN = {module_name(file): file for file in FILES}
 
 
 def imports(path):
-    """``(line, module)`` of every import of a module of fairshard at run time."""
-    known = {module_name(file) for file in FILES}
-    for node in runtime_nodes(ast.parse(path.read_text())):
+    """``(line, module)`` of every import of a module of fairshard, those for types included."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: relative import"
-            names = [node.module]
-            names += [f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in known]
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in KNOWN else node.module for name in full]
         else:
             continue
         yield from ((node.lineno, name) for name in names if name.split(".")[0] == "fairshard")
 
 
-def layer_of(name):
-    """The index of the layer of module ``name``: the one with the longest prefix of it."""
-    matches = [
-        (len(entry), index)
-        for index, layer in enumerate(LAYERS)
-        for entry in layer
-        if name == entry or (name.startswith(f"{entry}.") and entry not in ("fairshard", DATA_PARALLEL, "fairshard.nn"))
-    ]
-    return max(matches)[1] if matches else None
+def floor_of(name):
+    """The number of the floor of module ``name``; the package itself, which has a version and an error, is lowest."""
+    return FLOORS.index(name.split(".")[1]) if "." in name else 0
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_point_down(path):
-    """A module imports from its own layer and from those below, never from above."""
+    """A module imports from its own floor and from those below, never from above, not even a type."""
     name = module_name(path)
-    own = layer_of(name)
-    assert own is not None, f"{name} has no layer: say in LAYERS where it belongs"
-    for line, target in imports(path):
-        below = layer_of(target)
-        assert below is not None, f"{path}:{line}: {target} has no layer"
-        assert below >= own, f"{path}:{line}: {name} imports {target}, which lies above it"
+    up = {target: line for line, target in imports(path) if floor_of(target) > floor_of(name)}
+    excepted = EXCEPTIONS.get(name, set())
+    for target, line in up.items():
+        assert target in excepted, f"{path}:{line}: {name} imports {target}, which lies above it"
+    assert up.keys() == excepted, f"{name} no longer imports {excepted - up.keys()}: take it from EXCEPTIONS"
+
+
+def circles(graph):
+    """The sets of nodes of ``graph`` that reach each other, of two or more."""
+    reached = {start: {start} for start in graph}
+    for start, found in reached.items():
+        waiting = [start]
+        while waiting:
+            new = graph[waiting.pop()] - found
+            found |= new
+            waiting += new
+    together = {frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
+    return {nodes for nodes in together if len(nodes) > 1}
+
+
+def test_circles_are_found():
+    """Two nodes and three that reach each other, by whatever way, are two circles; what hangs on them is in none."""
+    graph = {"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"e"}, "e": {"c", "f"}, "f": set(), "g": {"a"}}
+    assert circles(graph) == {frozenset("ab"), frozenset("cde")}
+
+
+def test_no_two_files_import_each_other():
+    """There is no circle of files, by whatever way and types included: each can be read after those it imports."""
+    graph = {name: {target for _, target in imports(file)} & KNOWN.keys() - {name} for name, file in KNOWN.items()}
+    assert circles(graph) == {frozenset(names) for names in CIRCLES}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_PATHS.items(), ids=OLD_PATHS.keys())
+def test_old_paths_hold_no_code(old, new):
+    """A file at an old path says where its names are now, and nothing more."""
+    docstring, imported, assigned = ast.parse(KNOWN[old].read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(imported) == "from fairshard.utils.moved import moved"
+    assert ast.unparse(assigned) == f"__getattr__ = moved(__name__, {new!r})"
+    assert new in KNOWN
+
+
+def test_only_old_paths_reach_up_by_name():
+    """`moved`, which imports a module that no import statement names, is called at old paths alone."""
+    for name, path in KNOWN.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and dotted(node.func) == "moved":
+                assert name in OLD_PATHS, f"{path}:{node.lineno}"
 
 
 def test_span_imports_nothing():
@@ -298,8 +269,8 @@ def test_collectives_are_called_in_two_files(path):
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_private_autograd_is_used_in_one_file(path):
-    """Private names of autograd stand in ``autograd_hooks.py`` only."""
-    if module_name(path) == f"{DATA_PARALLEL}.autograd_hooks":
+    """Private names of autograd stand in ``utils/autograd.py`` only."""
+    if module_name(path) == f"{UTILS}.autograd":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         names = {getattr(node, "attr", None), getattr(node, "id", None)}
