@@ -11,6 +11,8 @@ running is one of these::
     |-- GradRequiresGradError                                 a backward with ``create_graph=True``
     |-- ParameterShardedError                                 an original parameter read outside its unit
     |-- ShardChangedError                                     weights edited between forward and backward
+    |-- BackwardOrderError                                    gradients arrived after their unit was sent
+    |-- PartialGradientError                                  gradients that an exception left incomplete
     |-- StaleOptimizerError                                   an optimizer built before wrapping
     |-- HeldGradientError                                     an optimizer that would skip gradients in silence
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
@@ -56,6 +58,14 @@ class ParameterShardedError(FairshardError):
 
 class ShardChangedError(FairshardError):
     """A shard was modified after a forward that still waits for its backward."""
+
+
+class BackwardOrderError(FairshardError):
+    """Autograd ran a backward in another order than the forward allows for."""
+
+
+class PartialGradientError(FairshardError):
+    """An exception in a backward lost a part of the gradients that the next step would use."""
 
 
 class StaleOptimizerError(FairshardError):

@@ -1,123 +1,115 @@
-"""One call of a unit: the hooks that tell it when a backward comes to what went out, and is done with what came in."""
+"""One call of a unit in a forward: the hooks that say when a backward reaches it, and when it is done with it.
+
+The hooks sit on graph nodes, and a Python object must not hold the node that holds it: the garbage collector does not
+see through the C++ side of such a circle. So each hooked output has a `_Probe` of its own, which holds only nodes
+*before* that output, and the probes hold the call::
+
+    input node <-- nodes of the call <-- output node --hook--> probe --> call
+                          ^---------------------------------------'
+
+A call lives as long as its graph does: when the last output is dropped, no backward can reach the call any more.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from fairshard.utils.autograd import at_end_of_task, current_task, hook_first, input_node, num_reached
+from fairshard.utils.autograd import hook_first, is_accumulation, reaches
 
 
-class _FlatParam(Protocol):
-    requires_grad: bool
+class Listener(Protocol):
+    """Whoever runs the backward of a call."""
 
+    def reach(self, call: Call) -> None:
+        """The backward has reached an output of ``call``."""
 
-class _Origin(Protocol):
-    @property
-    def trains_ignored(self) -> bool: ...
-
-
-class CalledUnit(Protocol):
-    """The unit, as its calls see it."""
-
-    versions: list[int]
-
-    @property
-    def origin(self) -> _Origin:
-        """Whether it ignores something that is trained."""
-
-    @property
-    def flat_params(self) -> Sequence[_FlatParam]:
-        """What is gathered for the call."""
-
-    def pre_backward(self, call: Call, task: int) -> None:
-        """The backward of graph task ``task`` has come to an output of ``call``."""
-
-    def close_call(self, call: Call) -> None:
-        """The gradients of the inputs of ``call`` are done."""
+    def finish(self, call: Call) -> None:
+        """The backward is about to go on before the inputs of ``call``: all gradients inside it are done."""
 
 
 class Call:
-    """One call of a unit in a forward with grad enabled: its hooks on outputs and inputs.
+    """One call of a unit with grad enabled; made before it computes, given its outputs after.
 
     Attributes:
+        bracket: the call's place in the record of the forward; set by whoever records.
         versions: of the shards that it computes with.
-        is_later: an earlier forward awaits its backward, in which the unit may be gathered again: it is freed between.
+        probes: of the outputs that a backward can be seen to reach; weak.
     """
 
-    __slots__ = (
-        *("__weakref__", "_awaited", "_awaited_nodes", "_input_nodes", "_task"),
-        *("is_later", "num_outputs", "unit", "versions"),
-    )
+    __slots__ = ("__weakref__", "_inputs", "bracket", "listener", "probes", "versions")
 
-    def __init__(self, unit: CalledUnit) -> None:
-        self.unit = unit
-        self.versions = unit.versions
-        self.is_later = False
-        self.num_outputs = 0
-        self._input_nodes: list[Any] = []
-        self._awaited_nodes: list[Any] = []  # those whose gradient is the last thing that the call computes
-        self._awaited = 0
-        self._task: int | None = None
-
-    def watch_output(self, tensor: Tensor) -> Tensor:
-        """Tell the unit when a backward comes to ``tensor``."""
-        if tensor.requires_grad and not (self._input_nodes and input_node(tensor) in self._input_nodes):
-            tensor.register_hook(self._on_output)  # inputs handed through are none of the unit's work
-            self.num_outputs += 1
-        return tensor
+    def __init__(self, listener: Listener, versions: list[int]) -> None:
+        self.listener = listener
+        self.versions = versions
+        self.bracket: Any = None
+        self.probes: list[weakref.ref[_Probe]] = []
+        self._inputs: list[Any] = []  # only until the outputs are known
 
     def watch_input(self, tensor: Tensor) -> Tensor:
-        """Tell the unit when the gradient of ``tensor`` is done.
+        """Notice when the backward goes on to ``tensor``, whose graph is older than that of the call.
 
-        That of a leaf tells nothing: autograd runs what is ready from the newest node to the oldest, so that nodes
-        from before the call come after all of the call's, but it hands leaves their gradients at once. The unit that
-        ``tensor`` comes from is told afterwards, so that this one has given back its memory by then.
+        Autograd runs what is ready from the newest node to the oldest: when it comes to any input, it is done with the
+        call. The gradient of a leaf shows nothing, for leaves are handed theirs at once.
         """
         if tensor.requires_grad:
-            self._input_nodes.append(input_node(tensor))
-            if tensor.is_leaf:
-                return tensor
-            # Weak: the hook belongs to the node that is kept here, a cycle which the garbage collector cannot see.
-            call = weakref.ref(self)
+            node = tensor.grad_fn
+            self._inputs.append(tensor if node is None else node)
+            if node is not None:
+                call = weakref.ref(self)  # the node is older than the call, and may outlive it
 
-            def on_input(grad: Tensor) -> None:
-                known = call()
-                if known is not None:
-                    known.close_input()
+                def on_input(_grad: Tensor) -> None:
+                    known = call()
+                    if known is not None:
+                        known.listener.finish(known)
 
-            hook_first(tensor, on_input)
-            self._awaited_nodes.append(self._input_nodes[-1])
+                hook_first(tensor, on_input)
         return tensor
 
-    @property
-    def lacks_outputs(self) -> bool:
-        """Whether a backward could come to the unit without passing any output seen here."""
-        trainable = any(flat_param.requires_grad for flat_param in self.unit.flat_params)
-        return not self.num_outputs and (trainable or bool(self._input_nodes))
+    def note_input(self, tensor: Tensor) -> Tensor:
+        """As `watch_input`, where something else tells when the backward goes on to ``tensor``."""
+        if tensor.requires_grad:
+            self._inputs.append(tensor if tensor.grad_fn is None else tensor.grad_fn)
+        return tensor
 
-    def await_inputs(self, to_the_end: bool) -> bool:
-        """Count the inputs that the running graph task computes gradients of; they close the call.
+    def watch_output(self, tensor: Tensor) -> Tensor:
+        """Notice when a backward reaches ``tensor``; inputs handed through are none of the call's work."""
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            own = tensor if node is None else node
+            if not any(own is given for given in self._inputs):
+                probe = _Probe(self, node, self._inputs)
+                tensor.register_hook(probe)
+                self.probes.append(weakref.ref(probe))
+        return tensor
 
-        Gradients of what the unit ignores, which it does not see, may come after those, as if there were no inputs.
-        Then, with ``to_the_end``, the end of the task closes the call. Returns whether anything does.
-        """
-        self._awaited = 0 if self.unit.origin.trains_ignored else num_reached(self._awaited_nodes)
-        if not self._awaited and to_the_end:
-            at_end_of_task(lambda: self.unit.close_call(self))
-        return self._awaited > 0 or to_the_end
+    def end(self) -> bool:
+        """The outputs are known; returns whether a backward could reach the call without being seen to."""
+        is_unseen = not self.probes and bool(self._inputs)
+        self._inputs = []
+        return is_unseen
 
-    def _on_output(self, grad: Tensor) -> None:
-        task = current_task()
-        if task != self._task:
-            self._task = task
-            self.unit.pre_backward(self, task)
+    def is_reached(self) -> bool:
+        """Whether the running graph task will execute a part of the call."""
+        for reference in self.probes:
+            probe = reference()
+            if probe is not None and any(map(reaches, probe.nodes)):
+                return True
+        return False
 
-    def close_input(self) -> None:
-        """The gradient of one input is done."""
-        self._awaited -= 1
-        if self._awaited == 0:
-            self.unit.close_call(self)
+
+class _Probe:
+    """The hook on one output; ``nodes`` are some before it that no other output needs, as far as there are such."""
+
+    __slots__ = ("__weakref__", "call", "nodes")
+
+    def __init__(self, call: Call, node: Any, inputs: list[Any]) -> None:
+        self.call = call
+        before = [] if node is None else [one for one, _ in node.next_functions if one is not None]
+        inside = [one for one in before if not any(one is given for given in inputs)]
+        self.nodes = [one for one in inside if not is_accumulation(one)] or inside or before
+
+    def __call__(self, _grad: Tensor) -> None:
+        self.call.listener.reach(self.call)

@@ -1,138 +1,154 @@
-"""The order in which units run: recorded in one forward, used to look ahead in the next and in the backward."""
+"""In which order units are called: a hint for the next forward, and the record that a backward is planned from."""
+
+from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 UnitT = TypeVar("UnitT")
 
-# Forwards whose outputs are dropped never see a backward; beyond this many calls the oldest are forgotten.
-_MAX_WAITING = 1 << 14
+# Outputs that a user keeps for ever would keep forwards here for ever; beyond this many calls the oldest are dropped.
+_MAX_CALLS = 1 << 14
+
+_pass_numbers = itertools.count()
 
 
-@dataclass
-class _Pass(Generic[UnitT]):
-    """A forward that awaits its backward: its calls as they began and as they ended, and which are still to come."""
-
-    entered: list[UnitT]
-    exited: list[UnitT]
-    is_due: list[bool]
-
-
-class ExecOrder(Generic[UnitT]):
-    """Which unit comes next, going forward, and which going back. A hint, never a contract.
-
-    A backward comes to units as their calls ended, the other way round: to one around others before it comes to those,
-    and to what was called before them after that. It is through with them as their calls began, the other way round.
-
-    Attributes:
-        exited: the units that have ended in the running forward, in order; appended to by whoever runs it.
-        is_later: whether an earlier forward than the running one, or the last one, awaits its backward.
-    """
+class ForwardOrder(Generic[UnitT]):
+    """Which unit the running forward should call next: the one that was called next in the last one. A hint."""
 
     def __init__(self) -> None:
-        self.exited: list[UnitT] = []
-        self.is_later = False
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
-        self._waiting: list[_Pass[UnitT]] = []  # for a backward, of which ...
-        self._line: list[UnitT] = []  # ... these are all calls, in the order of their end ...
-        self._is_left: list[bool] = []  # ... whether the running backward has still to come to them ...
-        self._is_due: list[bool] = []  # ... or any has ...
-        self._places: dict[UnitT, list[int]] = {}  # ... and where each unit's stand that are due
-        self._came_to: dict[UnitT, int] = {}  # the last of each unit's that it has come to
-        self._starts: list[int] = []  # where each forward begins
-        self._foreseen: dict[UnitT, int] = {}  # what should come after each that it has come to
 
-    def begin_forward(self) -> None:
+    def begin(self) -> None:
         """A pass through the model starts."""
         if self._this:
             self._last, self._this = self._this, []
-        self.exited = []
-        self.is_later = bool(self._waiting)
 
     def enter(self, unit: UnitT) -> UnitT | None:
-        """``unit`` starts its forward; returns the one that followed it in the last pass."""
+        """``unit`` is called; returns the one that followed it in the last pass."""
         position = len(self._this)
         self._this.append(unit)
         if position + 1 < len(self._last) and self._last[position] is unit:
             return self._last[position + 1]
         return None
 
-    def end_forward(self, backward_follows: bool) -> None:
-        """The pass is over; with ``backward_follows`` its order, reversed, is what that will be."""
-        if backward_follows and self.exited:
-            self._waiting.append(_Pass(self._this, self.exited, [True] * len(self.exited)))
-            while len(self._waiting) > 1 and sum(len(one.exited) for one in self._waiting) > _MAX_WAITING:
-                del self._waiting[0]
-
-    def begin_backward(self) -> Mapping[UnitT, int]:
-        """A backward starts; returns the units that it should reach, with their number of calls.
-
-        They are in the order in which it should be through with them.
-        """
-        self.is_later = False
-        self._line = [unit for one in self._waiting for unit in one.exited]
-        self._is_due = [is_due for one in self._waiting for is_due in one.is_due]
-        self._is_left = [True] * len(self._line)
-        lengths = [len(one.exited) for one in self._waiting]
-        self._starts = list(itertools.accumulate(lengths, initial=0))
-        self._places = {}
-        self._came_to = {}
-        self._foreseen = {}
-        for position, unit in enumerate(self._line):
-            if self._is_due[position]:
-                self._places.setdefault(unit, []).append(position)
-        entered = Counter(unit for one in reversed(self._waiting) for unit in reversed(one.entered))
-        return {unit: len(self._places[unit]) for unit in entered if unit in self._places}
-
-    def reenter(self, unit: UnitT) -> UnitT | None:
-        """The backward has come to ``unit``; returns the one that it should come to next."""
-        places = self._places.get(unit)
-        if not places:
-            return None
-        position = places.pop()
-        self._is_left[position] = self._is_due[position] = False
-        self._foreseen[unit] = self._came_to[unit] = position
-        for before in range(position - 1, -1, -1):
-            if self._is_left[before] and self._line[before] is not unit:
-                self._foreseen[unit] = before
-                return self._line[before]
-        return None
-
-    def still_ahead(self, unit: UnitT) -> UnitT | None:
-        """What `reenter` returned for ``unit``, unless the backward has come to that by now."""
-        position = self._foreseen.get(unit)
-        return self._line[position] if position is not None and self._is_left[position] else None
-
-    def comes_again(self, unit: UnitT) -> bool:
-        """Whether the backward, through with ``unit`` in the forward in which it came to it, will in an earlier one."""
-        places, position = self._places.get(unit), self._came_to.get(unit)
-        if not places or position is None:
-            return False
-        return bisect_right(self._starts, places[-1]) < bisect_right(self._starts, position)
-
-    def end_backward(self, is_last: bool = True) -> None:
-        """The backward is over; unless it ``is_last``, forwards that it has not come to the whole of go on waiting."""
-        waiting, self._waiting = self._waiting, []
-        start = 0
-        for one in () if is_last else waiting:
-            one.is_due = self._is_due[start : start + len(one.exited)]
-            start += len(one.exited)
-            if any(one.is_due):
-                self._waiting.append(one)
-        self._line = []
-        self._is_left = []
-        self._is_due = []
-        self._starts = []
-        self._places = {}
-        self._came_to = {}
-        self._foreseen = {}
-
     def forget(self) -> None:
-        """Foresee nothing in the next forward: ranks may have seen different passes."""
+        """Expect nothing in the next forward: ranks may have seen different passes."""
         self._last = []
         self._this = []
+
+
+@dataclass(eq=False, slots=True)
+class Bracket(Generic[UnitT]):
+    """One call of ``unit`` in a forward.
+
+    ``call`` is a weak reference to what its hooks are tied to; ``node`` to what recomputes it, inside a reentrant
+    checkpoint. ``is_unseen``: neither shows whether a backward reaches it. ``segment`` numbers the checkpoint that it
+    is in within its pass, -1 for none. ``index`` is its place among all calls of the running backward.
+    """
+
+    unit: UnitT
+    segment: int = -1
+    call: weakref.ref[Any] | None = None
+    node: weakref.ref[Any] | None = None
+    is_unseen: bool = False
+    index: int = -1
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a backward could still reach the call."""
+        known = (reference is not None and reference() is not None for reference in (self.call, self.node))
+        return self.is_unseen or any(known)
+
+
+@dataclass(eq=False)
+class Pass(Generic[UnitT]):
+    """A forward that awaits its backward.
+
+    ``events`` are the beginnings and ends of its ``brackets`` in order: ``i`` where number ``i`` begins, ``~i`` where
+    it ends. ``is_common``: every rank runs it.
+    """
+
+    is_common: bool
+    number: int = field(default_factory=lambda: next(_pass_numbers))
+    brackets: list[Bracket[UnitT]] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+
+    def drop(self, brackets: set[int]) -> None:
+        """Forget the calls with these numbers."""
+        kept = [index for index in range(len(self.brackets)) if index not in brackets]
+        new = {index: place for place, index in enumerate(kept)}
+        self.brackets = [self.brackets[index] for index in kept]
+        self.events = [
+            new[event] if event >= 0 else ~new[~event]
+            for event in self.events
+            if (event if event >= 0 else ~event) in new
+        ]
+
+
+class Record(Generic[UnitT]):
+    """The forwards of one model that await their backward, and the one that runs."""
+
+    def __init__(self) -> None:
+        self.passes: list[Pass[UnitT]] = []
+        self._running: Pass[UnitT] | None = None
+        self._open: list[int] = []
+        self._failed: set[int] = set()
+        self._key: Any = None  # of the checkpoint around the last call
+        self._num_segments = 0
+
+    def begin(self, is_common: bool) -> None:
+        """A pass starts whose backward may follow."""
+        self._running = Pass(is_common)
+        self._open, self._failed = [], set()
+        self._key, self._num_segments = None, 0
+
+    def enter(self, unit: UnitT, segment: Any) -> Bracket[UnitT] | None:
+        """``unit`` is called, inside of ``segment`` if that is not None; None if no backward can follow."""
+        running = self._running
+        if running is None:
+            return None
+        bracket = Bracket(unit)
+        if segment is not None:
+            if segment.key is not self._key:
+                self._key = segment.key
+                self._num_segments += 1
+            bracket.segment = self._num_segments - 1
+            if segment.node is not None:
+                bracket.node = weakref.ref(segment.node)
+        index = len(running.brackets)
+        running.brackets.append(bracket)
+        running.events.append(index)
+        self._open.append(index)
+        return bracket
+
+    def leave(self, completed: bool) -> None:
+        """The innermost call is over; one that raised is forgotten."""
+        if self._running is not None and self._open:
+            index = self._open.pop()
+            self._running.events.append(~index)
+            if not completed:
+                self._failed.add(index)
+
+    def end(self, completed: bool) -> None:
+        """The pass is over; with ``completed`` it awaits its backward."""
+        running, self._running, self._key = self._running, None, None
+        if running is None or not completed:
+            return
+        if self._failed:
+            running.drop(self._failed)
+        if running.brackets:
+            self.passes.append(running)
+            while len(self.passes) > 1 and sum(len(one.brackets) for one in self.passes) > _MAX_CALLS:
+                del self.passes[0]
+
+    def keep(self, passes: Sequence[Pass[UnitT]]) -> None:
+        """Forget all passes but these."""
+        self.passes = [one for one in self.passes if one in passes]
+
+    def __iter__(self) -> Iterator[Bracket[UnitT]]:
+        return (bracket for one in self.passes for bracket in one.brackets)

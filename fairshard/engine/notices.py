@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fairshard.errors import GradRequiresGradError, ParameterShardedError
+from fairshard.errors import BackwardOrderError, FairshardError, GradRequiresGradError, ParameterShardedError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.user_line import level_of_user
 
@@ -61,3 +61,17 @@ def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
         stacklevel=level_of_user(),
     )
     return True
+
+
+def late_error(fqn: str) -> BackwardOrderError:
+    """Autograd computes gradients of unit ``fqn`` after it was done with all of its calls."""
+    return BackwardOrderError(
+        f"The backward of unit `{fqn or 'root'}` must be over before that of what was computed before it begins, but "
+        "gradients of it came later. Its calls must run on one thread, and on one device, in the order in which their "
+        "results are used."
+    )
+
+
+def other_rank_error(problems: Sequence[str]) -> FairshardError:
+    """Another rank cannot begin its backward."""
+    return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see there'}")

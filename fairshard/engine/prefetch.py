@@ -1,4 +1,4 @@
-"""Which units are gathered ahead of which: those that a user named, or the one that the last pass foretells."""
+"""Which units are gathered ahead of which: those that a user named, or the one that should come next."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ UnitT = TypeVar("UnitT")
 
 
 class Prefetch(Generic[UnitT]):
-    """What one unit gathers ahead. Units are freed at the end of a pass that gathered them and did not run them.
-
-    A backward that is not the last one of its forward leaves them to the next.
+    """What one unit gathers ahead. Units that a forward gathered and did not run are freed at its end.
 
     Attributes:
         forward: named by the user, to be gathered in place of the unit that followed this one in the last pass.
-        backward: named by the user, to be gathered in place of the one that the backward should come to next.
+        backward: named by the user, to be gathered in place of the one that the backward should reach next.
         waits_for_grads: whether in a backward the unit gathers others only once it has its gradients and is freed.
     """
 
@@ -36,14 +34,13 @@ class Prefetch(Generic[UnitT]):
         self._forward = tuple(unit for unit in self.forward if unit in units)
         self._backward = tuple(unit for unit in self.backward if unit in units)
 
-    def in_forward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
-        """What to gather before the unit computes; ``foreseen`` followed it in the last pass."""
-        if self._forward or foreseen is None or not self.is_forward_on:
+    def in_forward(self, predicted: UnitT | None) -> Sequence[UnitT]:
+        """The units to gather before this one computes; ``predicted`` followed it in the last pass."""
+        if self._forward or predicted is None or not self.is_forward_on:
             return self._forward
-        return (foreseen,)
+        return (predicted,)
 
-    def in_backward(self, foreseen: UnitT | None) -> Sequence[UnitT]:
-        """What to gather before the unit computes its gradients or, if that waits for them, after."""
-        if self._backward or foreseen is None or not self._is_backward_on:
-            return self._backward
-        return (foreseen,)
+    @property
+    def ahead_in_backward(self) -> tuple[UnitT, ...] | None:
+        """The units to gather when a backward reaches this one; None for the one that it should reach next."""
+        return self._backward if self._backward or not self._is_backward_on else None

@@ -1,30 +1,34 @@
-"""What the units of one model share: streams, bucketer, order; where a pass begins and where it ends."""
+"""A model that is called: where its passes begin and end, and what runs in between."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from fairshard.checks.nan_check import NanCheck
-from fairshard.checks.order_check import OrderCheck
-from fairshard.engine.bucket_plan import planned
-from fairshard.engine.exec_order import ExecOrder
-from fairshard.engine.notices import warn_autocast
+from fairshard.engine.backward import Backward
+from fairshard.engine.call import Call
+from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
+from fairshard.engine.listener import GradListener, JoinListener, OrderListener
+from fairshard.engine.notices import warn_autocast, warn_opaque_outputs
+from fairshard.engine.segments import current_segment
+from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
-from fairshard.join.join import Join
-from fairshard.params.shard_grad import GradTransfers
-from fairshard.params.versions import versions_of
-from fairshard.utils.autograd import NO_BACKWARD, at_end_of_task, current_task
-from fairshard.utils.before_step import num_steps
-from fairshard.utils.collectives import Communicator
-from fairshard.utils.device import Event, Stream, now
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.collectives import Communicator, Communicators
+from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
+from fairshard.utils.device import Event, now
 from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
+
+_numbers = itertools.count()
+_roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 
 class Root:
@@ -35,149 +39,295 @@ class Root:
     gathered.
 
     Attributes:
-        is_last_backward: else what the next backward does not come to stays gathered and foreseen for the one after it.
+        is_last_backward: False: what the next backward does not reach stays gathered for the one after it.
+        num_interrupted: backwards that raised; the same on all ranks, or the next backward raises.
     """
 
-    def __init__(self, units: list[Unit], device: torch.device, comms: Sequence[Communicator]) -> None:
-        self.units = units
-        self.device = device
-        self.order: ExecOrder[Unit] = ExecOrder()
-        self.order_check = OrderCheck(units, comms, device)
-        self.nan_check = NanCheck(units, comms)
-        self.unshard_stream = Stream(device, priority=-1)
-        self.reduce_stream = Stream(device, priority=-1)
-        self.transfers = GradTransfers(device)
-        self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
-        self.bucketer = ReduceScatterBucketer(units[0].config.bucket_cap_mb, self.reduce_stream)
-        self.free = now(device)
+    def __init__(
+        self, units: list[Unit], shared: Shared, comms: Sequence[Communicator], comms_of: dict[Unit, Communicators],
+        order_check: OrderListener, nan_check: GradListener,
+    ) -> None:  # fmt: skip
+        self.number = next(_numbers)
+        self.units, self.shared, self.comms = units, shared, list(comms)
+        self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
+        self.order_check, self.nan_check = order_check, nan_check
+        self.join: JoinListener | None = None
+        self.order: ForwardOrder[Unit] = ForwardOrder()
+        self.record: Record[Unit] = Record()
+        self.last_schedule: Any = None
+        self.backward: Backward | None = None
         self.after_step: Event | None = None  # what the next pass's gathers wait for, instead of its beginning
-        self.in_backward = False
-        self.task = NO_BACKWARD
-        self.has_grads = False  # from the running backward, which may be an autograd.grad() that makes none
-        self._depth = 0
-        self._ahead: set[Unit] = set()
-        self._warned_autocast = False
         self.has_begun = False
         self.is_last_backward = True
-        self._num_steps = 0  # of optimizers, when the last pass began
-        self.join: Join | None = None
+        self.num_interrupted = 0
+        self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
+        self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
+        self._ahead: set[Unit] = set()
+        self._is_trained = False
+        self._warned_autocast = False
+        self._last_output: Callable[[], Tensor | None] = lambda: None
+        _roots.add(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.shared.device
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way, or has raised and nobody has cleaned up."""
+        return self.backward is not None
+
+    @property
+    def is_common(self) -> bool:
+        """Whether a pass needs all ranks; with whole parameters under ``no_sync`` each may do as many as it likes."""
+        return self._is_cut or any(unit.sync for unit in self.units)
 
     # ---- forward
 
-    def enter_forward(self, unit: Unit) -> Sequence[Unit]:
-        """``unit`` is called; returns what to gather ahead."""
-        if self._depth == 0 and not (self.in_backward and current_task() != NO_BACKWARD):
-            self._begin_pass(unit)
-        self._depth += 1
-        if self.in_backward:  # a checkpoint recomputes: the order was recorded the first time
-            return ()
-        self.order_check.entered.append(unit)
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
+        """Gather, look ahead, cast the inputs; returns the inputs and, with grad enabled, what tracks the call."""
+        if self.shared.depth == 0 and (self.backward is None or not self.backward.is_alive):
+            self._begin_pass()
+        self.shared.depth += 1
+        try:
+            unit.state = TrainingState.FORWARD
+            if self.backward is not None:
+                bracket = self.backward.recompute(unit)
+                unit.state = TrainingState.FORWARD
+            else:
+                bracket = self._enter(unit)
+            if unit.buffers is not None:
+                unit.buffers.attach()
+            call = None
+            if torch.is_grad_enabled():
+                assert unit.stamp is not None
+                call = Call(self, unit.stamp.versions)
+                apply_to_tensors(self._input_hook(call), (args, kwargs))
+                if bracket is not None:
+                    call.bracket = bracket
+                    if self.backward is None:
+                        bracket.call = weakref.ref(call)
+                else:
+                    call.bracket = Bracket(unit)
+            if unit.input_dtype is not None:
+                args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+            return args, kwargs, call
+        except BaseException:
+            self.abort_forward(unit)
+            raise
+
+    def post_forward(self, unit: Unit, outputs: Any, call: Call | None) -> Any:
+        """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once."""
+        try:
+            is_seen = unit.is_pinned or is_transparent(outputs)
+            outputs = apply_to_tensors(unit.copied_out, outputs)
+            if call is not None:
+                outputs = apply_to_tensors(call.watch_output, outputs)
+                is_unseen = call.end() or (not call.probes and any(fp.requires_grad for fp in unit.flat_params))
+                if is_unseen or not is_seen:
+                    call.bracket.is_unseen = True
+                    unit.hold(for_good=not is_seen)
+                if not is_seen:
+                    warn_opaque_outputs(unit.fqn, outputs)
+                self._last_output = weakref.ref(outputs) if isinstance(outputs, Tensor) else lambda: None
+        except BaseException:
+            self.abort_forward(unit)
+            raise
+        self._leave(unit, self._keeps_gathered(unit), completed=True)
+        return outputs
+
+    def abort_forward(self, unit: Unit) -> None:
+        """The forward raised: leave everything as if it had not been called."""
+        self._leave(unit, self.backward is not None, completed=False)  # a checkpoint may stop by raising
+
+    def _enter(self, unit: Unit) -> Bracket[Unit] | None:
+        bracket = self.record.enter(unit, current_segment() if self._is_trained else None)
+        self.order_check.note(unit)
         self._ahead.discard(unit)
         ahead = unit.prefetch.in_forward(self.order.enter(unit))
+        self._unshard(unit)
         for other in ahead:
             if not other.is_gathered:
                 self._ahead.add(other)
-        return ahead
+            self._unshard(other)
+        unit.wait_unshard()
+        return bracket
 
-    def exit_forward(self, unit: Unit, completed: bool) -> None:
-        """The forward of ``unit`` is over, ``completed`` unless it raised."""
-        self._depth -= 1
-        if completed and not self.in_backward:
-            self.order.exited.append(unit)
-        if self._depth or self.in_backward:
+    def _unshard(self, unit: Unit) -> None:
+        if self.join is not None and not (unit.is_gathered and not unit.is_stale):
+            self.join.announce(unit)
+        unit.unshard()
+
+    def _input_hook(self, call: Call) -> Callable[[Tensor], Tensor]:
+        """The output of the unit that was called last has a hook already, which tells as much."""
+        last = self._last_output()
+        return lambda tensor: call.note_input(tensor) if tensor is last else call.watch_input(tensor)
+
+    def _keeps_gathered(self, unit: Unit) -> bool:
+        """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
+        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
+        awaited = unit.members is not None and unit.members.are_awaited
+        return self.backward is not None or first or awaited or not unit.reshard_after_forward
+
+    def _leave(self, unit: Unit, keep: bool, completed: bool) -> None:
+        if unit.buffers is not None and self.backward is None:
+            unit.buffers.detach()
+        unit.leave_forward(keep, torch.is_grad_enabled())
+        unit.state = TrainingState.IDLE if self.backward is None else TrainingState.BACKWARD_PRE
+        self.shared.depth -= 1
+        if self.backward is not None:
             return
+        self.record.leave(completed)
+        if not self.shared.depth:
+            self._end_pass(completed)
+
+    def _begin_pass(self) -> None:
+        if self.backward is not None:  # its end never came: it raised
+            self.reset()
+        assert_none_summoned(self.units, "forward")
+        if self.join is not None:
+            self.join.begin_pass()
+        self.has_begun = True
+        for unit in self.units:
+            unit.begin_pass()
+        self.order.begin()
+        self._is_trained = torch.is_grad_enabled()
+        if self._is_trained:
+            self.record.begin(self.is_common)
+        self.order_check.begin_forward(self._is_trained and self.is_common and self.join is None)
+        watch(self.order_check)
+        stepped, self.after_step = self.after_step, None
+        self.shared.unshard_stream.wait(stepped or now(self.device))  # the optimizer's step
+        self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
+
+    def _end_pass(self, completed: bool) -> None:
+        self._last_output = lambda: None
         self._wait_for_reads()
         backward_follows = completed and torch.is_grad_enabled()
-        self.order.end_forward(backward_follows)
+        self.record.end(backward_follows)
         for unit in self._ahead if backward_follows else self.units:
-            if unit.is_gathered and not unit.is_pinned:
+            if unit.is_gathered:
                 unit.reshard()
         self._ahead.clear()
         if self.join is not None:
             self.join.end_pass()
         self.order_check.end_forward(completed)
 
-    def keeps_gathered(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
-        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
-        awaited = unit.members is not None and unit.members.are_awaited
-        return self.in_backward or first or awaited or not unit.reshard_after_forward
-
-    def _begin_pass(self, unit: Unit) -> None:
-        if self.in_backward:  # its end never came: it raised
-            self.reset()
-        assert_none_summoned(self.units, "forward")
-        if self.join is not None:
-            self.join.begin_pass()
-        self.has_begun = True
-        is_same_step, self._num_steps = num_steps() == self._num_steps, num_steps()
-        for other in self.units:
-            for flat_param in other.flat_params:
-                flat_param.begin_pass()
-            serves = other.config.late.keeps_across_passes and is_same_step and not other.is_stale
-            is_kept = (serves and versions_of(other.flat_params) == other.versions) or other.is_kept_as_it_is
-            other.is_stale = other.is_gathered and not is_kept
-            if other.members is not None:
-                other.members.begin_pass()
-        self.order.begin_forward()
-        self.order_check.begin_forward(self.join is not None)
-        watch(self.order_check)
-        stepped, self.after_step = self.after_step, None
-        self.unshard_stream.wait(stepped or now(self.device))  # the optimizer's step
-        self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
-
     # ---- backward
 
-    def enter_backward(self, unit: Unit) -> Sequence[Unit]:
-        """The backward has come to ``unit``; returns what to gather ahead, before its gradients are computed."""
-        if not self.in_backward:
-            assert_none_summoned(self.units, "backward")
-            self.in_backward = True
-            self.task = current_task()
-            at_end_of_task(self._end_backward)
-            self.order_check.begin_backward()
-            expected = self.order.begin_backward()
-            for other, num_calls in expected.items():
-                other.num_calls = num_calls
-            flat_params = planned(expected)
-            if self.join is not None:
-                self.join.begin_backward(flat_params)
-            self.bucketer.plan(flat_params)
-        self.order_check.entered.append(unit)
-        foreseen = self.order.reenter(unit)
-        return () if unit.prefetch.waits_for_grads else unit.prefetch.in_backward(foreseen)
+    def leaf_hook(self, unit: Unit) -> Callable[[Tensor], None]:
+        """The hook for the leaves of ``unit``, which holds nothing: leaves hold theirs out of the collector's sight."""
+        root, known = weakref.ref(self), weakref.ref(unit)
 
-    def check_live(self, unit: Unit, task: int) -> None:
-        """Drop a backward that raised, now that ``task`` comes to the outputs of ``unit``."""
-        if self.in_backward and unit is self.units[0] and unit.is_reached and task != self.task:
-            self.reset()  # the outermost unit's outputs are reached by one task only: the other one is over
+        def on_grad(_leaf: Tensor) -> None:
+            own, owner = root(), known()
+            if own is not None and owner is not None:
+                own.accumulate(owner)
 
-    def _end_backward(self) -> None:
+        return on_grad
+
+    def reach(self, call: Call) -> None:
+        """Autograd has reached an output of ``call``."""
+        self._running().reach(call)
+
+    def finish(self, call: Call) -> None:
+        """Autograd goes on before an input of ``call``."""
+        if self.backward is not None and self.backward.is_alive:
+            self.backward.finish(call)
+
+    def accumulate(self, unit: Unit) -> None:
+        """A leaf of ``unit`` has its gradient."""
+        self._running().accumulate(unit)
+
+    def _running(self) -> Backward:
+        """The running backward; begins it."""
+        backward = self.backward
+        if backward is None or not backward.is_alive:
+            if backward is not None:
+                self.reset()
+            backward = self._begin_backward()
+        return backward
+
+    def _begin_backward(self) -> Backward:
+        roots: list[Root] = [self]
+        if self.join is None:
+            others = (root for root in _roots if root is not self and root.record.passes)
+            roots += sorted(
+                (root for root in others if root.backward is None and root.join is None and not root.shared.depth),
+                key=lambda root: root.number,
+            )
+        backward = Backward(roots)
+        for root in roots:
+            root.backward = backward
+            root.order_check.begin_backward()
+        if self.join is not None:
+            self.join.begin_backward(self.record.passes)
+        backward.begin()
+        return backward
+
+    def follow_backward(self, passes: list[Pass[Unit]]) -> None:
+        """Do a rank's part in a whole backward of ``passes``, which others compute and this rank does not."""
+        before, self.record.passes = self.record.passes, passes
+        try:
+            Backward([self]).follow()
+        finally:
+            self.record.passes = before
+
+    def end_backward(self, backward: Backward) -> None:
+        """The running backward is over."""
+        ends_step = backward.sends and any(unit.sync for unit in self.units)
         for unit in self.units:
-            unit.finish_backward(self.has_grads)
-        ends_step = self.has_grads and any(unit.sync for unit in self.units)
+            unit.end_backward(keep=not self.is_last_backward and not backward.lists(unit))
+        self.backward = None
         is_common = True
         if self.join is None:
             self.settle()
         else:
             is_common = self.join.end_backward(ends_step)
-        self.has_grads = False
-        self.order.end_backward(self.is_last_backward)
-        self.in_backward = False
         self.order_check.end_backward(ends_step, is_common)
         if ends_step and self.nan_check.is_on:
             self.nan_check.end_backward()
 
+    def leave_backward(self) -> None:
+        """The running backward is over, and has reached no unit of this model."""
+        self.backward = None
+        self.order_check.end_backward(False, True)
+
+    def note(self, unit: Unit) -> None:
+        """``unit`` is gathered or sent next."""
+        self.order_check.note(unit)
+
+    def differ(self) -> NoReturn:
+        """Raise: ranks have run different things. **Collective.**"""
+        self.order_check.differ()
+
+    def before_send(self, unit: Unit) -> None:
+        """The gradients of ``unit`` leave."""
+        if self.nan_check.is_on:
+            self.nan_check.look(unit)
+
     def settle(self) -> None:
         """Send the gradients that wait, and let all that are under way arrive."""
-        self.bucketer.flush()
-        if self.transfers.listener is None:  # else they land when they are stepped
+        self.shared.bucketer.flush()
+        if self.shared.transfers.listener is None:  # otherwise they land when they are stepped
             self._land_grads()
         self._wait_for_reads()
 
     def reset(self) -> None:
-        """Drop what a pass left behind that ended in an exception."""
-        self.bucketer.reset()
+        """Drop what a pass left behind that ended in an exception, in all models that it went through."""
+        backward = self.backward
+        roots: list[Root] = [self] if backward is None else [root for root in _roots if root.backward is backward]
+        if backward is not None:
+            backward.abandon()
+        for root in roots:
+            root._drop_pass(backward)
+
+    def _drop_pass(self, backward: Backward | None) -> None:
+        self.backward = None
+        self.num_interrupted += backward is not None
+        self.shared.depth = 0
+        self.shared.bucketer.reset()
         for unit in self.units:
             for flat_param in unit.flat_params:
                 flat_param.grad.discard_flights()
@@ -186,9 +336,6 @@ class Root:
             unit.reset()
         self.order_check.forget()
         self.nan_check.forget()
-        self.order.end_backward()
-        self.in_backward = self.has_grads = False
-        self._depth = 0
 
     # ---- memory, state
 
@@ -200,19 +347,12 @@ class Root:
     def _wait_for_reads(self) -> None:
         """Let the host wait until the GPU has read the shards in host memory: from now on they may change."""
         if self._reads_host_memory and self.device.type == "cuda":
-            self.transfers.wait(self.unshard_stream.record())
-
-    def note_free(self) -> None:
-        """A unit has given its memory back: gathers from now on wait until compute has passed this moment."""
-        if self.device.type == "cuda":
-            self.free = now(self.device)
-        if self._depth and torch.is_autocast_enabled(self.device.type):
-            torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would be taken for unchanged
+            self.shared.transfers.wait(self.shared.unshard_stream.record())
 
     @property
     def is_between_passes(self) -> bool:
         """Whether neither a forward nor a backward is under way."""
-        return not self._depth and not self.in_backward
+        return not self.shared.depth and self.backward is None
 
     def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
         """Raise unless no pass is under way in ``units``, all if None.
@@ -220,7 +360,7 @@ class Root:
         Raises:
             TrainingStateError: one is.
         """
-        if self.in_backward and current_task() == NO_BACKWARD:  # it raised, and nobody has cleaned up yet
+        if self.backward is not None and not self.backward.is_alive:  # it raised, and nobody has cleaned up yet
             self.reset()
         for unit in self.units if units is None else units:
             if unit.state is not TrainingState.IDLE:
@@ -230,3 +370,15 @@ class Root:
                 )
         if self.join is not None and what not in _DONE_ALONE:
             self.join.check_all_compute(what)
+
+
+def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
+    root: Root = unit.root
+    args, kwargs, call = root.pre_forward(unit, args, kwargs)
+    try:
+        outputs = function(*args, **kwargs)
+    except BaseException:
+        root.abort_forward(unit)
+        raise
+    return root.post_forward(unit, outputs, call)

@@ -1,47 +1,53 @@
-"""The state machine of one wrapped module: when its parameters are whole, and when its gradients leave.
-
-A backward is one or more *graph tasks* (autograd's word): a reentrant checkpoint runs its segment as a task of
-its own inside the outer one. Gradients are counted per task: when the leaves that a task reaches have theirs, they
-are sent. The parameters are given back when no task still needs them.
-"""
+"""One wrapped module, or several, whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fairshard.engine.call import Call
 from fairshard.engine.members import Members
-from fairshard.engine.notices import create_graph_error, unseen_error, warn_opaque_outputs
 from fairshard.engine.origin import Origin
 from fairshard.engine.prefetch import Prefetch
+from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
-from fairshard.params.versions import check_unchanged, versions_of
+from fairshard.params.versions import versions_of
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
 from fairshard.settings.state_dicts import default_settings
-from fairshard.utils.autograd import current_task, num_reached
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
 from fairshard.utils.names import renamed
-from fairshard.views.rows_flat_param import join_gathers
+from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 
-if TYPE_CHECKING:
-    from fairshard.engine.root import Root
+
+class Stamp(NamedTuple):
+    """What was gathered: how often optimizers had stepped, and how often each shard had been written to."""
+
+    num_steps: int
+    versions: list[int]
+
+    @staticmethod
+    def of(flat_params: Sequence[FlatParam]) -> Stamp:
+        """The shards of ``flat_params`` as they are now."""
+        return Stamp(num_steps(), versions_of(flat_params))
 
 
 class Unit:
-    """One wrapped module, the flat params cut from it, and the phase it is in."""
+    """The flat params cut from the parameters of one module, or of several that are gathered together.
+
+    Attributes:
+        root: the `Root` of the model that it has joined; None before the first forward. The unit never asks it.
+        is_gathered: whether all ranks count it as gathered.
+        is_held: whether this rank keeps the memory all the same when the others free it: until the end of the
+            backward, or (``is_pinned``) for good, because a backward could reach it unseen.
+    """
 
     def __init__(
         self, groups: UnitGroups, flat_params: Sequence[FlatParam], config: UnitConfig, origin: Origin,
@@ -51,7 +57,6 @@ class Unit:
         self.flat_params, self.config = flat_params, config
         self.fqn = "" if members is None else members.fqn
         self.is_inner = False  # of another unit
-        self.sync = True
         self.reshard_after_forward = config.reshard_after_forward
         self.reshard_after_backward = self.unshard_in_backward = True
         self.state_dict_settings = default_settings()
@@ -59,23 +64,15 @@ class Unit:
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
+        self.sync = True
         self.state = TrainingState.IDLE
-        self.root: Root | None = None
+        self.root: Any = None
         self.comm: Communicator | None = None
-        self._kept_at: tuple[int, list[int]] | None = None  # steps of optimizers and versions, when kept in no_sync
-        self._parts: KeptParts | None = None
+        self.parts: KeptParts | None = None
         self.buffers: ComputeBuffers | None = None
-        self.is_gathered = self.is_stale = False
-        self.versions: list[int] = []
-        self._counted: dict[int, int] = {}  # graph task -> leaves that it reaches and has not come to yet
-        self._open_calls: set[Call] = set()  # calls whose inputs' gradients are awaited
-        self._hooks_inputs = True
-        self.is_reached = False  # by the running backward
-        self._owes = False  # gradients, to the reduction
-        self._is_partial = False  # the running backward does not reach all leaves, as far as it is known
-        self._num_arrived = self._num_closed = 0  # calls that the running backward has come to, and is through with ...
-        self.num_calls = 0  # ... of those that it may come to
-        self.is_pinned = False  # gathered for good: its backward could come unseen
+        self.is_gathered = self.is_held = self.is_pinned = False
+        self.stamp: Stamp | None = None  # of what is gathered; None: it must not serve another forward
+        self.is_kept = False  # between passes, as the user has asked
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
@@ -84,7 +81,6 @@ class Unit:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.sync = True
         self._forget_runtime()
 
     def place(self, fqn: str) -> None:
@@ -99,256 +95,178 @@ class Unit:
         """The ranks that the parameters are cut among."""
         return self.groups.shard
 
-    def materialize(self, root: Root, comms: Communicators, modules: list[nn.Module]) -> None:
-        """Join ``root``, and make what the first forward needs; ``modules`` are those that no inner unit owns."""
-        self.root = root
+    def materialize(self, root: Any, shared: Shared, comms: Communicators, modules: list[nn.Module]) -> None:
+        """Make what the first forward needs; ``modules`` are those that no inner unit owns."""
+        self.root, self.shared = root, shared
         self.comm = comms.shard
-        self.device = root.device
-        on_grad = weakref.WeakMethod(self._on_grad)
-
-        def tell(leaf: Tensor) -> None:
-            method = on_grad()
-            if method is not None:
-                method(leaf)
-
+        self.device = shared.device
         for flat_param in self.flat_params:
-            flat_param.materialize(comms, self.config, root.transfers, tell)
-        join_gathers(self.flat_params)
-        part = part_of(comms.shard, self.config.reshard_after_forward, self.fqn)
-        if part is not None:
-            self._parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)
-        self._input_dtype = self.config.input_dtype(is_root=self is root.units[0])
+            flat_param.materialize(comms, self.config, shared.transfers, root.leaf_hook(self))
+        self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
 
-    # ---- forward
+    def make_parts(self) -> None:
+        """Make room for the parts that stay gathered among few ranks, once it is known where lines are gathered."""
+        assert self.comm is not None
+        part = part_of(self.comm, self.config.reshard_after_forward, self.fqn)
+        if part is not None:
+            self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)
 
-    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
-        """Gather, look ahead, cast the inputs; returns the inputs and, with grad enabled, what tracks the call."""
-        root = self.root
-        assert root is not None
-        ahead = root.enter_forward(self)
-        try:
-            self.state = TrainingState.FORWARD
-            self.unshard()
-            for other in ahead:
-                other.unshard()
-            self.wait_unshard()
-            if self.buffers is not None:
-                self.buffers.attach()
-            call = None
-            if torch.is_grad_enabled():
-                self.versions = versions_of(self.flat_params)
-                call = Call(self)
-                if self._hooks_inputs or root.order.is_later:
-                    apply_to_tensors(call.watch_input, (args, kwargs))
-            if self._input_dtype is not None:
-                args, kwargs = cast_inputs_to_fp16(*args, dtype=self._input_dtype, **kwargs)
-            return args, kwargs, call
-        except BaseException:
-            self.abort_forward()
-            raise
+    # ---- parameters
 
-    def post_forward(self, outputs: Any, call: Call | None) -> Any:
-        """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once."""
-        root = self.root
-        assert root is not None
-        keep = root.keeps_gathered(self)
-        try:
-            if call is not None:
-                outputs = apply_to_tensors(call.watch_output, outputs)
-                keep = keep or call.lacks_outputs
-                call.is_later = root.order.is_later and (self.config.late.keeps_across_passes or not keep)
-                if not (self.is_pinned or is_transparent(outputs)):
-                    self.is_pinned = True
-                    warn_opaque_outputs(self.fqn, outputs)
-        except BaseException:
-            self.abort_forward()
-            raise
-        self._leave_forward(keep or self.is_pinned)
-        root.exit_forward(self, completed=True)
-        return outputs
+    @property
+    def nodes(self) -> list[Any]:
+        """The graph nodes of the leaves that are trained."""
+        return [node for flat_param in self.flat_params for node in flat_param.nodes if node is not None]
 
-    def abort_forward(self) -> None:
-        """The forward raised: leave everything as if it had not been called."""
-        root = self.root
-        assert root is not None
-        self._leave_forward(keep=root.in_backward)  # a checkpoint may stop its recomputation by raising
-        root.exit_forward(self, completed=False)
+    def copied_out(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
+        if any(flat_param.holds(tensor) for flat_param in self.flat_params):
+            return tensor.clone()
+        return tensor
 
-    def _leave_forward(self, keep: bool) -> None:
-        root = self.root
-        assert root is not None
-        if self.buffers is not None and not root.in_backward:
-            self.buffers.detach()
+    def unshard(self, in_backward: bool = False, from_part: bool = True, anew: bool = False) -> None:
+        """Start gathering; nothing to do when gathered in this pass already, unless ``anew``. **Collective.**
+
+        ``from_part``: in a backward, from the parts that the forward has kept, if it has.
+        """
+        if self.is_gathered and self.stamp is not None and not anew:
+            return
+        shared = self.shared
+        stream = shared.unshard_stream
+        with stream.use():
+            stream.wait(shared.free)
+            if self.parts is None or not (in_backward and from_part):
+                for flat_param in self.flat_params:
+                    flat_param.unshard()
+            else:
+                self.parts.unshard(self.flat_params)
+        self.is_gathered = True
+        self.stamp = Stamp.of(self.flat_params)
+
+    def wait_unshard(self) -> None:
+        """Wait until the parameters are whole, and attach them to the modules."""
+        for flat_param in self.flat_params:
+            flat_param.wait_unshard()
+
+    def reshard(self) -> None:
+        """Free the whole parameters, unless this rank must hold them; what is left is the shards."""
+        if not self.is_held:
+            for flat_param in self.flat_params:
+                flat_param.reshard()
+        self.is_gathered = self.is_kept = False
+        self.shared.note_free()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has the whole parameters in memory, or on their way."""
+        return self.is_gathered or self.is_held
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether this rank has the whole parameters as a backward needs them."""
+        return self.is_whole and self.stamp is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what is gathered must be gathered again before it is used in a forward."""
+        return self.is_gathered and self.stamp is None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gather has not been waited for."""
+        return any(flat_param.is_under_way for flat_param in self.flat_params)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a part of the whole parameters is kept to gather them from; True where none ever is."""
+        return self.parts is None or self.parts.are_kept
+
+    @property
+    def frees_in_backward(self) -> bool:
+        """Whether the parameters are freed when a backward is done with them."""
+        return self.reshard_after_backward and not (self.config.keeps_in_no_sync and not self.sync)
+
+    def hold(self, for_good: bool) -> None:
+        """Keep the memory on this rank, whatever the others do: until the end of the backward, or ``for_good``."""
+        self.is_held = True
+        self.is_pinned = self.is_pinned or for_good
+
+    def keep_as_it_is(self) -> None:
+        """Stay gathered between passes, until the shards change."""
+        self.is_kept = True
+        self.stamp = Stamp.of(self.flat_params)
+
+    # ---- passes
+
+    def begin_pass(self) -> None:
+        """A forward through the model begins: what is still gathered serves it only if nothing has changed."""
+        for flat_param in self.flat_params:
+            flat_param.begin_pass()
+        if self.is_gathered:
+            serves = self.is_kept or self.config.late.keeps_across_passes
+            if not serves or self.stamp != Stamp.of(self.flat_params):
+                self.stamp = None
+        if self.members is not None:
+            self.members.begin_pass()
+
+    def leave_forward(self, keep: bool, is_trained: bool) -> None:
+        """A call is over: free the parameters, or ``keep`` them for what comes."""
         if not keep:
-            if self._parts is not None:
-                self._parts.end_forward(self.is_gathered and torch.is_grad_enabled())
+            if self.parts is not None:
+                self.parts.end_forward(self.is_gathered and is_trained)
             self.reshard()
-        self.state = TrainingState.BACKWARD_PRE if root.in_backward else TrainingState.IDLE
 
-    # ---- backward
-
-    def pre_backward(self, call: Call, task: int) -> None:
-        """The backward has come to one call's outputs: gather, look ahead, count the leaves it will reach."""
-        root = self.root
-        assert root is not None
-        if torch.is_grad_enabled():
-            raise create_graph_error(self.fqn)
-        root.check_live(self, task)
-        ahead = root.enter_backward(self)
-        check_unchanged(self.flat_params, call.versions)
-        self._reach()
-        self._num_arrived += 1
-        if self.unshard_in_backward:
-            self.unshard()
-        for other in ahead:
-            if other.unshard_in_backward:
-                other.unshard()
-        self.wait_unshard()
+    def begin_backward(self) -> None:
+        """A backward computes with the parameters from now on."""
+        self.state = TrainingState.BACKWARD_PRE
         if self.buffers is not None:
             self.buffers.attach()
-        if task not in self._counted:
-            if reached := self._num_reached():
-                self._counted[task] = reached
-            # A leaf that is not reached is unused, or inside a reentrant segment that is still to come. Like frozen
-            # parameters it may be read until the gradients of the unit's inputs are done.
-            self._is_partial = reached < sum(len(flat_param.nodes) for flat_param in self.flat_params)
-            self._hooks_inputs = self._is_partial or any(flat_param.has_frozen for flat_param in self.flat_params)
-        if (self._hooks_inputs or call.is_later) and call.await_inputs(to_the_end=self._hooks_inputs):
-            self._open_calls.add(call)
 
-    def _on_grad(self, leaf: Tensor) -> None:
-        """Autograd has accumulated one leaf's gradient."""
-        task = current_task()
-        root = self.root
-        assert root is not None
-        root.has_grads = True
-        left = self._counted.get(task)
-        if left is None:  # a task that began inside this unit: a reentrant segment
-            if not self.is_gathered:
-                raise unseen_error(self.fqn)
-            root.enter_backward(self)
-            self._reach()
-            left = self._num_reached()
-        if left > 1:
-            self._counted[task] = left - 1
-            return
-        self._counted.pop(task, None)
-        self._owes = True
-        if not self._is_partial and (task == root.task or self._has_arrived):
-            self.send_grads()
-        self._finish_when_done()
-
-    def _reach(self) -> None:
-        if not self.is_reached:
-            self.is_reached = self._owes = True
-            for flat_param in self.flat_params:
-                flat_param.forget_zeroed()
-        self.state = TrainingState.BACKWARD_PRE
-
-    def _num_reached(self) -> int:
-        return sum(num_reached(flat_param.nodes) for flat_param in self.flat_params)
-
-    def close_call(self, call: Call) -> None:
-        """The gradients of one call's inputs are done."""
-        self._open_calls.discard(call)
-        if not self.is_reached:
-            return
-        root = self.root
-        assert root is not None
-        self._num_closed += 1
-        if call.is_later and self._num_closed == self._num_arrived and root.order.comes_again(self):
-            self._give_back(root)  # until the backward comes to an earlier forward; meanwhile gradients add up
-        else:
-            self._finish_when_done()
-
-    def send_grads(self) -> None:
+    def send_grads(self, bucketer: ReduceScatterBucketer) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
-        root = self.root
-        assert root is not None
-        self.state = TrainingState.BACKWARD_POST
-        self._owes = False
-        if root.nan_check.is_on:
-            root.nan_check.look(self)
-        is_last = self._has_arrived and not self._is_partial
         for flat_param in self.flat_params:
-            if flat_param.requires_grad and flat_param.shard_numel:
-                if root.join is not None:
-                    root.join.send(flat_param, self.sync)
+            if flat_param.is_owed:
                 if self.sync:
-                    flat_param.is_complete = is_last
                     flat_param.num_sent += 1
-                    root.bucketer.reduce(flat_param)
+                    bucketer.reduce(flat_param)
                 else:
                     flat_param.accumulate()
 
-    def finish_backward(self, has_grads: bool) -> None:
-        """The backward is over: send what was left, if there are any gradients at all; reshard, be idle."""
-        if has_grads:
-            if self.sync and any(flat_param.has_accumulated for flat_param in self.flat_params):
-                self._reach()  # unless zeroed meanwhile, what no_sync accumulated is due, reached or not
-                self._owes = any(flat_param.has_accumulated for flat_param in self.flat_params)
-            if self._owes or self._counted:
-                self.send_grads()
-        self._rest(keep=not self.is_reached and self.root is not None and not self.root.is_last_backward)
+    def rest(self) -> None:
+        """A backward is done with the parameters of one forward."""
+        if self.buffers is not None:
+            self.buffers.detach()
+        if self.is_gathered:
+            self.reshard()
+
+    def rest_whole(self) -> None:
+        """As `rest`, but they stay gathered."""
+        if self.buffers is not None:
+            self.buffers.detach()
+        self.keep_as_it_is()
+
+    def end_backward(self, keep: bool) -> None:
+        """The backward is over; ``keep`` what is gathered for one that follows."""
+        if self.buffers is not None:
+            self.buffers.detach()
+        if not keep:
+            if self.parts is not None:
+                self.parts.forget()
+            was_held, self.is_held = self.is_held, self.is_pinned
+            if (self.is_gathered or was_held) and not self.is_kept:
+                self.reshard()
+        self.state = TrainingState.IDLE
 
     def reset(self) -> None:
         """Leave an interrupted pass: drop its gradients, reshard, be idle."""
         for flat_param in self.flat_params:
             flat_param.drop_grads()
-        self._kept_at = None
-        self._rest()
+        self.is_kept = False
+        self.end_backward(keep=False)
 
-    def _rest(self, keep: bool = False) -> None:
-        if self.buffers is not None:
-            self.buffers.detach()
-        self._counted.clear()
-        self._open_calls.clear()
-        self.is_reached = self._owes = self._is_partial = False
-        self._num_arrived = self._num_closed = self.num_calls = 0
-        if self._parts is not None and not keep:
-            self._parts.forget()
-        if self.is_gathered and not self.is_pinned and self._kept_at is None and not keep:
-            self.reshard()
-        self.state = TrainingState.IDLE
-
-    def keep_as_it_is(self) -> None:
-        """Stay gathered between passes, until the shards change."""
-        self._kept_at = num_steps(), versions_of(self.flat_params)
-
-    @property
-    def is_kept_as_it_is(self) -> bool:
-        """Whether what was gathered, and kept between passes, is still what the shards hold."""
-        return self._kept_at == (num_steps(), versions_of(self.flat_params))
-
-    def _finish_when_done(self) -> None:
-        """Send what is owed, and reshard, once neither a leaf nor an input is awaited."""
-        if self._counted or self._open_calls:
-            return
-        root = self.root
-        assert root is not None
-        if self._owes and self._has_arrived and root.has_grads:
-            self.send_grads()
-        self._give_back(root)
-
-    def _give_back(self, root: Root) -> None:
-        if not self.is_gathered or self.is_pinned:
-            return
-        if self.buffers is not None:
-            self.buffers.detach()
-        if (self.config.keeps_in_no_sync and not self.sync) or not self.reshard_after_backward:
-            self.keep_as_it_is()
-        else:
-            self.reshard()
-        if self.prefetch.waits_for_grads:
-            for other in self.prefetch.in_backward(root.order.still_ahead(self)):
-                other.unshard()
-
-    @property
-    def _has_arrived(self) -> bool:
-        """Whether all calls have been come to; until then gradients add up here, and are rounded once."""
-        return self._num_arrived >= self.num_calls
+    # ---- gradients
 
     @property
     def shard_grad(self) -> dict[nn.Parameter, Tensor]:
@@ -360,39 +278,3 @@ class Unit:
         for flat_param in self.flat_params:
             if flat_param.grad is not None:
                 flat_param.grad.zero(set_to_none)
-
-    # ---- parameters
-
-    def unshard(self) -> None:
-        """Start gathering; nothing to do when gathered in this pass already. **Collective.**"""
-        if self.is_gathered and not self.is_stale:
-            return
-        root = self.root
-        assert root is not None
-        if root.join is not None:
-            root.join.announce(self)
-        stream = root.unshard_stream
-        with stream.use():
-            stream.wait(root.free)
-            if self._parts is None or not root.in_backward:
-                for flat_param in self.flat_params:
-                    flat_param.unshard()
-            else:
-                self._parts.unshard(self.flat_params)
-        self.is_gathered = True
-        self.is_stale = False
-
-    def wait_unshard(self) -> None:
-        """Wait until the parameters are whole, and hang them into the modules."""
-        for flat_param in self.flat_params:
-            flat_param.wait_unshard()
-
-    def reshard(self) -> None:
-        """Free the whole parameters; what is left is the shards."""
-        for flat_param in self.flat_params:
-            flat_param.reshard()
-        self.is_gathered = False
-        self._kept_at = None
-        root = self.root
-        if root is not None:
-            root.note_free()

@@ -17,20 +17,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fairshard.engine.exec_order import Bracket, Pass
+from fairshard.engine.root import Root
+from fairshard.engine.unit import Unit
 from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
 from fairshard.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.device import now
 from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.watchdog import watch
-
-if TYPE_CHECKING:
-    from fairshard.engine.root import Root
-    from fairshard.engine.unit import Unit
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
 _FAILED = 1 << 16  # in a sum of which each rank that computes makes up 1
@@ -80,7 +79,6 @@ class Join:
         self._divides_by_all = divides_by_all
         self._calls = {"backward": self._join_backward, **calls}
         self._units = {unit: index for index, unit in enumerate(root.units)}
-        self._places = {flat_param: index for index, flat_param in enumerate(self._flat_params)}
         self._grads = GradNotes(self._flat_params)
         self._divisions: dict[FlatParam, Division] = {}
         self._num_active = comm.world_size
@@ -113,9 +111,9 @@ class Join:
         self._give_back_divisions()
         if self.was_short:
             for unit in root.units:
-                if unit.is_gathered and not unit.is_pinned:
+                if unit.is_gathered:
                     unit.reshard()
-            root.order.end_backward()
+            root.record.keep([])
         root.order.forget()
         root.join = None
 
@@ -135,16 +133,16 @@ class Join:
         if self.is_short and not self.is_done:
             self._say(_FIRST + self._units[unit])
 
-    def begin_backward(self, order: Sequence[FlatParam]) -> None:
-        """A backward begins, whose gradients will come in ``order``."""
-        self.tell("backward", lambda: ([self._places[flat_param] for flat_param in order],))
+    def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
+        """A backward of ``passes`` begins: ranks that are done get them, and walk the same schedule at once."""
+        self.tell("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
         self._divide()
 
-    def send(self, flat_param: FlatParam, reduces: bool) -> None:
-        """The gradients of ``flat_param`` are reduced next, or kept under ``no_sync``."""
-        if self.is_short:
-            number = self._places[flat_param] + (0 if reduces else len(self._places))
-            self._say(_FIRST + len(self._units) + number)
+    def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The events of each pass, and the unit and the checkpoint of each call."""
+        return [
+            (one.events, [(self._units[bracket.unit], bracket.segment) for bracket in one.brackets]) for one in passes
+        ]
 
     def end_backward(self, ends_step: bool) -> bool:
         """A backward is over, and ``ends_step`` if it has reduced gradients; whether all ranks have computed it."""
@@ -250,7 +248,7 @@ class Join:
             self._is_in_backward = False
         self._is_inside = True
         watch(root.order_check)
-        root.unshard_stream.wait(now(root.device))  # the optimizer's step
+        root.shared.unshard_stream.wait(now(root.device))  # the optimizer's step
         for flat_param in self._flat_params:
             flat_param.begin_pass()
 
@@ -268,31 +266,34 @@ class Join:
         with torch.enable_grad():
             action()
 
-    def _join_backward(self, places: list[int]) -> Callable[[], object]:
-        return partial(self._begin_backward, [self._flat_params[place] for place in places])
+    def _join_backward(
+        self, described: list[tuple[list[int], list[tuple[int, int]]]], syncs: list[bool]
+    ) -> Callable[[], object]:
+        units = self._root.units
+        passes = [
+            Pass(True, brackets=[Bracket(units[number], segment) for number, segment in calls], events=events)
+            for events, calls in described
+        ]
+        return partial(self._follow_backward, passes, syncs)
 
-    def _begin_backward(self, order: list[FlatParam]) -> None:
+    def _follow_backward(self, passes: list[Pass[Unit]], syncs: list[bool]) -> None:
         self._is_inside = self._is_in_backward = True
         self._divide()
-        self._root.bucketer.plan(order)
+        before = [unit.sync for unit in self._units]
+        for unit, sync in zip(self._units, syncs, strict=True):
+            unit.sync = sync
+        try:
+            self._root.follow_backward(passes)
+        finally:
+            for unit, sync in zip(self._units, before, strict=True):
+                unit.sync = sync
 
     def _join_transfer(self, number: int) -> None:
-        if number < len(self._units):
-            unit = self._root.units[number]
-            unit.is_stale = True  # gathered again, as on the other ranks
-            unit.unshard()
-            if unit.is_pinned:
-                unit.wait_unshard()
-            else:
-                unit.reshard()
-            return
-        number -= len(self._units)
-        flat_param = self._flat_params[number % len(self._flat_params)]
-        if number < len(self._flat_params):
-            flat_param.num_sent += 1
-            self._root.bucketer.reduce(flat_param)
-        else:
-            flat_param.accumulate()
+        unit = self._root.units[number]
+        unit.unshard(anew=True)  # as on the other ranks
+        if unit.is_held:
+            unit.wait_unshard()
+        unit.reshard()
 
     # ---- by what gradients are divided
 

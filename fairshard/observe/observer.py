@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fairshard.engine.call import Call
 from fairshard.engine.root import Root
 from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
@@ -81,10 +80,10 @@ class Observation:
         self._fn = fn
         self._unit_of: dict[Any, Unit] = {flat_param: unit for unit in units for flat_param in unit.flat_params}
         self._undo: list[Callable[[], None]] = []
+        self._units = set(units)
         self._roots: list[Root] = []
         self._in_forward: list[Unit] = []
         self._in_backward: set[Unit] = set()
-        self._sent: set[Unit] = set()  # gradients, and post_backward has not been told
         self._told: set[Unit] = set()
         self._stepping: Optimizer | None = None
         for unit in units:
@@ -108,11 +107,8 @@ class Observation:
     def _watch(self, unit: Unit) -> None:
         names: dict[str, Around] = {
             "materialize": self._on_materialize,
-            "pre_forward": self._on_pre_forward,
-            "post_forward": self._on_post_forward,
-            "abort_forward": self._on_abort_forward,
-            "pre_backward": self._on_pre_backward,
-            "finish_backward": self._on_finish_backward,
+            "begin_backward": self._on_begin_backward,
+            "end_backward": self._on_end_backward,
             "reset": self._on_reset,
         }
         if unit.flat_params:
@@ -121,7 +117,8 @@ class Observation:
                 "wait_unshard": self._on_wait_unshard,
                 "reshard": self._on_reshard,
                 "send_grads": self._on_send_grads,
-                "close_call": self._on_close_call,
+                "rest": self._on_rest,
+                "rest_whole": self._on_rest,
             }
         for name, around in names.items():
             self._tap(unit, name, around, unit)
@@ -136,9 +133,13 @@ class Observation:
                 self._tap(flat_param.grad, "land", self._on_interval, unit, "copy_wait")
         if root not in self._roots:
             self._roots.append(root)
-            self._tap(root.bucketer, "launch", self._on_launch)
-            self._tap(root.bucketer, "deliver", self._on_deliver)
-            self._tap(root.bucketer, "reduce_by_hook", self._on_hook)
+            self._tap(root, "pre_forward", self._on_pre_forward)
+            self._tap(root, "post_forward", self._on_post_forward)
+            self._tap(root, "abort_forward", self._on_abort_forward)
+            bucketer = root.shared.bucketer
+            self._tap(bucketer, "launch", self._on_launch)
+            self._tap(bucketer, "deliver", self._on_deliver)
+            self._tap(bucketer, "reduce_by_hook", self._on_hook)
 
     def _tap(self, owner: Any, name: str, around: Around, *first: Any) -> None:
         self._undo.append(tap(owner, name, lambda method, *args, **kwargs: around(method, *first, *args, **kwargs)))
@@ -177,26 +178,27 @@ class Observation:
         self._watch_made(unit, root)
 
     def _on_pre_forward(self, method: Any, unit: Unit, *args: Any) -> Any:
-        made = method(*args)
-        self._in_forward.append(unit)
-        self._tell(unit.fqn, "forward", _before(unit))
+        made = method(unit, *args)
+        if unit in self._units:
+            self._in_forward.append(unit)
+            self._tell(unit.fqn, "forward", _before(unit))
         return made
 
     def _on_post_forward(self, method: Any, unit: Unit, *args: Any) -> Any:
         self._end_forward(unit)
-        return method(*args)
+        return method(unit, *args)
 
     def _on_abort_forward(self, method: Any, unit: Unit) -> None:
         self._end_forward(unit)
-        method()
+        method(unit)
 
     def _end_forward(self, unit: Unit) -> None:
         if self._in_forward and self._in_forward[-1] is unit:
             self._in_forward.pop()
             self._tell(unit.fqn, "forward" + END, _before(unit))
 
-    def _on_pre_backward(self, method: Any, unit: Unit, *args: Any) -> None:
-        method(*args)
+    def _on_begin_backward(self, method: Any, unit: Unit) -> None:
+        method()
         if unit not in self._in_backward:
             self._in_backward.add(unit)
             self._tell(unit.fqn, "backward", Phase.PRE_BACKWARD)
@@ -206,10 +208,10 @@ class Observation:
             self._in_backward.remove(unit)
             self._tell(unit.fqn, "backward" + END, Phase.POST_BACKWARD)
 
-    def _on_unshard(self, method: Any, unit: Unit) -> None:
-        if not unit.is_gathered or unit.is_stale:
+    def _on_unshard(self, method: Any, unit: Unit, **kwargs: Any) -> None:
+        if not unit.is_gathered or unit.is_stale or kwargs.get("anew"):
             self._tell(unit.fqn, "unshard", _before(unit))
-        method()
+        method(**kwargs)
 
     def _on_wait_unshard(self, method: Any, unit: Unit) -> None:
         self._tell(unit.fqn, "unshard_wait", _before(unit))
@@ -221,30 +223,22 @@ class Observation:
         method()
         if was_gathered:
             self._tell(unit.fqn, "reshard", Phase.POST_BACKWARD if _is_in_backward(unit) else Phase.FORWARD)
-        if unit in self._sent:
-            self._tell_post_backward(unit)
 
-    def _on_send_grads(self, method: Any, unit: Unit) -> None:
-        self._on_interval(method, unit, "write_grads")
-        self._sent.add(unit)
-        is_kept = unit.is_pinned or not unit.reshard_after_backward or (unit.config.keeps_in_no_sync and not unit.sync)
-        if is_kept or not unit.is_gathered:
-            self._tell_post_backward(unit)
+    def _on_send_grads(self, method: Any, unit: Unit, *args: Any) -> None:
+        self._on_interval(method, unit, "write_grads", *args)
 
-    def _on_close_call(self, method: Any, unit: Unit, call: Call) -> None:
-        method(call)
-        if call.is_later and unit in self._in_backward and not unit.is_gathered:
-            self._tell_post_backward(unit)
+    def _on_rest(self, method: Any, unit: Unit) -> None:
+        method()
+        self._tell_post_backward(unit)
 
     def _tell_post_backward(self, unit: Unit) -> None:
         self._end_backward(unit)
-        self._sent.discard(unit)
         self._told.add(unit)
         self._tell(unit.fqn, "post_backward", Phase.POST_BACKWARD)
 
-    def _on_finish_backward(self, method: Any, unit: Unit, has_grads: bool) -> None:
-        method(has_grads)
-        if has_grads and unit.flat_params and unit not in self._told:
+    def _on_end_backward(self, method: Any, unit: Unit, **kwargs: Any) -> None:
+        method(**kwargs)
+        if unit.flat_params and unit not in self._told:
             self._tell_post_backward(unit)
         self._end_backward(unit)
         self._forget(unit)
@@ -254,7 +248,7 @@ class Observation:
         method()
 
     def _forget(self, unit: Unit) -> None:
-        for units in (self._in_backward, self._sent, self._told):
+        for units in (self._in_backward, self._told):
             units.discard(unit)
 
     # ---- what units share

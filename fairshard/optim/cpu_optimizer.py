@@ -196,7 +196,7 @@ class CPUOptimizer(Optimizer):
                 "`last_backward` must not be used on a model with `nan_check=True`: that looks at gradients after the "
                 "backward, when shards have been stepped. Step after the backward while you look for NaN."
             )
-        transfers = root.transfers
+        transfers = root.shared.transfers
         early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
         transfers.listener = early.take
         try:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import FairshardError
+from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.kept_part import KeptPart
 from fairshard.params.line import FlatLine
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
-from fairshard.utils.autograd import accumulate_node
+from fairshard.utils.autograd import accumulate_node, reaches
 from fairshard.utils.collectives import Communicators, RowGather, Transfer, exchange_tag
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.reduce_scatter_bucketer import Division, Hook
@@ -55,11 +55,14 @@ class FlatParam(FlatLine):
         self.comm: Any = None
         self.hook: Hook | None = None
         self.grad: Any = None
-        self.nodes: list[Any] = []
-        self.has_frozen = False
+        self.nodes: list[Any] = []  # of the leaves; None for those that are not trained
         self.is_gathered = False
-        self.is_complete = True  # what has been sent to be reduced is all that the running backward gives
+        self.is_owed = False  # some rank's backward, or what `no_sync` has kept, gives a gradient ...
+        self.reached: bytes | None = None  # ... of these parameters; None: of all
         self.num_sent = 0  # sums under way
+        self._num_landed = 0  # sums that the running backward has added to the gradient
+        self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
+        self._partial: Any = None  # the gradient's mark when an exception left it incomplete
         self._hooks: list[Any] = []
         self._views: list[Tensor] = []
         self._transfer: Transfer | None = None
@@ -213,7 +216,7 @@ class FlatParam(FlatLine):
             return
         if not self.shard_numel:
             return
-        if self._transfer is not None:  # what nobody has waited for, of weights that have changed since
+        if self._transfer is not None:  # a gather not waited for yet; its weights have changed since
             self._transfer.wait()
         if not self._storage.size():
             self._storage.resize_(self._nbytes)
@@ -236,8 +239,19 @@ class FlatParam(FlatLine):
             self._is_updated = False
         return self._device_shard
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gather has not been waited for."""
+        return self._transfer is not None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the memory of the whole parameters."""
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return False
+        return bool(tensor.untyped_storage()._cdata == self.kept_line.untyped_storage()._cdata)
+
     def wait_unshard(self) -> None:
-        """Wait for the gather under way, if any, and hang the leaves into their modules."""
+        """Wait for the gather under way, if any, and attach the leaves to their modules."""
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.wait()
@@ -278,24 +292,41 @@ class FlatParam(FlatLine):
         if targets:
             torch._foreach_copy_(targets, sources)
         self._marker = self._accumulated = None
+        self._kept = bytearray(len(self.slots))
 
     def take_kept(self) -> Tensor | None:
         """Nothing is kept from the sum over replicas."""
         return None
 
     def accept_grad(self, reduced: Tensor) -> None:
-        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and tell who waits for it."""
-        self.grad.add(reduced)
+        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and notify who waits for it."""
+        self.grad.add(reduced, self.reached)
+        self._num_landed += 1
         for param in self.registered:
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.grad.land()
-                for hook in tuple(hooks.values()):
+                for hook in tuple(hooks.values()) if param.grad is not None else ():
                     hook(param)
         self.num_sent -= 1
         listener = self.grad.transfers.listener
-        if listener is not None and self.is_complete and not self.num_sent:
+        if listener is not None and not self.num_sent:
             listener(self)
+
+    def reach(self) -> bytearray:
+        """For each parameter whether the running backward gives it a gradient here, or `no_sync` has kept one."""
+        if not self.shard_numel:
+            return bytearray(len(self.slots))
+        kept = self._kept if self.has_accumulated else bytes(len(self.slots))
+        return bytearray(
+            own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)
+        )
+
+    def note_reached(self, which: bytearray) -> None:
+        """Some rank has gradients of ``which`` parameters, 1 or 0 each; those that no rank has stay None."""
+        self.is_owed = any(which)
+        self.reached = None if all(which) else bytes(which)
+        self._num_landed = 0
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -304,6 +335,10 @@ class FlatParam(FlatLine):
         They stay on the leaves, or in ``reduce_dtype`` where that is wider. The shard gets a gradient of zeros if
         it has none: who sets it to None or zero meanwhile (``zero_grad``) means the accumulated gradients too.
         """
+        has_grad = [slot.leaf.grad is not None for slot in self.slots]
+        if not any(has_grad):
+            return
+        self._kept = bytearray(map(max, self._kept, has_grad))
         dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
         if dtype != self.compute_dtype:
             if self._accumulated is None:
@@ -330,8 +365,44 @@ class FlatParam(FlatLine):
         self.num_sent = 0
         if self._marker is None:
             self._accumulated = None
+            self._kept = bytearray(len(self.slots))
             for slot in self.slots:
                 slot.leaf.grad = None
+
+    def abandon_grads(self, is_touched: bool) -> None:
+        """The running backward raised, after it has given gradients to some leaves if ``is_touched``.
+
+        What was added to earlier gradients cannot be taken away: the next step must not use them.
+        """
+        is_partial = bool(self._num_landed or self.num_sent) or (is_touched and self._marker is not None)
+        if is_touched:
+            self._marker = None
+        self.drop_grads()
+        if is_partial:
+            self.grad.discard_flights()
+            self._partial = self.grad.mark()
+
+    def check_whole(self) -> None:
+        """Raise if an exception left the gradient incomplete, unless it was dropped or zeroed since.
+
+        Raises:
+            PartialGradientError: it is incomplete.
+        """
+        if self._partial is None:
+            return
+        if self._is_partial():
+            raise PartialGradientError(
+                f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
+                "part of it had been added, or after gradients accumulated under no_sync had been changed. Call "
+                "zero_grad() and repeat the backwards of this step."
+            )
+        self._partial = None
+
+    def _is_partial(self) -> bool:
+        try:
+            return not self.grad.is_zeroed_since(self._partial, self.name)
+        except FairshardError:  # it was scaled, say
+            return True
 
     @torch.no_grad()
     def gather_line(self, values: Tensor) -> Tensor:
@@ -390,9 +461,8 @@ class FlatParam(FlatLine):
         for slot, view, trains in zip(self.slots, self._views, self._trained, strict=True):
             slot.leaf.requires_grad_(trains)
             slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
+            self.nodes.append(accumulate_node(slot.leaf) if trains else None)
             if trains:
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
-                self.nodes.append(accumulate_node(slot.leaf))
             if not self.is_gathered:
                 slot.detach()
-        self.has_frozen = len(self.nodes) < len(self.slots)

@@ -65,6 +65,11 @@ class KeptParts:
             elif part is not None:
                 part.forget()
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether there is something to gather from, of each buffer."""
+        return all(part is None or part.is_kept for part in self._parts)
+
     def kept(self) -> list[KeptPart]:
         """What there is to gather from."""
         return [part for part in self._parts if part is not None and part.is_kept]

@@ -100,6 +100,7 @@ class _Flight:
 
     host: Tensor
     landed: Event
+    reached: bytes | None
 
 
 class ShardGrad:
@@ -140,22 +141,25 @@ class ShardGrad:
         """What is kept here between steps."""
         return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
 
-    def add(self, reduced: Tensor) -> None:
-        """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves."""
+    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+        """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves.
+
+        ``reached``: for each parameter 1 if it has a gradient at all; None: all have.
+        """
         if reduced.dtype != self._dtype:
             reduced = reduced.to(self._dtype)
         if not self.is_on_host:
-            self._set_or_add(reduced)
+            self._set_or_add(reduced, reached)
             return
         host = self._take_buffer()
-        self._flights.append(_Flight(host, self.transfers.copy(reduced, host)))
+        self._flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
 
     def land(self, counts: bool = True) -> None:
         """Wait for copies under way, and make what they bring visible; ``counts`` as in `GradTransfers.wait`."""
         while self._flights:
             flight = self._flights.popleft()
             self.transfers.wait(flight.landed, counts)
-            self._set_or_add(flight.host)
+            self._set_or_add(flight.host, flight.reached)
 
     def discard_flights(self) -> None:
         """Wait for copies under way, and drop what they bring: their backward was interrupted."""
@@ -197,7 +201,7 @@ class ShardGrad:
         else:
             set_grad(self._shard, grad)
 
-    def _set_or_add(self, grad: Tensor) -> None:
+    def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         kept = self.value
         if kept is None:
             self._set(grad.data)  # a version counter of its own, not that of the whole bucket

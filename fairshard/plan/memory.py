@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fairshard.engine.exec_order import ExecOrder
+from fairshard.engine.exec_order import ForwardOrder, Record
+from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
 from fairshard.plan.summary import UnitRow, unit_lines
 from fairshard.plan.units import PlannedUnit
@@ -191,10 +192,14 @@ class _Step:
             for unit in units
         }
         self._source_of = {param: s for every in self.sources.values() for s in every for param in s.params}
-        self._order: ExecOrder[PlannedUnit] = ExecOrder()
+        self._units = list(units)
+        self._order: ForwardOrder[PlannedUnit] = ForwardOrder()
+        self._record: Record[PlannedUnit] = Record()
+        self._calls: list[int] = []  # whose backward is to come, those of calls around them included
+        self.schedule = Schedule()
+        self._cursor = 0
         self._gathered: dict[PlannedUnit, int] = {}
         self._ahead: set[PlannedUnit] = set()
-        self._left: dict[PlannedUnit, int] = {}
         self._has_grad: set[nn.Parameter] = set()
         self._flying: deque[BucketBytes] = deque()
         self.buckets: list[BucketBytes] = []
@@ -209,15 +214,16 @@ class _Step:
 
     def play(self) -> None:
         """Forward, backward, and the gradients dropped."""
-        self._order.begin_forward()
+        self._order.begin()
+        self._record.begin(is_common=True)
         self._forward(self._root)
-        self._order.end_forward(backward_follows=True)
+        self._record.end(completed=True)
         for unit in self._ahead:
             self._free(unit)
         self._ahead.clear()
-        self._left = dict(self._order.begin_backward())
-        self._plan_buckets(self._left)
+        self._plan_backward()
         self._backward(self._root)
+        self._walk(len(self.schedule.steps))
         self._live[PARTS] = 0
         self._at = "at the end of the backward"
         for bucket in self.buckets:
@@ -227,9 +233,41 @@ class _Step:
             self._land()
         for unit in list(self._gathered):
             self._free(unit)
-        self._order.end_backward()
+        self._record.keep([])
         self._has_grad.clear()
         self._live[GRADS] = 0
+
+    def _plan_backward(self) -> None:
+        """The schedule that the engine would walk, if all ranks reach everything."""
+        number = {unit: index for index, unit in enumerate(self._units)}
+        (one,) = self._record.passes
+        places = [CallPlace(number[bracket.unit], 0) for bracket in one.brackets]
+        mode = self._root.config.backward_prefetch
+        rule = UnitRule(waits=mode is BackwardPrefetch.BACKWARD_POST, ahead=() if mode is None else None)
+        resident = [unit in self._gathered for unit in self._units]
+        owed = [any(s.flat.requires_grad and s.shard_numel for s in self.sources[unit]) for unit in self._units]
+        self.schedule = build(one.events, places, [1] * len(places), resident, owed, [rule] * len(self._units))
+        self._cursor = 0
+        self._calls = [event for event in one.events if event < 0]
+        self._plan_buckets(self._units[index] for index in self.schedule.sends)
+
+    def _walk(self, stop: int) -> None:
+        """Do what is scheduled up to the mark at ``stop``, and up to the next one after it."""
+        steps = self.schedule.steps
+        while self._cursor < len(steps):
+            kind, number, _ = steps[self._cursor]
+            unit = self._units[number]
+            if kind <= Kind.RECOMPUTE and self._cursor > stop:
+                return
+            self._cursor += 1
+            if kind is Kind.GATHER:
+                self._gather(unit)
+            elif kind is Kind.FREE:
+                self._free(unit)
+            elif kind is Kind.SEND:
+                for source in self.sources[unit]:
+                    if source in self._bucket_of:
+                        self._reduce(source)
 
     def _plan_buckets(self, order: Iterable[PlannedUnit]) -> None:
         sources = [s for unit in order for s in self.sources[unit] if s.flat.requires_grad and s.shard_numel]
@@ -240,6 +278,7 @@ class _Step:
     def _forward(self, unit: PlannedUnit) -> None:
         self._at = f"in the forward of {unit.fqn or 'the root'}"
         self._ahead.discard(unit)
+        self._record.enter(unit, None)
         ahead = self._order.enter(unit)
         self._gather(unit)
         if ahead is not None and ahead not in self._gathered and self._root.config.forward_prefetch is not False:
@@ -248,7 +287,7 @@ class _Step:
         for step in unit.steps:
             if isinstance(step, PlannedUnit):
                 self._forward(step)
-        self._order.exited.append(unit)
+        self._record.leave(completed=True)
         part = unit.config.reshard_after_forward
         if unit is not self._root and part:
             if not isinstance(part, bool) and part != self._world_size:
@@ -256,11 +295,9 @@ class _Step:
             self._free(unit)
 
     def _backward(self, unit: PlannedUnit) -> None:
-        ahead = self._order.reenter(unit)
+        call = ~self._calls.pop()
         self._at = f"in the backward of {unit.fqn or 'the root'}"
-        self._gather(unit)
-        if ahead is not None and self._root.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._gather(ahead)
+        self._walk(self.schedule.at[call])
         for step in reversed(unit.steps):
             if isinstance(step, PlannedUnit):
                 self._backward(step)
@@ -268,12 +305,7 @@ class _Step:
             elif step.requires_grad and step not in self._has_grad:
                 self._has_grad.add(step)
                 self._add(WHOLE_GRADS, step.numel() * self._source_of[step].flat.compute_dtype.itemsize)
-        self._left[unit] -= 1
-        if not self._left[unit]:
-            for source in self.sources[unit]:
-                if source in self._bucket_of:
-                    self._reduce(source)
-        self._free(unit)
+        self._walk(self.schedule.done[call])
 
     def _gather(self, unit: PlannedUnit) -> None:
         if unit not in self._gathered:

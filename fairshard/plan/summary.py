@@ -80,7 +80,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
 def copy_wait_s(model: nn.Module) -> float:
     """Seconds that the host has waited for copies to and from its memory since ``model`` was first called."""
     roots = {unit.root for _, unit in units_below(model) if unit.root is not None}
-    return sum(root.transfers.waited_s for root in roots)
+    return float(sum(root.shared.transfers.waited_s for root in roots))
 
 
 def unit_row(fqn: str, flats: Sequence[FlatSizes]) -> UnitRow:

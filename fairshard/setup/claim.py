@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from torch import nn
 
 from fairshard.checks.agreement import check_agreement
-from fairshard.checks.order_check import check_settings
+from fairshard.checks.nan_check import NanCheck
+from fairshard.checks.order_check import OrderCheck, check_settings
 from fairshard.engine.root import Root
+from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import connect, settle_all
 from fairshard.setup.placement import check_host_memory, compute_device
+from fairshard.views.rows_flat_param import join_gathers
 
 
 def claim(module: nn.Module) -> Root:
@@ -46,14 +49,27 @@ def claim(module: nn.Module) -> Root:
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
-    root = Root(units, device, list(dict.fromkeys(shared)))
+    distinct = list(dict.fromkeys(shared))
+    for comm in distinct:
+        if comm.world_size > 1 and comm.is_real:
+            comm.on_host  # noqa: B018 (connects)
+    root = Root(
+        units,
+        Shared(device, units[0].config.bucket_cap_mb),
+        distinct,
+        comms,
+        OrderCheck(units, distinct),
+        NanCheck(units, distinct),
+    )
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):
         if (owner := unit_of(part)) is not None:
             own_modules[owner] += modules_of(part)
     with all_or_none(units):
         for unit in units:
-            unit.materialize(root, comms[unit], own_modules[unit])
+            unit.materialize(root, root.shared, comms[unit], own_modules[unit])
+            join_gathers(unit.flat_params)
+            unit.make_parts()
             unit.prefetch.settle(units)
     return root
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.unit_call import call_in
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.names import join
 
@@ -133,6 +132,8 @@ def refusal(fqn: str, owner_fqn: str) -> str:
 
 
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from fairshard.engine.root import call_in
+
     if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by that call
         return function(*args, **kwargs)
     return call_in(unit, function, args, kwargs)

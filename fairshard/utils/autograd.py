@@ -11,7 +11,7 @@ What is used, and what stands in for it where torch lacks it:
   elsewhere a hook is called last: a unit's memory is given back a moment later.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,17 +32,22 @@ def accumulate_node(leaf: Tensor) -> Any:
     return grad_fn.next_functions[0][0]
 
 
-def num_reached(nodes: Sequence[Any]) -> int:
-    """How many of ``nodes`` the running graph task executes, those it has executed included.
+def reaches(node: Any) -> bool:
+    """Whether the running graph task executes ``node``, or has executed it.
 
-    0 inside ``torch.autograd.grad``, which hands gradients out instead of accumulating them.
+    False for a leaf inside ``torch.autograd.grad``, which hands gradients out instead of accumulating them.
     """
     if _will_execute is None:
-        return len(nodes)
+        return True
     try:
-        return sum(map(_will_execute, nodes))
+        return _will_execute(node)
     except RuntimeError:  # raised for leaves that autograd.grad() captures
-        return 0
+        return False
+
+
+def is_accumulation(node: Any) -> bool:
+    """Whether ``node`` is the graph node of a leaf."""
+    return type(node) is _ACCUMULATION
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
@@ -54,10 +59,9 @@ def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
     """``tensor.register_hook(hook)``, to be called before the hooks that are there already."""
     handle = tensor.register_hook(hook)
     hooks: dict[int, Any] = getattr(tensor, "_backward_hooks", None) or {}
-    for key in [key for key in hooks if key != handle.id]:
-        hooks[key] = hooks.pop(key)
+    if len(hooks) > 1:
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)
 
 
-def input_node(tensor: Tensor) -> Any:
-    """The graph node that receives the gradient of ``tensor``, which requires grad."""
-    return tensor.grad_fn if tensor.grad_fn is not None else accumulate_node(tensor)
+_ACCUMULATION: type = type(accumulate_node(torch.empty(0, requires_grad=True)))

@@ -36,7 +36,7 @@ _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "order_check"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement"]
 
 
 def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
@@ -100,8 +100,8 @@ class Chain(Transfer):
         return self._second().wait()
 
     def is_completed(self) -> bool:
-        """As `Transfer.is_completed`; begins the second when the first has ended."""
-        return (self._next is not None or self._first.is_completed()) and self._second().is_completed()
+        """As `Transfer.is_completed`. *Invariant*: it begins nothing, for who asks, and when, differs among ranks."""
+        return self._next is not None and self._next.is_completed()
 
     def _second(self) -> Transfer:
         if self._next is None:
@@ -127,6 +127,15 @@ class Communicator(GroupMessages):
         if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
             ranks = dist.get_process_group_ranks(group)
             self.exchange = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+
+    @cached_property
+    def on_host(self) -> "Communicator":
+        """The same ranks, for tensors in host memory. **Collective** the first time."""
+        if backend_name(self.group, torch.device("cpu")) is not None:
+            return self
+        ranks = dist.get_process_group_ranks(self.group)
+        self._host = dist.new_group(ranks, timeout_of(self.group), "gloo", use_local_synchronization=True)
+        return communicator(self._host)
 
     def new_id(self) -> int:
         """A number for one flat param; the same on every rank that builds its models in the same order."""

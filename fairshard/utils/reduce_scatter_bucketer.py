@@ -101,6 +101,15 @@ class Bucket:
         self._missing.discard(index)
         return not self._missing
 
+    def leave_empty(self, index: int) -> bool:
+        """Let the source at ``index`` count as zeros; True when the bucket is then complete."""
+        if not self.is_open:
+            alloc_storage_(self.data)
+            self.is_open = True
+        self._columns[index].zero_()
+        self._missing.discard(index)
+        return not self._missing
+
     def launch(self) -> Transfer:
         """Start the sum over ranks, and over replicas where there are any; columns that nobody wrote count as zero."""
         for index in self._missing:
@@ -157,6 +166,7 @@ class ReduceScatterBucketer:
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
+        self.drops = False  # what is reduced counts nowhere: sources give zeros and take nothing
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -224,6 +234,8 @@ class ReduceScatterBucketer:
         if source.hook is not None:
             self.reduce_by_hook(source, source.hook)
             return
+        if source.comms.num_ranks == 1 and self.drops:
+            return
         if source.comms.num_ranks == 1:
             alone = Bucket([source])
             alone.write(0)
@@ -234,7 +246,7 @@ class ReduceScatterBucketer:
             bucket, index = Bucket([source]), 0
         while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()
-        if bucket.write(index):
+        if bucket.leave_empty(index) if self.drops else bucket.write(index):
             self.launch(bucket)
             lands = not bucket.data.is_cuda and any(source.lands_at_once for source in bucket.sources)
             while lands and self._flying:
@@ -245,6 +257,10 @@ class ReduceScatterBucketer:
         for waiting in self._chunks.values():
             waiting.reduce()
         self._chunks.clear()
+        self.drain()
+
+    def drain(self) -> None:
+        """Send the planned buckets that wait, full or not, and let all that are under way arrive."""
         for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
             if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
                 self.launch(bucket)
@@ -265,13 +281,17 @@ class ReduceScatterBucketer:
     def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
         """Let ``hook`` reduce, on the reduce stream; it does all averaging."""
         bucket = Bucket([source])
-        bucket.write(0)
+        if self.drops:
+            bucket.leave_empty(0)
+        else:
+            bucket.write(0)
         written = now(bucket.data.device)
         with self._stream.use():
             self._stream.wait(written)
             reduced = bucket.data.new_empty(source.shard_numel)
             hook(bucket.data.view(-1), reduced)
-            source.accept_grad(reduced)
+            if not self.drops:
+                source.accept_grad(reduced)
         self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def launch(self, bucket: Bucket) -> None:
@@ -288,7 +308,8 @@ class ReduceScatterBucketer:
         """Wait for ``transfer``, and give what it brings to the sources of ``bucket``."""
         reduced = transfer.wait()
         assert reduced is not None
-        bucket.deliver(reduced)
+        if not self.drops:
+            bucket.deliver(reduced)
 
     def _is_crowded(self, bucket: Bucket) -> bool:
         if bucket.is_open:

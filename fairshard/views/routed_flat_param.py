@@ -111,11 +111,11 @@ class RoutedFlatParam(ViewedFlatParam):
         """As for any flat param; what waits for the sum over replicas goes with it, if there is one."""
         super().write_grads(views)
         if not self._keeps_sums:
-            self._kept.leave()
+            self._kept_sum.leave()
 
     def take_kept(self) -> Tensor | None:
         """What earlier backwards have summed over the ranks of the shard only."""
-        return self._kept.take()
+        return self._kept_sum.take()
 
     @torch.no_grad()
     def accept_grad(self, reduced: Tensor) -> None:
@@ -124,11 +124,11 @@ class RoutedFlatParam(ViewedFlatParam):
         A shard gets a gradient of zeros, as in `accumulate`, which tells whether the user has zeroed it meanwhile.
         """
         if self._keeps_sums:
-            self._kept.add(reduced)
-            self._kept.mark = self.grad.mark()
+            self._kept_sum.add(reduced)
+            self._kept_sum.mark = self.grad.mark()
             self.num_sent -= 1
             return
-        self._kept.arrive()
+        self._kept_sum.arrive()
         if self.route.hook is not None:
             stream = Stream.of(self.route.hook_stream if reduced.is_cuda else None)
             stream.wait(now(reduced.device))
@@ -140,17 +140,23 @@ class RoutedFlatParam(ViewedFlatParam):
     @property
     def has_accumulated(self) -> bool:
         """Whether gradients of earlier passes wait here to be reduced by the running one."""
-        return super().has_accumulated or (self._kept.waiting is not None and not self._keeps_sums)
+        return super().has_accumulated or (self._kept_sum.waiting is not None and not self._keeps_sums)
+
+    def reach(self) -> bytearray:
+        """As for any flat param; what waits for the sum over replicas is of all parameters."""
+        if self._kept_sum.waiting is None or self._keeps_sums:
+            return super().reach()
+        return bytearray(self._trained)
 
     def forget_zeroed(self) -> None:
         """Drop what waits for each parameter whose gradient the user has zeroed since."""
         super().forget_zeroed()
-        waiting = self._kept.waiting
+        waiting = self._kept_sum.waiting
         if waiting is None:
             return
-        zeroed = self.grad.zeroed_since(self._kept.mark, [slot.fqn for slot in self.slots])
+        zeroed = self.grad.zeroed_since(self._kept_sum.mark, [slot.fqn for slot in self.slots])
         if len(zeroed) == len(self.slots):
-            self._kept.drop()
+            self._kept_sum.drop()
         spans = self._own_spans()
         for index in zeroed:
             waiting[spans[index].start : spans[index].stop].zero_()
@@ -158,24 +164,24 @@ class RoutedFlatParam(ViewedFlatParam):
     def drop_grads(self) -> None:
         """Forget what an interrupted backward has made, but nothing that waited for it."""
         super().drop_grads()
-        self._kept.come_back()
+        self._kept_sum.come_back()
 
     # ---- state
 
     def begin_pass(self) -> None:
         """As for any flat param."""
         super().begin_pass()
-        self._kept.begin_pass()
+        self._kept_sum.begin_pass()
 
     def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """As for any flat param, and what waits for the sum over replicas."""
         device, host = super().state_tensors()
-        return device + [kept for kept in (self._kept.waiting,) if kept is not None], host
+        return device + [kept for kept in (self._kept_sum.waiting,) if kept is not None], host
 
     def _forget_runtime(self) -> None:
         super()._forget_runtime()
         self._comms = None
-        self._kept = KeptSum()
+        self._kept_sum = KeptSum()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "route": self.route}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
@@ -135,8 +136,16 @@ class ViewedFlatParam(FlatParam):
         for index in zeroed:
             self._drop_accumulated(index)
 
+    def _is_partial(self) -> bool:
+        try:
+            zeroed = self.grad.zeroed_since(self._partial, [slot.fqn for slot in self.slots])
+        except FairshardError:  # they were scaled, say
+            return True
+        return len(zeroed) < len(self.slots)
+
     def _drop_accumulated(self, index: int) -> None:
         self.slots[index].leaf.grad = None
+        self._kept[index] = 0
         if self._accumulated is not None:
             span = self.layout.param_span(index)
             self._accumulated[span.start : span.stop].zero_()

@@ -29,6 +29,7 @@ class ViewedGrad(ShardGrad):
         self._runs: list[Tensor] = []  # of the gradient [S], while there is one ...
         self._shows: Sequence[Tensor] = ()  # ... as they are shown
         self._held_runs: list[Tensor | None] = []  # those of them that were not taken off
+        self._had_none = bytearray()  # parameters whose gradient was None before `mark` gave them zeros
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
         """Show the gradient on ``views``, each the elements of its span, and take what is on them already.
@@ -98,11 +99,11 @@ class ViewedGrad(ShardGrad):
         if self._held_runs:
             self._held_runs[index] = None
 
-    def add(self, reduced: Tensor) -> None:
-        """Set or add ``reduced``; on its way until `land` if it moves."""
+    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+        """As `ShardGrad.add`; a parameter that was not reached keeps its gradient None, if it has none."""
         if self.is_on_host:
             self.forget_dropped()  # or their memory would count as in use
-        super().add(reduced)
+        super().add(reduced, reached)
 
     def value_or_zeros(self) -> Tensor:
         """The gradient; one of zeros is made if there is none, and shown where it was not."""
@@ -122,6 +123,10 @@ class ViewedGrad(ShardGrad):
     def mark(self) -> Any:
         """The gradient of each parameter, of zeros if there is none, as it is now, for `zeroed_since`."""
         self.land()
+        if not self._had_none:
+            self._had_none = bytearray(len(self._views))
+        for index, grad in enumerate(self._shown() or ()):
+            self._had_none[index] |= grad is None
         whole = self.value_or_zeros()
         first = whole[self._heads]
         sign_zeros_(first)
@@ -178,12 +183,24 @@ class ViewedGrad(ShardGrad):
             self._show()
             return
         self._held_runs = []
+        self._had_none = bytearray()
         for view in self._views:
             view.grad = None
 
-    def _set_or_add(self, grad: Tensor) -> None:
-        super()._set_or_add(grad)
-        self._show()
+    def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
+        if reached is None:
+            super()._set_or_add(grad, None)
+            self._show()
+        else:
+            shown, had_none = self._shown(), self._had_none or bytes(len(self._views))
+            keep = [grad is not None and not none for grad, none in zip(shown, had_none, strict=True)]
+            which = [bool(own) or was for own, was in zip(reached, keep, strict=True)]
+            super()._set_or_add(grad, None)
+            self._show([view.requires_grad and own for view, own in zip(self._views, which, strict=True)])
+            for index, own in enumerate(which):
+                if not own:
+                    self.drop(index)
+        self._had_none = bytearray()
 
 
 class OrigGrad:

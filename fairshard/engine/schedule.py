@@ -1,0 +1,225 @@
+"""What one backward communicates, and when: one list, the same on every rank. Integers only: no tensors, no ranks.
+
+It is made of the calls of the forwards that await the backward, walked from the last one back, as far as any rank's
+backward reaches them. For units 0 (around the others), 1 and 2, called in this order::
+
+    forward     | 0 begins | 1 begins, ends | 2 begins, ends | 0 ends |
+    schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  SEND 2  FREE 2    AT 1    DONE 1  SEND 1  FREE 1 ...
+
+*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward. Whether a step is
+in the list, and where, never depends on one rank's reach, memory or timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Kind(IntEnum):
+    """What a step of a schedule is: a mark, which each rank passes when its own backward gets there, or an order.
+
+    ``AT``: the backward has reached the outputs of a call. ``DONE``: it has computed all gradients inside the call.
+    ``RECOMPUTE``: a checkpoint is about to run its forward again.
+    """
+
+    AT = 0
+    DONE = 1
+    RECOMPUTE = 2
+    GATHER = 3
+    SEND = 4
+    FREE = 5
+
+
+class Step(NamedTuple):
+    """One step; ``call`` is that of a mark, or the one that the order is for (-1: none)."""
+
+    kind: Kind
+    unit: int
+    call: int = -1
+
+
+class CallPlace(NamedTuple):
+    """One call: the number of its unit, of its forward, and of the checkpoint that it is in (-1: none)."""
+
+    unit: int
+    forward: int
+    segment: int = -1
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """How one unit is treated in a backward.
+
+    ``ahead``: the units to gather when the backward reaches it; None for the one that it should reach next.
+    ``waits``: they are gathered when this one is done. ``gathers``, ``frees``: it is gathered at all; freed at the end.
+    """
+
+    gathers: bool = True
+    frees: bool = True
+    waits: bool = False
+    ahead: tuple[int, ...] | None = None
+
+
+@dataclass
+class Schedule:
+    """The ``steps``, and where the marks are among them: ``at`` and ``done`` by call, ``recompute`` by segment."""
+
+    steps: list[Step] = field(default_factory=list)
+    at: dict[int, int] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+    recompute: dict[int, int] = field(default_factory=dict)
+    segments: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def sends(self) -> list[int]:
+        """The units whose gradients are sent, in order."""
+        return [step.unit for step in self.steps if step.kind is Kind.SEND]
+
+    def lines(self, name: Callable[[int], str]) -> list[str]:
+        """The schedule in words, a line for each mark with what is ordered there."""
+        lines: list[str] = []
+        for step in self.steps:
+            word = step.kind.name.lower()
+            if step.kind <= Kind.RECOMPUTE or not lines:
+                lines.append(f"{word} {name(step.unit)}")
+            else:
+                lines[-1] += f"  > {word} {name(step.unit)}"
+        return lines
+
+
+def build(
+    events: Sequence[int],
+    calls: Sequence[CallPlace],
+    reached: Sequence[int],
+    resident: Sequence[int],
+    owed: Sequence[int],
+    rules: Sequence[UnitRule],
+) -> Schedule:
+    """The schedule of the backward of some forwards.
+
+    Args:
+        events: all beginnings and ends of calls, as `Pass.events` has them, numbered through.
+        calls: where each call belongs.
+        reached: for each call, whether any rank's backward reaches it.
+        resident: for each unit, whether all ranks hold it gathered.
+        owed: for each unit, whether it has gradients to send.
+        rules: for each unit.
+    """
+    builder = _Builder(calls, reached, resident, owed, rules)
+    builder.look_ahead([~event for event in reversed(events) if event < 0 and builder.is_listed[~event]])
+    for event in reversed(events):
+        call = event if event >= 0 else ~event
+        if builder.is_listed[call]:
+            if event < 0:
+                builder.reach(call)
+            else:
+                builder.finish(call)
+    builder.send_rest()
+    return builder.schedule
+
+
+class _Builder:
+    """The list as far as it has been made, and what is gathered at its end."""
+
+    def __init__(
+        self,
+        calls: Sequence[CallPlace],
+        reached: Sequence[int],
+        resident: Sequence[int],
+        owed: Sequence[int],
+        rules: Sequence[UnitRule],
+    ) -> None:
+        self.schedule = Schedule()
+        self._calls, self._rules = calls, rules
+        recomputed = {place.segment for place, is_reached in zip(calls, reached, strict=True) if is_reached} - {-1}
+        self.is_listed = [
+            bool(is_reached) or place.segment in recomputed for place, is_reached in zip(calls, reached, strict=True)
+        ]
+        self._gathered = {unit for unit, is_there in enumerate(resident) if is_there}
+        self._owed = {unit for unit, owes in enumerate(owed) if owes}
+        self._left: dict[int, int] = {}  # calls of each unit, in all forwards ...
+        self._left_in: dict[tuple[int, int], int] = {}  # ... and in one
+        self._to_reach: dict[int, int] = {}
+        for call, place in enumerate(calls):
+            if self.is_listed[call]:
+                self._left[place.unit] = self._left.get(place.unit, 0) + 1
+                self._to_reach[place.unit] = self._to_reach.get(place.unit, 0) + 1
+                key = place.forward, place.unit
+                self._left_in[key] = self._left_in.get(key, 0) + 1
+                if place.segment >= 0:
+                    self.schedule.segments.setdefault(place.segment, []).append(call)
+        self._next: dict[int, int] = {}  # after each call, the one of another unit that the backward reaches next
+
+    def look_ahead(self, order: Sequence[int]) -> None:
+        """Note what follows each call when the backward reaches the calls in this order."""
+        following: int | None = None
+        for position in range(len(order) - 2, -1, -1):
+            call, after = order[position], order[position + 1]
+            if self._calls[after].unit != self._calls[call].unit:
+                following = after
+            if following is not None:
+                self._next[call] = following
+
+    def reach(self, call: int) -> None:
+        """The backward reaches the outputs of ``call``."""
+        unit, _, segment = self._calls[call]
+        rule = self._rules[unit]
+        if segment >= 0 and segment not in self.schedule.recompute:
+            self.schedule.recompute[segment] = self._mark(Kind.RECOMPUTE, call)
+            for other in self.schedule.segments[segment]:
+                self._gather(self._calls[other].unit, other)
+        self.schedule.at[call] = self._mark(Kind.AT, call)
+        self._to_reach[unit] -= 1
+        self._gather(unit, call)
+        if not rule.waits:
+            self._gather_ahead(unit, call)
+
+    def finish(self, call: int) -> None:
+        """The backward is done with ``call``."""
+        unit, forward, _ = self._calls[call]
+        self.schedule.done[call] = self._mark(Kind.DONE, call)
+        self._left[unit] -= 1
+        self._left_in[forward, unit] -= 1
+        if self._left_in[forward, unit]:
+            return
+        if not self._left[unit]:
+            self._send(unit)
+        rule = self._rules[unit]
+        self.schedule.steps.append(Step(Kind.FREE, unit))
+        if rule.frees:
+            self._gathered.discard(unit)
+        if rule.waits:
+            self._gather_ahead(unit, call)
+
+    def send_rest(self) -> None:
+        """Units that have gradients, and no call that is listed."""
+        for unit in sorted(self._owed):
+            self._send(unit)
+
+    def _mark(self, kind: Kind, call: int) -> int:
+        self.schedule.steps.append(Step(kind, self._calls[call].unit, call))
+        return len(self.schedule.steps) - 1
+
+    def _send(self, unit: int) -> None:
+        if unit in self._owed:
+            self._owed.discard(unit)
+            self.schedule.steps.append(Step(Kind.SEND, unit))
+
+    def _gather(self, unit: int, call: int) -> None:
+        if unit not in self._gathered and self._rules[unit].gathers:
+            self._gathered.add(unit)
+            self.schedule.steps.append(Step(Kind.GATHER, unit, call))
+
+    def _gather_ahead(self, unit: int, call: int) -> None:
+        ahead = self._rules[unit].ahead
+        if ahead is None:
+            following = self._next.get(call)
+            if following is not None:
+                self._gather(self._calls[following].unit, following)
+            return
+        for other in ahead:
+            if self._to_reach.get(other):
+                self._gather(other, call)

@@ -1,0 +1,34 @@
+"""What the units of one model share: streams, memory that was freed, buckets, transfers. It knows no units."""
+
+from __future__ import annotations
+
+import torch
+
+from fairshard.params.shard_grad import GradTransfers
+from fairshard.utils.device import Event, Stream, now
+from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+
+
+class Shared:
+    """The streams, the bucketer and the transfers of the units that compute on ``device``.
+
+    Attributes:
+        free: the newest moment at which memory was freed, which gathers wait for.
+        depth: calls of units that are running, one inside the other.
+    """
+
+    def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
+        self.device = device
+        self.unshard_stream = Stream(device, priority=-1)
+        self.reduce_stream = Stream(device, priority=-1)
+        self.transfers = GradTransfers(device)
+        self.bucketer = ReduceScatterBucketer(bucket_cap_mb, self.reduce_stream)
+        self.free: Event = now(device)
+        self.depth = 0
+
+    def note_free(self) -> None:
+        """Memory was freed: gathers from now on wait until compute has passed this moment."""
+        if self.device.type == "cuda":
+            self.free = now(self.device)
+        if self.depth and torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()  # its key is the tensor: the leaf would seem unchanged
