@@ -27,7 +27,7 @@ import torch
 
 from fairshard.engine.exec_order import Bracket, Pass, Record
 from fairshard.engine.notices import create_graph_error, late_error, other_rank_error, unseen_error
-from fairshard.engine.reach import Peers, Reach, agree_on
+from fairshard.engine.reach import Exchanges, Peers, Reach, agree_on
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -47,6 +47,7 @@ class Model(Protocol):
     record: Record[Unit]
     num_interrupted: int
     last_schedule: Any
+    exchanges: Exchanges
 
     @property
     def is_common(self) -> bool:
@@ -111,13 +112,7 @@ class Backward:
 
     def begin(self) -> None:
         """Agree with the other ranks on what the backward reaches, and plan it. **Collective.**"""
-        token = _Token()
-        self._alive = weakref.ref(token)
-
-        def end(_held: _Token = token) -> None:
-            self.end()
-
-        at_end_of_task(end)  # from now on only the graph task holds the token
+        self._alive = _at_end(self.end)
         problem: Exception | None = None
         try:
             self._check()
@@ -234,7 +229,7 @@ class Backward:
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
         peers = [self._peers(comm, passes, places, agreed) for comm in comms]
         hashes = [self._hash(one, events, places) for one in peers]
-        verdict = agree_on(agreed, peers, hashes, problem is not None)
+        verdict = agree_on(agreed, peers, hashes, problem is not None, self.models[0].exchanges)
         if not verdict.agree:
             for model in self.models:
                 model.differ()
@@ -457,6 +452,17 @@ class Backward:
                     bucketer.drain()
                     bucketer.drops = False
         self._arriving.clear()
+
+
+def _at_end(end: Callable[[], None]) -> weakref.ref[_Token]:
+    """Call ``end`` when the graph task ends; what is returned is dead when the task is over, however it ends."""
+    token = _Token()
+
+    def call(_held: _Token = token) -> None:
+        end()
+
+    at_end_of_task(call)
+    return weakref.ref(token)
 
 
 def _bucketed(units: Any) -> list[Any]:

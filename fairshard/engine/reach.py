@@ -3,7 +3,7 @@
 Each rank sends a hash of what it has run and a bit for each question of which ranks may know different answers::
 
     header                        units                        forwards
-    hash (7 bytes) | flags | n    leaves | missing | uncut     calls | alive
+    hash (7 bytes) | flags | n    leaves | missing | uncut | assumed     calls | alive
 
 What comes back is the union: a bit that any rank has set. The header is compared before anything else is sent, so that
 ranks that have run different things notice it before the first gather of the backward.
@@ -11,7 +11,6 @@ ranks that have run different things notice it before the first gather of the ba
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +33,7 @@ class Reach:
         leaves: for each parameter, whether it has a gradient to send.
         missing: for each unit, whether it must be gathered to be used.
         uncut: for each unit, whether no part of it is kept to gather it from.
+        assumed: for each unit, whether its leaves count as reached because a checkpoint has yet to show which are.
     """
 
     calls: bytearray = field(default_factory=bytearray)
@@ -41,6 +41,7 @@ class Reach:
     leaves: bytearray = field(default_factory=bytearray)
     missing: bytearray = field(default_factory=bytearray)
     uncut: bytearray = field(default_factory=bytearray)
+    assumed: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
@@ -62,60 +63,6 @@ class Verdict:
     has_problem: bool
 
 
-def agree_on(reach: Reach, peers: Sequence[Peers], hashes: Sequence[int], has_problem: bool) -> Verdict:
-    """Set in ``reach`` what any rank of ``peers`` has set, one after the other; ``hashes`` has a number for each.
-
-    Stops where ranks have run different things, or one has a problem: all of them know then. **Collective.**
-    """
-    agrees = True
-    for one, number in zip(peers, hashes, strict=True):
-        numbers, flags = _swap(reach, one, number, int(has_problem) + 2 * (not agrees))
-        agrees = agrees and len(numbers) == 1 and not flags & 2
-        has_problem = has_problem or bool(flags & 1)
-    return Verdict(agrees, has_problem)
-
-
-def _swap(reach: Reach, peers: Peers, number: int, flags: int) -> tuple[set[bytes], int]:
-    """The numbers of all ranks, and the union of their flags; `reach` becomes the union if there is nothing wrong."""
-    fixed = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
-    by_call = [(reach.calls, peers.calls), (reach.alive, peers.alive)]
-    answers = _pack(fixed)
-    more = _pack(by_call)
-    head = number.to_bytes(7, "big") + bytes([flags]) + len(more).to_bytes(4, "big")
-    at_once = more[:_NUM_CALLS_AT_ONCE].ljust(_NUM_CALLS_AT_ONCE, b"\0")
-    messages = _exchange_of(peers.comm, len(head) + len(answers) + len(at_once)).swap(head + answers + at_once)
-    heads = {message[:7] + message[8:_HEADER_NBYTES] for message in messages}
-    for message in messages:
-        flags |= message[7]
-    if len(heads) > 1 or flags:
-        return heads, flags
-    stop = _HEADER_NBYTES + len(answers)
-    _unpack(fixed, [message[_HEADER_NBYTES:stop] for message in messages])
-    if len(more) <= _NUM_CALLS_AT_ONCE:
-        _unpack(by_call, [message[stop : stop + len(more)] for message in messages])
-    else:
-        _unpack(by_call, _exchange_of(peers.comm, len(more)).swap(more))
-    return heads, flags
-
-
-def _pack(fields: Sequence[tuple[bytearray, Sequence[int]]]) -> bytes:
-    chosen = b"".join(bytes(answers[place] for place in places) for answers, places in fields)
-    return np.packbits(np.frombuffer(chosen, np.uint8)).tobytes()
-
-
-def _unpack(fields: Sequence[tuple[bytearray, Sequence[int]]], messages: Sequence[bytes]) -> None:
-    """Set in ``fields`` the union of what `_pack` made of them on all ranks."""
-    if not messages[0]:
-        return
-    union = np.bitwise_or.reduce([np.frombuffer(message, np.uint8) for message in messages])
-    bits = np.unpackbits(union).tolist()
-    start = 0
-    for answers, places in fields:
-        for place, bit in zip(places, bits[start : start + len(places)], strict=True):
-            answers[place] = bit
-        start += len(places)
-
-
 class _Exchange:
     """All-gathers of messages of one size, in host memory."""
 
@@ -135,11 +82,74 @@ class _Exchange:
         return [row.tobytes() for row in self._buffer.numpy()]
 
 
-_exchanges: weakref.WeakKeyDictionary[Communicator, dict[int, _Exchange]] = weakref.WeakKeyDictionary()
+class Exchanges:
+    """The exchanges of one model, made as they are needed. They keep process groups alive: they go with the model."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Communicator, int], _Exchange] = {}
+
+    def of(self, comm: Communicator, nbytes: int) -> _Exchange:
+        """That of messages of ``nbytes`` between the ranks of ``comm``."""
+        key = comm, nbytes
+        if key not in self._made:
+            self._made[key] = _Exchange(comm.on_host, nbytes)
+        return self._made[key]
 
 
-def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
-    known = _exchanges.setdefault(comm, {})
-    if nbytes not in known:
-        known[nbytes] = _Exchange(comm.on_host, nbytes)
-    return known[nbytes]
+def agree_on(
+    reach: Reach, peers: Sequence[Peers], hashes: Sequence[int], has_problem: bool, exchanges: Exchanges
+) -> Verdict:
+    """Set in ``reach`` what any rank of ``peers`` has set, one after the other; ``hashes`` has a number for each.
+
+    Stops where ranks have run different things, or one has a problem: all of them know then. **Collective.**
+    """
+    agrees = True
+    for one, number in zip(peers, hashes, strict=True):
+        numbers, flags = _swap(reach, one, exchanges, number, int(has_problem) + 2 * (not agrees))
+        agrees = agrees and len(numbers) == 1 and not flags & 2
+        has_problem = has_problem or bool(flags & 1)
+    return Verdict(agrees, has_problem)
+
+
+def _swap(
+    reach: Reach, peers: Peers, exchanges: Exchanges, number: int, flags: int
+) -> tuple[set[bytes], int]:
+    """The numbers of all ranks, and the union of their flags; `reach` becomes the union if there is nothing wrong."""
+    fixed = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
+    fixed.append((reach.assumed, peers.units))
+    by_call = [(reach.calls, peers.calls), (reach.alive, peers.alive)]
+    answers = _pack(fixed)
+    more = _pack(by_call)
+    head = number.to_bytes(7, "big") + bytes([flags]) + len(more).to_bytes(4, "big")
+    at_once = more[:_NUM_CALLS_AT_ONCE].ljust(_NUM_CALLS_AT_ONCE, b"\0")
+    messages = exchanges.of(peers.comm, len(head) + len(answers) + len(at_once)).swap(head + answers + at_once)
+    heads = {message[:7] + message[8:_HEADER_NBYTES] for message in messages}
+    for message in messages:
+        flags |= message[7]
+    if len(heads) > 1 or flags:
+        return heads, flags
+    stop = _HEADER_NBYTES + len(answers)
+    _unpack(fixed, [message[_HEADER_NBYTES:stop] for message in messages])
+    if len(more) <= _NUM_CALLS_AT_ONCE:
+        _unpack(by_call, [message[stop : stop + len(more)] for message in messages])
+    else:
+        _unpack(by_call, exchanges.of(peers.comm, len(more)).swap(more))
+    return heads, flags
+
+
+def _pack(fields: Sequence[tuple[bytearray, Sequence[int]]]) -> bytes:
+    chosen = b"".join(bytes(answers[place] for place in places) for answers, places in fields)
+    return np.packbits(np.frombuffer(chosen, np.uint8)).tobytes()
+
+
+def _unpack(fields: Sequence[tuple[bytearray, Sequence[int]]], messages: Sequence[bytes]) -> None:
+    """Set in ``fields`` the union of what `_pack` made of them on all ranks."""
+    if not messages[0]:
+        return
+    union = np.bitwise_or.reduce([np.frombuffer(message, np.uint8) for message in messages])
+    bits = np.unpackbits(union).tolist()
+    start = 0
+    for answers, places in fields:
+        for place, bit in zip(places, bits[start : start + len(places)], strict=True):
+            answers[place] = bit
+        start += len(places)

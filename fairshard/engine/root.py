@@ -15,6 +15,7 @@ from fairshard.engine.call import Call
 from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
 from fairshard.engine.listener import GradListener, JoinListener, OrderListener
 from fairshard.engine.notices import warn_autocast, warn_opaque_outputs
+from fairshard.engine.reach import Exchanges
 from fairshard.engine.segments import current_segment
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -55,6 +56,7 @@ class Root:
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.record: Record[Unit] = Record()
         self.last_schedule: Any = None
+        self.exchanges = Exchanges()
         self.backward: Backward | None = None
         self.after_step: Event | None = None  # what the next pass's gathers wait for, instead of its beginning
         self.has_begun = False
