@@ -20,7 +20,9 @@ import hashlib
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -103,6 +105,8 @@ class Backward:
         self._listed: set[Unit] = set()
         self._touched: set[Unit] = set()  # units some of whose leaves have gradients
         self._from_parts: list[bool] = []
+        self._is_assumed = False
+        self._peers: list[Peers] = []
         self._used: set[Unit] = set()  # units that this rank computes with since they were gathered
         self._is_serving = False  # after an exception
         self._is_broken = False
@@ -130,6 +134,8 @@ class Backward:
         self._plan(self.models[0].record.passes, None)
         self._walk(len(self.schedule.steps))
         self._finish()
+        if self._is_assumed:
+            self._agree_on_leaves()
         for unit in self.units:
             unit.end_backward(keep=False)
 
@@ -165,12 +171,13 @@ class Backward:
         own = self._own = self._own_reach(passes, lives)
         self._is_own = bytes(own.calls)
         self._own_segments = {place.segment for place, mine in zip(places, own.calls, strict=True) if mine} - {-1}
-        agreed = Reach(*(bytearray(answers) for answers in (own.calls, own.alive, own.leaves, own.missing, own.uncut)))
+        agreed = deepcopy(own)
         self._agree(passes, events, places, agreed, problem)
         owed = self._note_owed(agreed.leaves)
         rules = tuple(self._rule(unit) for unit in self.units)
         self.schedule = self._built(events, places, agreed, owed, rules)
         self._listed = {self.units[step.unit] for step in self.schedule.steps}
+        self._is_assumed = any(agreed.assumed)
         self._from_parts = [not uncut for uncut in agreed.uncut]
         for model in self.models:
             model.record.keep([one for one, lives in zip(passes, agreed.alive, strict=True) if lives])
@@ -201,6 +208,7 @@ class Backward:
                 own.leaves += flat_param.reach()
             own.missing.append(not unit.is_resident)
             own.uncut.append(not unit.has_parts)
+            own.assumed.append(0)
         unseen = {bracket.unit for bracket in self._brackets if bracket.is_unseen}
         reached = {unit for unit in unseen if any(map(reaches, unit.nodes))}
         for forward, one in enumerate(passes):
@@ -210,7 +218,19 @@ class Backward:
                 lives[forward] |= call is not None or node is not None
                 is_reached = (call is not None and call.is_reached()) or (node is not None and reaches(node))
                 own.calls.append(is_reached or (bracket.is_unseen and bracket.unit in reached))
+                if node is not None and own.calls[-1]:
+                    own.assumed[self._number[bracket.unit]] = 1
+        self._assume(own)
         return own
+
+    def _assume(self, own: Reach) -> None:
+        """Count the leaves of units inside reentrant checkpoints as reached: their graph is yet to be made."""
+        start = 0
+        for unit, is_assumed in zip(self.units, own.assumed, strict=True):
+            for flat_param in unit.flat_params:
+                for index, node in enumerate(flat_param.nodes):
+                    own.leaves[start + index] |= bool(is_assumed) and node is not None and flat_param.shard_numel > 0
+                start += len(flat_param.slots)
 
     def _agree(
         self,
@@ -227,9 +247,9 @@ class Backward:
         """
         comms = [comm for model in self.models if model.is_common for comm in model.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
-        peers = [self._peers(comm, passes, places, agreed) for comm in comms]
-        hashes = [self._hash(one, events, places) for one in peers]
-        verdict = agree_on(agreed, peers, hashes, problem is not None, self.models[0].exchanges)
+        self._peers = [self._peers_of(comm, passes, places) for comm in comms]
+        hashes = [self._hash(one, events, places) for one in self._peers]
+        verdict = agree_on(agreed, self._peers, hashes, problem is not None, self.models[0].exchanges)
         if not verdict.agree:
             for model in self.models:
                 model.differ()
@@ -238,7 +258,7 @@ class Backward:
             told = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
             raise problem or other_rank_error([text for text in told if text])
 
-    def _peers(self, comm: Any, passes: list[Pass[Unit]], places: list[CallPlace], agreed: Reach) -> Peers:
+    def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
         talking = [comm in self._model_of[unit].comms_of[unit] for unit in self.units]
         is_common = [one.is_common for one in passes]
         calls = [call for call, place in enumerate(places) if talking[place.unit] and is_common[place.forward]]
@@ -421,11 +441,36 @@ class Backward:
         """The graph task is over: do what is left, let everything arrive, be idle."""
         self._walk(len(self.schedule.steps))
         self._finish()
+        found = self._agree_on_leaves() if self._is_assumed else None
         for model in self.models:
             if model is self.models[0] or any(map(self.lists, model.units)):
                 model.end_backward(self)
             else:
                 model.leave_backward()
+        if found is not None:
+            self._retract(found)
+
+    def _agree_on_leaves(self) -> bytearray:
+        """Which parameters any rank had gradients of in the end. **Collective.**"""
+        leaves = bytearray()
+        for unit in self.units:
+            for flat_param in unit.flat_params:
+                leaves += flat_param.contributed
+        none = bytearray(len(self.units))
+        found = Reach(leaves=leaves, missing=none, uncut=bytearray(none), assumed=bytearray(none))
+        peers = [replace(one, calls=(), alive=()) for one in self._peers]
+        agree_on(found, peers, [0] * len(peers), False, self.models[0].exchanges)
+        return found.leaves
+
+    def _retract(self, leaves: bytearray) -> None:
+        """Take away the gradients of zeros that were given to parameters which no rank has reached after all."""
+        start = 0
+        for unit in self.units:
+            for flat_param in unit.flat_params:
+                stop = start + len(flat_param.slots)
+                if flat_param.is_owed and unit.sync:
+                    flat_param.grad.retract(leaves[start:stop])
+                start = stop
 
     def _finish(self) -> None:
         while self._arriving:

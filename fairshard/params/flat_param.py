@@ -60,6 +60,7 @@ class FlatParam(FlatLine):
         self.is_owed = False  # some rank's backward, or what `no_sync` has kept, gives a gradient ...
         self.reached: bytes | None = None  # ... of these parameters; None: of all
         self.num_sent = 0  # sums under way
+        self.contributed = bytearray(len(self.slots))  # of which parameters this rank had gradients
         self._num_landed = 0  # sums that the running backward has added to the gradient
         self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
         self._partial: Any = None  # the gradient's mark when an exception left it incomplete
@@ -282,6 +283,7 @@ class FlatParam(FlatLine):
             if grad is None:
                 empty += runs
                 continue
+            self.contributed[index] = 1
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
                 sources.append(grad)
@@ -326,6 +328,7 @@ class FlatParam(FlatLine):
         """Some rank has gradients of ``which`` parameters, 1 or 0 each; those that no rank has stay None."""
         self.is_owed = any(which)
         self.reached = None if all(which) else bytes(which)
+        self.contributed = bytearray(len(self.slots))
         self._num_landed = 0
 
     @torch.no_grad()

@@ -121,6 +121,7 @@ class ShardGrad:
         self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # a second one while gradients add up
         self._flights: deque[_Flight] = deque()
+        self._is_new = False  # there was no gradient before the last one was added
 
     @property
     def value(self) -> Tensor | None:
@@ -153,6 +154,11 @@ class ShardGrad:
             return
         host = self._take_buffer()
         self._flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
+
+    def retract(self, reached: bytearray) -> None:
+        """Drop the gradient if the last backward made it, and has ``reached`` none of its parameters after all."""
+        if self._is_new and not any(reached):
+            self._set(None)
 
     def land(self, counts: bool = True) -> None:
         """Wait for copies under way, and make what they bring visible; ``counts`` as in `GradTransfers.wait`."""
@@ -203,6 +209,7 @@ class ShardGrad:
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         kept = self.value
+        self._is_new = kept is None
         if kept is None:
             self._set(grad.data)  # a version counter of its own, not that of the whole bucket
         else:

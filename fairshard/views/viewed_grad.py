@@ -30,6 +30,7 @@ class ViewedGrad(ShardGrad):
         self._shows: Sequence[Tensor] = ()  # ... as they are shown
         self._held_runs: list[Tensor | None] = []  # those of them that were not taken off
         self._had_none = bytearray()  # parameters whose gradient was None before `mark` gave them zeros
+        self._were_none = bytearray()  # those whose gradient was None before the last one was added
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
         """Show the gradient on ``views``, each the elements of its span, and take what is on them already.
@@ -111,6 +112,12 @@ class ViewedGrad(ShardGrad):
         self._show()
         return whole
 
+    def retract(self, reached: bytearray) -> None:
+        """Drop the gradient of each parameter that the last backward gave one, and has not ``reached`` after all."""
+        for index, (own, none) in enumerate(zip(reached, self._were_none, strict=True)):
+            if none and not own:
+                self.drop(index)
+
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradient, or write zeros over it, and drop what is under way."""
         self.discard_flights()
@@ -189,10 +196,12 @@ class ViewedGrad(ShardGrad):
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         if reached is None:
+            self._were_none = bytearray(map(_is_none, self._shown()))
             super()._set_or_add(grad, None)
             self._show()
         else:
             shown, had_none = self._shown(), self._had_none or bytes(len(self._views))
+            self._were_none = bytearray(map(_is_none, shown))
             keep = [grad is not None and not none for grad, none in zip(shown, had_none, strict=True)]
             which = [bool(own) or was for own, was in zip(reached, keep, strict=True)]
             super()._set_or_add(grad, None)
@@ -201,6 +210,10 @@ class ViewedGrad(ShardGrad):
                 if not own:
                     self.drop(index)
         self._had_none = bytearray()
+
+
+def _is_none(grad: Tensor | None) -> bool:
+    return grad is None
 
 
 class OrigGrad:
