@@ -20,7 +20,7 @@ import hashlib
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
@@ -29,19 +29,20 @@ import torch
 
 from fairshard.engine.exec_order import Bracket, Pass, Record
 from fairshard.engine.notices import create_graph_error, late_error, other_rank_error, unseen_error
-from fairshard.engine.reach import Exchanges, Peers, Reach, agree_on
+from fairshard.engine.reach import Peers, Question, Reach, Verdict, agree_on
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.params.versions import check_unchanged
-from fairshard.utils.autograd import at_end_of_task, current_task, reaches
+from fairshard.utils.autograd import at_end_of_task, reaches
 from fairshard.utils.collectives import Communicator
 
 
 class Model(Protocol):
     """A model that a backward goes through."""
 
+    number: int
     units: list[Unit]
     shared: Shared
     comms: list[Communicator]
@@ -49,11 +50,13 @@ class Model(Protocol):
     record: Record[Unit]
     num_interrupted: int
     last_schedule: Any
-    exchanges: Exchanges
 
     @property
     def is_common(self) -> bool:
         """Whether its backward needs all ranks."""
+
+    def begin_backward(self, backward: Backward) -> None:
+        """``backward`` goes through the model."""
 
     def note(self, unit: Unit) -> None:
         """``unit`` is gathered or sent next."""
@@ -85,15 +88,11 @@ class Backward:
         sends: whether any gradient is sent or kept.
     """
 
-    def __init__(self, models: Sequence[Model]) -> None:
-        self.models = list(models)
-        self.task = current_task()
-        self.units = [unit for model in models for unit in model.units]
+    def __init__(self, first: Model, others: Callable[[], Sequence[Model]]) -> None:
+        self._first = first
+        self._others = others
         self.schedule = Schedule()
         self.sends = False
-        self._model_of = {unit: model for model in models for unit in model.units}
-        self._number = {unit: number for number, unit in enumerate(self.units)}
-        self._own = Reach()
         self._brackets: list[Bracket[Unit]] = []
         self._cursor = 0
         self._passed = -1
@@ -106,32 +105,39 @@ class Backward:
         self._touched: set[Unit] = set()  # units some of whose leaves have gradients
         self._from_parts: list[bool] = []
         self._is_assumed = False
+        self._is_partial: dict[Unit, bool] = {}  # some of its leaves are not reached, as far as the graph shows
         self._peers: list[Peers] = []
         self._used: set[Unit] = set()  # units that this rank computes with since they were gathered
         self._is_serving = False  # after an exception
         self._is_broken = False
         self._alive: weakref.ref[_Token] = lambda: None  # type: ignore[assignment]
+        self._go_through([first])
+
+    def _go_through(self, models: Sequence[Model]) -> None:
+        self.models = sorted(models, key=lambda model: model.number)
+        self.units = [unit for model in self.models for unit in model.units]
+        self._model_of = {unit: model for model in self.models for unit in model.units}
+        self._number = {unit: number for number, unit in enumerate(self.units)}
 
     # ---- beginning
 
     def begin(self) -> None:
         """Agree with the other ranks on what the backward reaches, and plan it. **Collective.**"""
         self._alive = _at_end(self.end)
+        self._first.begin_backward(self)
         problem: Exception | None = None
         try:
             self._check()
             if torch.is_grad_enabled():
-                raise create_graph_error(self.models[0].units[0].fqn)
+                raise create_graph_error(self._first.units[0].fqn)
         except Exception as error:
             problem = error
-        passes = [one for model in self.models for one in model.record.passes]
-        passes.sort(key=lambda one: one.number)
-        self._plan(passes, problem)
+        self._plan(problem)
 
     def follow(self) -> None:
         """Do a rank's part in the whole of it: it computes nothing, but gives the gradients that it has kept."""
         self._check()
-        self._plan(self.models[0].record.passes, None)
+        self._plan(None)
         self._walk(len(self.schedule.steps))
         self._finish()
         if self._is_assumed:
@@ -151,7 +157,27 @@ class Backward:
                 for flat_param in unit.flat_params:
                     flat_param.forget_zeroed()
 
-    def _plan(self, passes: list[Pass[Unit]], problem: Exception | None) -> None:
+    def _plan(self, problem: Exception | None) -> None:
+        others = [model for model in self._others() if _is_reached(model)]
+        numbers = [self._first.number, *(model.number for model in others)]
+        if others and not self._first.is_common:
+            self._add(set(numbers))
+        models = self._plan_for(numbers, problem, is_final=False)
+        if models - {self._first.number}:
+            self._add(models)
+            self._plan_for([model.number for model in self.models], problem, is_final=True)
+
+    def _add(self, numbers: Collection[int]) -> None:
+        """Go through the models with these ``numbers``, which some rank reaches, in one schedule."""
+        others = [model for model in self._others() if model.number in numbers]
+        for model in others:
+            model.begin_backward(self)
+        self._go_through([self._first, *others])
+
+    def _plan_for(self, numbers: Sequence[int], problem: Exception | None, is_final: bool) -> frozenset[int]:
+        """Make the schedule, unless other ranks reach other models; returns those that any reaches."""
+        passes = [one for model in self.models for one in model.record.passes]
+        passes.sort(key=lambda one: one.number)
         self._brackets = [bracket for one in passes for bracket in one.brackets]
         events: list[int] = []
         places: list[CallPlace] = []
@@ -168,11 +194,16 @@ class Backward:
                 segment = bracket.segment + num_segments if bracket.segment >= 0 else -1
                 places.append(CallPlace(self._number[bracket.unit], forward, segment))
             num_segments += last + 1
-        own = self._own = self._own_reach(passes, lives)
+        own = self._own_reach(passes, lives)
         self._is_own = bytes(own.calls)
         self._own_segments = {place.segment for place, mine in zip(places, own.calls, strict=True) if mine} - {-1}
         agreed = deepcopy(own)
-        self._agree(passes, events, places, agreed, problem)
+        self._peers = self._all_peers(passes, places)
+        hashes = [self._hash(one, events, places) for one in self._peers]
+        verdict = agree_on(Question(agreed, self._peers, hashes, problem is not None, numbers, is_final))
+        self._raise_for(verdict, problem)
+        if len(verdict.models) > 1 and not is_final:
+            return verdict.models
         owed = self._note_owed(agreed.leaves)
         rules = tuple(self._rule(unit) for unit in self.units)
         self.schedule = self._built(events, places, agreed, owed, rules)
@@ -183,6 +214,7 @@ class Backward:
             model.record.keep([one for one, lives in zip(passes, agreed.alive, strict=True) if lives])
             sends = [self.units[number] for number in self.schedule.sends]
             model.shared.bucketer.plan(_bucketed(unit for unit in sends if self._model_of[unit] is model))
+        return verdict.models
 
     def _built(
         self,
@@ -193,7 +225,7 @@ class Backward:
         rules: tuple[UnitRule, ...],
     ) -> Schedule:
         """The schedule; that of the last backward where nothing has changed."""
-        model = self.models[0]
+        model = self._first
         resident = bytes(not missing for missing in agreed.missing)
         key = (tuple(events), tuple(places), bytes(agreed.calls), resident, owed, rules)
         if model.last_schedule is None or model.last_schedule[0] != key:
@@ -218,10 +250,16 @@ class Backward:
                 lives[forward] |= call is not None or node is not None
                 is_reached = (call is not None and call.is_reached()) or (node is not None and reaches(node))
                 own.calls.append(is_reached or (bracket.is_unseen and bracket.unit in reached))
-                if node is not None and own.calls[-1]:
+                if own.calls[-1] and (node is not None or (call is not None and self._is_unsure(bracket.unit, call))):
                     own.assumed[self._number[bracket.unit]] = 1
         self._assume(own)
         return own
+
+    def _is_unsure(self, unit: Unit, call: Any) -> bool:
+        """Whether leaves of ``unit`` that seem not to be reached may be used in a graph that ``call`` is yet to make."""
+        if unit not in self._is_partial:
+            self._is_partial[unit] = not all(map(reaches, unit.nodes))
+        return self._is_partial[unit] and call.makes_graphs()
 
     def _assume(self, own: Reach) -> None:
         """Count the leaves of units inside reentrant checkpoints as reached: their graph is yet to be made."""
@@ -232,31 +270,22 @@ class Backward:
                     own.leaves[start + index] |= bool(is_assumed) and node is not None and flat_param.shard_numel > 0
                 start += len(flat_param.slots)
 
-    def _agree(
-        self,
-        passes: list[Pass[Unit]],
-        events: list[int],
-        places: list[CallPlace],
-        agreed: Reach,
-        problem: Exception | None,
-    ) -> None:
-        """Make ``agreed`` the union over all ranks that share units. **Collective.**
-
-        Raises:
-            RanksDisagreeError: on every rank, if they have run different things.
-        """
-        comms = [comm for model in self.models if model.is_common for comm in model.comms]
-        comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
-        self._peers = [self._peers_of(comm, passes, places) for comm in comms]
-        hashes = [self._hash(one, events, places) for one in self._peers]
-        verdict = agree_on(agreed, self._peers, hashes, problem is not None, self.models[0].exchanges)
+    def _raise_for(self, verdict: Verdict, problem: Exception | None) -> None:
+        """Raise on every rank where they have run different things, or one has a problem. **Collective** then."""
         if not verdict.agree:
+            self._is_broken = True
             for model in self.models:
                 model.differ()
         if verdict.has_problem:
             self._is_broken = True
+            comms = [peers.comm for peers in self._peers]
             told = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
             raise problem or other_rank_error([text for text in told if text])
+
+    def _all_peers(self, passes: list[Pass[Unit]], places: list[CallPlace]) -> list[Peers]:
+        comms = [comm for model in self.models if model.is_common for comm in model.comms]
+        comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
+        return [self._peers_of(comm, passes, places) for comm in comms]
 
     def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
         talking = [comm in self._model_of[unit].comms_of[unit] for unit in self.units]
@@ -443,7 +472,7 @@ class Backward:
         self._finish()
         found = self._agree_on_leaves() if self._is_assumed else None
         for model in self.models:
-            if model is self.models[0] or any(map(self.lists, model.units)):
+            if model is self._first or any(map(self.lists, model.units)):
                 model.end_backward(self)
             else:
                 model.leave_backward()
@@ -459,7 +488,7 @@ class Backward:
         none = bytearray(len(self.units))
         found = Reach(leaves=leaves, missing=none, uncut=bytearray(none), assumed=bytearray(none))
         peers = [replace(one, calls=(), alive=()) for one in self._peers]
-        agree_on(found, peers, [0] * len(peers), False, self.models[0].exchanges)
+        agree_on(Question(found, peers, [0] * len(peers), False, [self._first.number], is_final=True))
         return found.leaves
 
     def _retract(self, leaves: bytearray) -> None:
@@ -508,6 +537,16 @@ def _at_end(end: Callable[[], None]) -> weakref.ref[_Token]:
 
     at_end_of_task(call)
     return weakref.ref(token)
+
+
+def _is_reached(model: Model) -> bool:
+    """Whether the running graph task reaches a call of ``model`` that is recorded."""
+    for bracket in model.record:
+        call = None if bracket.call is None else bracket.call()
+        node = None if bracket.node is None else bracket.node()
+        if (call is not None and call.is_reached()) or (node is not None and reaches(node)):
+            return True
+    return False
 
 
 def _bucketed(units: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fairshard.utils.autograd import hook_first, is_accumulation, reaches
+from fairshard.utils.autograd import hook_first, is_accumulation, is_custom, newest_node, reaches
 
 
 class Listener(Protocol):
@@ -39,13 +39,15 @@ class Call:
         probes: of the outputs that a backward can be seen to reach; weak.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "bracket", "listener", "probes", "versions")
+    __slots__ = ("__weakref__", "_began", "_inputs", "bracket", "is_custom", "listener", "probes", "versions")
 
     def __init__(self, listener: Listener, versions: list[int]) -> None:
         self.listener = listener
         self.versions = versions
         self.bracket: Any = None
         self.probes: list[weakref.ref[_Probe]] = []
+        self.is_custom = False  # an output is that of a Python function
+        self._began = newest_node()
         self._inputs: list[Any] = []  # only until the outputs are known
 
     def watch_input(self, tensor: Tensor) -> Tensor:
@@ -81,6 +83,7 @@ class Call:
             own = tensor if node is None else node
             if not any(own is given for given in self._inputs):
                 probe = _Probe(self, node, self._inputs)
+                self.is_custom = self.is_custom or is_custom(node)
                 tensor.register_hook(probe)
                 self.probes.append(weakref.ref(probe))
         return tensor
@@ -97,6 +100,28 @@ class Call:
             probe = reference()
             if probe is not None and any(map(reaches, probe.nodes)):
                 return True
+        return False
+
+
+    def makes_graphs(self) -> bool:
+        """Whether a Python function is part of the call, whose backward may make a graph, as reentrant checkpoints do.
+
+        Looks at every node of the call.
+        """
+        if self.is_custom:
+            return True
+        probes = [probe for reference in self.probes if (probe := reference()) is not None]
+        waiting = [node for probe in probes for node in probe.nodes]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if node._sequence_nr() < self._began:
+                continue
+            if is_custom(node):
+                return True
+            new = {one for one, _ in node.next_functions if one is not None} - seen
+            seen |= new
+            waiting += new
         return False
 
 

@@ -2,25 +2,29 @@
 
 Each rank sends a hash of what it has run and a bit for each question of which ranks may know different answers::
 
-    header                        units                        forwards
-    hash (7 bytes) | flags | n    leaves | missing | uncut | assumed     calls | alive
+    header                                   units                                    forwards
+    hash | flags | n | numbers of models     leaves | missing | uncut | assumed       calls | alive
 
-What comes back is the union: a bit that any rank has set. The header is compared before anything else is sent, so that
-ranks that have run different things notice it before the first gather of the backward.
+What comes back is the union: a bit that any rank has set. The first message has the same size whatever the models are,
+so that ranks that have run different things notice it before the first gather of the backward. What does not fit into
+it, and the answers where ranks reach several models, goes into a second one.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from fairshard.utils.collectives import Communicator, RowGather, exchange_tag
+from fairshard.utils.collectives import Communicator
 
-_HEADER_NBYTES = 12
-_NUM_CALLS_AT_ONCE = 1024  # in the first message, whose size all ranks know; more than these go into a second one
+_NUM_MODELS = 7  # that one backward may reach
+_HEADER = struct.Struct(f">QBI{1 + _NUM_MODELS}I")
+_NBYTES = 2048  # of the first message
+_PROBLEM, _DIFFERENT, _SEVERAL = 1, 2, 4  # flags
 
 
 @dataclass
@@ -57,84 +61,80 @@ class Peers:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the ranks have run the same things, and whether any has a problem."""
+    """Whether the ranks have run the same things, whether any has a problem, and the models that any reaches.
+
+    Where ranks reach ``models`` beside their first, nothing was compared, and `Reach` is as it was.
+    """
 
     agree: bool
     has_problem: bool
+    models: frozenset[int]
 
 
-class _Exchange:
-    """All-gathers of messages of one size, in host memory."""
+@dataclass(frozen=True)
+class Question:
+    """What one rank brings to an exchange.
 
-    def __init__(self, comm: Communicator, nbytes: int) -> None:
-        with torch.inference_mode(False):
-            self._buffer = torch.zeros(comm.world_size, nbytes, dtype=torch.uint8)
-        self._gather = RowGather(comm, self._buffer, "agreement")
-        self._id = comm.new_id()
-        self._uses = 0
-        self._own = self._buffer[comm.rank].numpy()
-
-    def swap(self, message: bytes) -> list[bytes]:
-        """The message of every rank. **Collective.**"""
-        self._own[:] = np.frombuffer(message, np.uint8)
-        self._uses += 1
-        self._gather.start(exchange_tag("all_gather", self._id, self._uses)).wait()
-        return [row.tobytes() for row in self._buffer.numpy()]
-
-
-class Exchanges:
-    """The exchanges of one model, made as they are needed. They keep process groups alive: they go with the model."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Communicator, int], _Exchange] = {}
-
-    def of(self, comm: Communicator, nbytes: int) -> _Exchange:
-        """That of messages of ``nbytes`` between the ranks of ``comm``."""
-        key = comm, nbytes
-        if key not in self._made:
-            self._made[key] = _Exchange(comm.on_host, nbytes)
-        return self._made[key]
-
-
-def agree_on(
-    reach: Reach, peers: Sequence[Peers], hashes: Sequence[int], has_problem: bool, exchanges: Exchanges
-) -> Verdict:
-    """Set in ``reach`` what any rank of ``peers`` has set, one after the other; ``hashes`` has a number for each.
-
-    Stops where ranks have run different things, or one has a problem: all of them know then. **Collective.**
+    ``hashes``: for each of the peers, of what must be alike. ``models``: the numbers of the models that it reaches, the
+    first one first. ``is_final``: all ranks are known to ask of the same models.
     """
-    agrees = True
-    for one, number in zip(peers, hashes, strict=True):
-        numbers, flags = _swap(reach, one, exchanges, number, int(has_problem) + 2 * (not agrees))
-        agrees = agrees and len(numbers) == 1 and not flags & 2
-        has_problem = has_problem or bool(flags & 1)
-    return Verdict(agrees, has_problem)
+
+    reach: Reach
+    peers: Sequence[Peers]
+    hashes: Sequence[int]
+    has_problem: bool
+    models: Sequence[int]
+    is_final: bool = False
 
 
-def _swap(
-    reach: Reach, peers: Peers, exchanges: Exchanges, number: int, flags: int
-) -> tuple[set[bytes], int]:
-    """The numbers of all ranks, and the union of their flags; `reach` becomes the union if there is nothing wrong."""
-    fixed = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
-    fixed.append((reach.assumed, peers.units))
-    by_call = [(reach.calls, peers.calls), (reach.alive, peers.alive)]
-    answers = _pack(fixed)
-    more = _pack(by_call)
-    head = number.to_bytes(7, "big") + bytes([flags]) + len(more).to_bytes(4, "big")
-    at_once = more[:_NUM_CALLS_AT_ONCE].ljust(_NUM_CALLS_AT_ONCE, b"\0")
-    messages = exchanges.of(peers.comm, len(head) + len(answers) + len(at_once)).swap(head + answers + at_once)
-    heads = {message[:7] + message[8:_HEADER_NBYTES] for message in messages}
-    for message in messages:
-        flags |= message[7]
-    if len(heads) > 1 or flags:
-        return heads, flags
-    stop = _HEADER_NBYTES + len(answers)
-    _unpack(fixed, [message[_HEADER_NBYTES:stop] for message in messages])
-    if len(more) <= _NUM_CALLS_AT_ONCE:
-        _unpack(by_call, [message[stop : stop + len(more)] for message in messages])
-    else:
-        _unpack(by_call, exchanges.of(peers.comm, len(more)).swap(more))
-    return heads, flags
+def agree_on(question: Question) -> Verdict:
+    """Set in ``question.reach`` what any rank of its peers has set, group after group. **Collective.**
+
+    Stops where ranks have run different things, or one has a problem: all of them know then.
+    """
+    flags = _PROBLEM if question.has_problem else 0
+    models = set(question.models)
+    for peers, number in zip(question.peers, question.hashes, strict=True):
+        flags, told = _swap(question, peers, number, flags, models)
+        models |= told
+    is_several = bool(flags & _SEVERAL) and not question.is_final
+    return Verdict(is_several or not flags & _DIFFERENT, bool(flags & _PROBLEM), frozenset(models))
+
+
+def _swap(question: Question, peers: Peers, number: int, flags: int, models: set[int]) -> tuple[int, set[int]]:
+    """The union of the flags and the models of all ranks; ``question.reach`` becomes one if there is nothing wrong."""
+    reach = question.reach
+    fields = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
+    fields += [(reach.assumed, peers.units), (reach.calls, peers.calls), (reach.alive, peers.alive)]
+    answers = _pack(fields)
+    ordered = [question.models[0], *sorted(models - {question.models[0]})][: 1 + _NUM_MODELS]
+    listed = ordered + [0] * (1 + _NUM_MODELS - len(ordered))
+    header = _HEADER.pack(number, flags, len(answers), *listed)
+    messages = _exchange(peers.comm, (header + answers)[:_NBYTES].ljust(_NBYTES, b"\0"))
+    heads = [_HEADER.unpack_from(message) for message in messages]
+    for head in heads:
+        flags |= head[1]
+    told = {model for head in heads for model in head[3:] if model}
+    if len(told) > 1:
+        flags |= _SEVERAL
+    if len({(head[0], head[2]) for head in heads}) > 1:
+        flags |= _DIFFERENT
+    if not flags & (_PROBLEM | _DIFFERENT) and (question.is_final or not flags & _SEVERAL):
+        if len(answers) <= _NBYTES - _HEADER.size:
+            _unpack(fields, [message[_HEADER.size : _HEADER.size + len(answers)] for message in messages])
+        else:
+            _unpack(fields, _exchange(peers.comm, answers))
+    return flags, told
+
+
+def _exchange(comm: Communicator, message: bytes) -> list[bytes]:
+    """The message of every rank, all of one size, in host memory. **Collective.**"""
+    with torch.inference_mode(False):
+        buffer = torch.empty(comm.world_size, len(message), dtype=torch.uint8)
+    rows = buffer.numpy()
+    rows[comm.rank] = np.frombuffer(message, np.uint8)
+    comm.on_host.gather_messages(buffer).wait()
+    return [row.tobytes() for row in rows]
 
 
 def _pack(fields: Sequence[tuple[bytearray, Sequence[int]]]) -> bytes:

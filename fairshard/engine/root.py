@@ -15,7 +15,6 @@ from fairshard.engine.call import Call
 from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
 from fairshard.engine.listener import GradListener, JoinListener, OrderListener
 from fairshard.engine.notices import warn_autocast, warn_opaque_outputs
-from fairshard.engine.reach import Exchanges
 from fairshard.engine.segments import current_segment
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -28,7 +27,7 @@ from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 
-_numbers = itertools.count()
+_numbers = itertools.count(1)
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 
@@ -56,7 +55,6 @@ class Root:
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.record: Record[Unit] = Record()
         self.last_schedule: Any = None
-        self.exchanges = Exchanges()
         self.backward: Backward | None = None
         self.after_step: Event | None = None  # what the next pass's gathers wait for, instead of its beginning
         self.has_begun = False
@@ -252,27 +250,29 @@ class Root:
         return backward
 
     def _begin_backward(self) -> Backward:
-        roots: list[Root] = [self]
-        if self.join is None:
-            others = (root for root in _roots if root is not self and root.record.passes)
-            roots += sorted(
-                (root for root in others if root.backward is None and root.join is None and not root.shared.depth),
-                key=lambda root: root.number,
-            )
-        backward = Backward(roots)
-        for root in roots:
-            root.backward = backward
-            root.order_check.begin_backward()
         if self.join is not None:
             self.join.begin_backward(self.record.passes)
+        backward = Backward(self, self._others)
         backward.begin()
         return backward
+
+    def _others(self) -> list[Root]:
+        """The other models of this process that a backward could reach."""
+        if self.join is not None:
+            return []
+        others = (root for root in _roots if root is not self and root.record.passes and root.join is None)
+        return sorted((root for root in others if root.backward is None), key=lambda root: root.number)
+
+    def begin_backward(self, backward: Backward) -> None:
+        """``backward`` goes through this model."""
+        self.backward = backward
+        self.order_check.begin_backward()
 
     def follow_backward(self, passes: list[Pass[Unit]]) -> None:
         """Do a rank's part in a whole backward of ``passes``, which others compute and this rank does not."""
         before, self.record.passes = self.record.passes, passes
         try:
-            Backward([self]).follow()
+            Backward(self, self._others).follow()
         finally:
             self.record.passes = before
 

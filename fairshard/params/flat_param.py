@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import FairshardError, PartialGradientError
+from fairshard.errors import BackwardOrderError, FairshardError, PartialGradientError
 from fairshard.params.kept_part import KeptPart
 from fairshard.params.line import FlatLine
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
@@ -284,6 +284,11 @@ class FlatParam(FlatLine):
                 empty += runs
                 continue
             self.contributed[index] = 1
+            if self.reached is not None and not self.reached[index]:
+                raise BackwardOrderError(
+                    f"The backward must reach `{slot.fqn}` through its unit's graph, but gave it a gradient through "
+                    "one that was made later, by a function that recomputes. Use torch.utils.checkpoint."
+                )
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
                 sources.append(grad)

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 
 NO_BACKWARD = -1
 
+_sequence_nr: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -48,6 +50,16 @@ def reaches(node: Any) -> bool:
 def is_accumulation(node: Any) -> bool:
     """Whether ``node`` is the graph node of a leaf."""
     return type(node) is _ACCUMULATION
+
+
+def is_custom(node: Any) -> bool:
+    """Whether ``node`` is that of a ``torch.autograd.Function``."""
+    return isinstance(node, BackwardCFunction)
+
+
+def newest_node() -> int:
+    """The sequence number that the next graph node of this thread will have; 0 where torch does not say."""
+    return 0 if _sequence_nr is None else _sequence_nr()
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:

@@ -121,7 +121,7 @@ class Communicator(GroupMessages):
         super().__init__(group)
         self.counts: dict[str, list[int]] = {}
         self.is_real = backend_name(group, torch.device("cpu")) != "fake"
-        self._next_id = 0
+        self._next_id = self._num_messages = 0
         self.exchange: ProcessGroup | None = None
         self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
         if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
@@ -136,6 +136,11 @@ class Communicator(GroupMessages):
         ranks = dist.get_process_group_ranks(self.group)
         self._host = dist.new_group(ranks, timeout_of(self.group), "gloo", use_local_synchronization=True)
         return communicator(self._host)
+
+    def gather_messages(self, rows: Tensor) -> Transfer:
+        """As `all_gather`, counted apart; only one at a time. **Collective.**"""
+        self._num_messages += 1
+        return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, self._num_messages))
 
     def new_id(self) -> int:
         """A number for one flat param; the same on every rank that builds its models in the same order."""
