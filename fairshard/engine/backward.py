@@ -58,6 +58,9 @@ class Model(Protocol):
     def begin_backward(self, backward: Backward) -> None:
         """``backward`` goes through the model."""
 
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether ``unit`` is to stay gathered from its forward to its backward."""
+
     def note(self, unit: Unit) -> None:
         """``unit`` is gathered or sent next."""
 
@@ -256,7 +259,7 @@ class Backward:
         return own
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:
-        """Whether leaves of ``unit`` that seem not to be reached may be used in a graph that ``call`` is yet to make."""
+        """Whether leaves of ``unit`` that seem unreached may be used in a graph that ``call`` is yet to make."""
         if unit not in self._is_partial:
             self._is_partial[unit] = not all(map(reaches, unit.nodes))
         return self._is_partial[unit] and call.makes_graphs()
@@ -288,7 +291,7 @@ class Backward:
         return [self._peers_of(comm, passes, places) for comm in comms]
 
     def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
-        talking = [comm in self._model_of[unit].comms_of[unit] for unit in self.units]
+        talking = [comm in self._model_of[unit].comms_of[unit] and unit.has_shards for unit in self.units]
         is_common = [one.is_common for one in passes]
         calls = [call for call, place in enumerate(places) if talking[place.unit] and is_common[place.forward]]
         leaves: list[int] = []
@@ -306,11 +309,13 @@ class Backward:
         counted = set(peers.calls)
         numbers = [len(peers.units), *(self.units[number].sync for number in peers.units)]
         numbers += [model.num_interrupted for model in self.models]
+        forwards: dict[int, int] = {}
         for event in events:
             call = event if event >= 0 else ~event
             if call in counted:
                 place = places[call]
-                numbers += [place.unit if event >= 0 else ~place.unit, place.segment, place.forward]
+                forward = forwards.setdefault(place.forward, len(forwards))
+                numbers += [place.unit if event >= 0 else ~place.unit, self._brackets[call].segment, forward]
         digest = hashlib.blake2b(array("q", numbers).tobytes(), digest_size=7).digest()
         return int.from_bytes(digest, "big")
 
@@ -331,7 +336,10 @@ class Backward:
     def _rule(self, unit: Unit) -> UnitRule:
         ahead = unit.prefetch.ahead_in_backward
         numbers = None if ahead is None else tuple(self._number[other] for other in ahead if other in self._number)
-        return UnitRule(unit.unshard_in_backward, unit.frees_in_backward, unit.prefetch.waits_for_grads, numbers)
+        frees_between = unit.config.late.keeps_across_passes or not self._model_of[unit].keeps_after_forward(unit)
+        return UnitRule(
+            unit.unshard_in_backward, unit.frees_in_backward, frees_between, unit.prefetch.waits_for_grads, numbers
+        )
 
     # ---- events
 

@@ -165,10 +165,14 @@ class Root:
         return lambda tensor: call.note_input(tensor) if tensor is last else call.watch_input(tensor)
 
     def _keeps_gathered(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays gathered after its forward; the outermost does, whose backward comes first."""
-        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
+        """Whether ``unit`` stays gathered after its forward, as things are."""
         awaited = unit.members is not None and unit.members.are_awaited
-        return self.backward is not None or first or awaited or not unit.reshard_after_forward
+        return self.backward is not None or awaited or self.keeps_after_forward(unit)
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether ``unit`` is to stay gathered for its backward; the outermost is, whose backward comes first."""
+        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
+        return first or not unit.reshard_after_forward
 
     def _leave(self, unit: Unit, keep: bool, completed: bool) -> None:
         if unit.buffers is not None and self.backward is None:

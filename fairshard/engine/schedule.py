@@ -55,10 +55,12 @@ class UnitRule:
 
     ``ahead``: the units to gather when the backward reaches it; None for the one that it should reach next.
     ``waits``: they are gathered when this one is done. ``gathers``, ``frees``: it is gathered at all; freed at the end.
+    ``frees_between``: it is freed also where the backward of an earlier forward needs it again.
     """
 
     gathers: bool = True
     frees: bool = True
+    frees_between: bool = True
     waits: bool = False
     ahead: tuple[int, ...] | None = None
 
@@ -151,10 +153,13 @@ class _Builder:
                 self._left_in[key] = self._left_in.get(key, 0) + 1
                 if place.segment >= 0:
                     self.schedule.segments.setdefault(place.segment, []).append(call)
+        self._order: Sequence[int] = ()  # of the calls, as the backward reaches them
+        self._num_reached = 0
         self._next: dict[int, int] = {}  # after each call, the one of another unit that the backward reaches next
 
     def look_ahead(self, order: Sequence[int]) -> None:
         """Note what follows each call when the backward reaches the calls in this order."""
+        self._order = order
         following: int | None = None
         for position in range(len(order) - 2, -1, -1):
             call, after = order[position], order[position + 1]
@@ -173,6 +178,7 @@ class _Builder:
                 self._gather(self._calls[other].unit, other)
         self.schedule.at[call] = self._mark(Kind.AT, call)
         self._to_reach[unit] -= 1
+        self._num_reached += 1
         self._gather(unit, call)
         if not rule.waits:
             self._gather_ahead(unit, call)
@@ -188,11 +194,16 @@ class _Builder:
         if not self._left[unit]:
             self._send(unit)
         rule = self._rules[unit]
-        self.schedule.steps.append(Step(Kind.FREE, unit))
-        if rule.frees:
-            self._gathered.discard(unit)
+        if not self._left[unit] or (rule.frees_between and not self._is_next(unit)):
+            self.schedule.steps.append(Step(Kind.FREE, unit))
+            if rule.frees:
+                self._gathered.discard(unit)
         if rule.waits:
             self._gather_ahead(unit, call)
+
+    def _is_next(self, unit: int) -> bool:
+        """Whether the next call that the backward reaches is one of ``unit``."""
+        return self._num_reached < len(self._order) and self._calls[self._order[self._num_reached]].unit == unit
 
     def send_rest(self) -> None:
         """Units that have gradients, and no call that is listed."""

@@ -184,6 +184,11 @@ class Unit:
         return self.parts is None or self.parts.are_kept
 
     @property
+    def has_shards(self) -> bool:
+        """Whether any of its parameters has an element."""
+        return any(flat_param.shard_numel for flat_param in self.flat_params)
+
+    @property
     def frees_in_backward(self) -> bool:
         """Whether the parameters are freed when a backward is done with them."""
         return self.reshard_after_backward and not (self.config.keeps_in_no_sync and not self.sync)

@@ -12,7 +12,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.checks.test_order_check import OTHER_PATHS, Branches, Path, native_collectives, train_step, wrapped_path
 from tests.on_ranks import on_ranks
-from tests.reference import randn, sgd
+from tests.reference import sgd
 from tests.settings.test_hybrid import HYBRID, ZERO2, pairs
 
 # Ranks 0 and 1 are one shard group, 2 and 3 the other; 0 and 2 hold the same shard, as do 1 and 3.
@@ -47,13 +47,14 @@ def test_whoever_takes_another_path_all_ranks_are_told(who):
 
 @on_ranks(4)
 @pytest.mark.parametrize("who", DISSENTERS)
-def test_backwards_that_reach_other_units_are_told_on_all_ranks(who):
-    """The forwards agree; the end of the backward tells all ranks, also those whose peers of one kind agree."""
+def test_backwards_may_reach_other_units_on_some_ranks(who):
+    """The forwards agree; what a part of the ranks does not reach counts as zeros there, in the mean over all four."""
     how = {"process_group": pairs(2), "sharding_strategy": ZERO2}
     branches = [FSDP(nn.Linear(4, 4, device=rank_device()), **how) for _ in range(2)]
     model = FSDP(Branches(nn.ModuleList(branches)), **how)
-    outputs = model(randn(3, 4))
-    with pytest.raises(RanksDisagreeError) as raised:
-        sum(output.sum() for output in outputs[dist.get_rank() in DISSENTERS[who] :]).backward()
-    told = f"In step 1 rank 0 is at `branches.0` (backward), rank {DISSENTERS[who][0]} at the end."
-    assert told in str(raised.value)
+    outputs = model(torch.ones(3, 4, device=rank_device()))
+    sum(output.sum() for output in outputs[dist.get_rank() in DISSENTERS[who] :]).backward()
+    for branch, share in zip(branches, (1 - len(DISSENTERS[who]) / 4, 1.0), strict=True):
+        flat_param = branch._fairshard_unit.flat_params[0]
+        _, bias = flat_param.params_of(flat_param.gather_line(flat_param.shard.grad))
+        assert torch.equal(bias, torch.full_like(bias, 3 * share))

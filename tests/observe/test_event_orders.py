@@ -154,20 +154,16 @@ def keep_across_passes(model):
 
 @on_ranks(2)
 def test_a_unit_that_a_backward_does_not_come_to():
-    """It is gathered ahead in vain, freed at the end, and has its (empty) gradients there; then comes its turn.
-
-    After a backward nothing is gathered, so that the second one starts anew, and it foresees nothing. Unless the first
-    is said not to be the last: then what it did not come to stays gathered, and the second foresees as the first did.
-    """
-    for is_last, left, second_backward in (
-        (True, " -1.lin1 !1.lin1", "+1.lin1 -1.lin1 !1.lin1 +0 -0 !0 !1.lin2"),
-        (False, " !1.lin1", "+0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),
+    """It is not gathered, and has its (empty) gradients at the end; then comes its turn, as planned as the first."""
+    for is_last, second_backward in (
+        (True, "+1.lin1 +0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),
+        (False, "+1.lin1 +0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),
     ):
         model = branches()
         with order(model, "+0 -0 +1.lin1 -1.lin1 +1.lin2 -1.lin2"):
             first, second = model(torch.ones(2, DIM))
         model.set_is_last_backward(is_last)
-        with order(model, "+1.lin2 +1.lin1 -1.lin2 !1.lin2 +0 -0 !0" + left):
+        with order(model, "+1.lin2 +0 -1.lin2 !1.lin2 -0 !0 !1.lin1"):
             second.sum().backward(retain_graph=True)
         model.set_is_last_backward(True)
         with order(model, second_backward):
