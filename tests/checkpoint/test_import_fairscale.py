@@ -58,7 +58,7 @@ def join(path, name):
 
 
 def write_shards(folder, model, world_size, wrappers=False):
-    """What each rank of fairscale saves, one file a rank; returns the paths in the order of ranks.
+    """What each rank of fairscale saves, one file per rank; returns the paths in the order of ranks.
 
     A unit's line is cut by ``torch.chunk`` and padded to the size of its first chunk, as fairscale does; alone, or in
     a process group of its own (``whole``), a rank keeps all of it. ``wrappers`` leaves fairscale's module names in.
@@ -351,5 +351,5 @@ def test_files_that_cannot_be_read_as_data_are_refused_by_name(tmp_path, how):
 
 def test_no_shards_are_a_value_error(tmp_path):
     """An empty list has nothing to import."""
-    with pytest.raises(ValueError, match="one file a rank"):
+    with pytest.raises(ValueError, match="one file per rank"):
         import_fairscale([], tmp_path / "out")
