@@ -236,7 +236,7 @@ REFUSED = {
     "a shard twice": (lambda paths: [paths[0], paths[0], paths[2]], r"shard_0\.pt is given twice"),
     "another order": (
         lambda paths: [paths[2], paths[0] + "-copy", paths[1]],
-        r"shard_2\.pt stands in the place of rank 0",
+        r"shard_2\.pt is in the place of rank 0",
     ),
     "numbers that fall": (lambda paths: [paths[1], paths[0], paths[2]], r"shard_1\.pt comes before .*shard_0\.pt"),
 }
@@ -305,7 +305,7 @@ def damage(found, what):
 DAMAGES = {
     "no metadata": "there is no 'shard_metadata'",
     "no weights": "its weights lack `flat_param_0`",
-    "an undescribed weight": "holds `stray`, but its metadata say nothing of it",
+    "an undescribed weight": "holds `stray`, but its metadata do not describe it",
     "sizes that do not fit": "names, shapes and sizes of `flat_param_0` do not fit",
     "too much padding": "has 1000 elements of padding in 10",
     "a tie to nothing": "`head.weight` is tied to `nowhere.weight`",
