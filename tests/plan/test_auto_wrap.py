@@ -142,7 +142,7 @@ def test_strategies_reach_inner_units(group, strategy):
 def test_a_module_that_holds_a_unit_is_refused(group):
     """The error names the inner unit; nothing else has been wrapped."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(FSDP(nn.Linear(2, 2))))
-    with pytest.raises(ValueError, match=r"holds no unit yet, but `1\.0` is wrapped already"):
+    with pytest.raises(ValueError, match=r"a module without units, but `1\.0` is wrapped already"):
         FSDP(model, auto_wrap_policy=always_wrap_policy)
     assert isinstance(model[0], nn.Linear)
 
