@@ -38,7 +38,7 @@ def test_parameters_of_a_unit_must_agree():
         (broken("0.bias", exp_avg=torch.zeros(5).double()), r"`exp_avg` of one unit must have one dtype.*`0.bias`"),
         (broken("0.bias", exp_avg=3.0), r"`exp_avg` of one unit must have one dtype.*float"),
         (broken("0.bias", exp_avg=torch.zeros(6)), r"for `0.bias` has \(6,\) while the parameter has \(5,\)"),
-        (broken("0.weight", exp_avg=torch.zeros(4, 5)), r"that of `0.weight` has \(4, 5\)"),
+        (broken("0.weight", exp_avg=torch.zeros(4, 5)), r"for `0.weight` has \(4, 5\)"),
         (broken("0.bias", step=torch.tensor(9.0)), r"`step` .* equal .* is 1.0 for `0.weight` and 9.0 for `0.bias`"),
         (broken("0.bias", step=torch.tensor(1)), r"`step` of one unit must be equal|`step` must be equal"),
         (broken("0.bias", step=1.0), "`step` must be equal"),
