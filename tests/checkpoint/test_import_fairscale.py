@@ -231,7 +231,7 @@ REFUSED = {
         lambda paths: paths[:1] + paths[2:],
         r"shard_0\.pt to .*shard_2\.pt hold 13 elements .* has 20",
     ),
-    "the last shard missing": (lambda paths: paths[:2], r"hold 14 elements of `flat_param_0`, which has 20: at least one"),
+    "the last shard missing": (lambda paths: paths[:2], r"hold 14 elements of `flat_param_0`, which has 20: at least"),
     "a shard too many": (lambda paths: [*paths, paths[0] + "-copy"], "hold 27 elements .* there are too many"),
     "a shard twice": (lambda paths: [paths[0], paths[0], paths[2]], r"shard_0\.pt is given twice"),
     "another order": (
