@@ -268,7 +268,7 @@ def test_what_cannot_be_flattened_is_refused():
         FlattenParamsWrapper(model, [nn.Parameter(torch.ones(7))])
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         FlattenParamsWrapper([model])
-    with pytest.raises(ValueError, match=r"flattened once, but `1\.flat_param` is that of another"):
+    with pytest.raises(ValueError, match=r"flattened once, but `1\.flat_param` belongs to another"):
         FlattenParamsWrapper(nn.Sequential(model, FlattenParamsWrapper(nn.Linear(2, 2))))
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
 

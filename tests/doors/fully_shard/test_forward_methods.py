@@ -222,7 +222,7 @@ def test_arguments():
         for way in (register, register_forward_method):
             with pytest.raises(TypeError, match=f"`{name}` of Coder is a generator or coroutine"):
                 way(model, name)
-    with pytest.raises(ValueError, match="`unshard` is a method of FSDPModule"):
+    with pytest.raises(ValueError, match="`unshard` must not be a method of FSDPModule"):
         register(model, "unshard")
     register_forward_method(model, "encode")
     model.encode(randn(2, 6))
