@@ -141,7 +141,7 @@ def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
     assert_as_ddp(wrapped, ddp)
     before = wrapped.state_dict()
     another = sgd(wrapped)
-    with pytest.raises(FairshardError, match=r"none has stepped before.*join\(stateful=\[optimizer\]\)"), wrapped.join():
+    with pytest.raises(FairshardError, match=r"none has stepped.*join\(stateful=\[optimizer\]\)"), wrapped.join():
         run(wrapped, another, num_batches(2))
     assert_same_state(wrapped.state_dict(), before)
 
