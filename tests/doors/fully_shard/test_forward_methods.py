@@ -175,7 +175,7 @@ def test_unregistered_ways_in_raise():
         def forward(self, x):
             return F.linear(x, self.inner.weight)
 
-    with pytest.raises(ParameterShardedError, match=r"`forward` of the sharded Peeking.*some of `inner`"):
+    with pytest.raises(ParameterShardedError, match=r"`forward` of the sharded Peeking.*parameters of `inner`"):
         fully_shard(Peeking())(randn(2, 4))
 
 
