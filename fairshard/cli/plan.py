@@ -114,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _builder(arguments: argparse.Namespace) -> Callable[[], Any]:
-    """What builds the model, with everything checked that can be before it does."""
+    """The function that builds the model, after all checks that need no model."""
     given = [flag for flag in _GPT_FLAGS if getattr(arguments, flag) is not None]
     if given and (arguments.hf is not None or arguments.factory is not None):
         raise OptionError(f"--{given[0]} describes the gpt, but the model is another one. Leave it out.")

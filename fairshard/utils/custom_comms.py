@@ -69,7 +69,7 @@ class Ready(Transfer):
         self._done = done
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for it."""
         self._done.wait()
 
 

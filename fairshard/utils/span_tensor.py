@@ -116,7 +116,7 @@ class SpanTensor(torch.Tensor):
         return next(self._part(box) for box in self._boxes() if torch.Size(box.offsets) == index.offset)
 
 
-torch.serialization.add_safe_globals([SpanTensor])  # torch.load(weights_only=True) admits what this lists
+torch.serialization.add_safe_globals([SpanTensor])  # allowed by torch.load(weights_only=True)
 
 # Operators that give the run of the result when applied to the run.
 _ON_VALUES = {"clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}

@@ -79,7 +79,7 @@ def test_placements_that_are_refused():
     for placement, expected in by_weight.items():
         if expected:
             refused(*expected, model, shard_placement_fn=lambda p, found=placement: found if p.dim() > 1 else None)
-    refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which is \(4, 5\)", model,
+    refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which has shape \(4, 5\)", model,
             shard_placement_fn=lambda param: Shard(param.dim() - 1))  # fmt: skip
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
