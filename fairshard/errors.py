@@ -1,12 +1,11 @@
-"""What fairshard raises.
+"""The exceptions of fairshard.
 
-Wrong arguments are plain ``ValueError`` / ``TypeError``, raised before any collective. What goes wrong while
-running is one of these::
+Wrong arguments are plain ``ValueError`` / ``TypeError``, raised before any collective. Errors while running are::
 
     FairshardError (RuntimeError)
     |-- TrainingStateError    (+ ValueError, AssertionError)  called in the wrong phase of training
     |-- NotRootError          (+ AssertionError)              only the outermost wrapper may do this
-    |-- OptionsExcludeError   (+ ValueError, AssertionError)  an option that another one leaves no room for
+    |-- OptionsExcludeError   (+ ValueError, AssertionError)  two options that exclude each other
     |-- MixedGroupsError      (+ NotImplementedError)         the units use several process groups
     |-- GradRequiresGradError                                 a backward with ``create_graph=True``
     |-- ParameterShardedError                                 an original parameter read outside its unit
@@ -14,16 +13,16 @@ running is one of these::
     |-- BackwardOrderError                                    gradients arrived after their unit was sent
     |-- PartialGradientError                                  gradients that an exception left incomplete
     |-- StaleOptimizerError                                   an optimizer built before wrapping
-    |-- HeldGradientError                                     an optimizer that would skip gradients in silence
+    |-- HeldGradientError                                     an optimizer that would silently skip gradients
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
     |-- HostMemoryError       (+ MemoryError)                 not enough host memory to pin
     |-- StateDictTypesDifferError (+ AssertionError)          units with different types of state dict
-    |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or another model's
+    |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or of another model
     |-- NonFiniteGradientError                                a gradient is NaN or infinite, with ``nan_check``
     |-- CollectiveFailedError                                 a rank died, hung or ran out of data
     `-- RanksDisagreeError                                    ranks built or ran different models
 
-The extra bases are those that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
+The extra bases are the classes that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
 keep working.
 """
 
@@ -49,7 +48,7 @@ class MixedGroupsError(FairshardError, NotImplementedError):
 
 
 class GradRequiresGradError(FairshardError):
-    """Gradients themselves require grad (``create_graph=True``), which sharded gradients cannot."""
+    """Gradients themselves require grad (``create_graph=True``), which sharded gradients do not support."""
 
 
 class ParameterShardedError(FairshardError):
@@ -57,7 +56,7 @@ class ParameterShardedError(FairshardError):
 
 
 class ShardChangedError(FairshardError):
-    """A shard was modified after a forward that still waits for its backward."""
+    """A shard was modified between a forward and its backward."""
 
 
 class BackwardOrderError(FairshardError):
@@ -77,19 +76,19 @@ class HeldGradientError(FairshardError):
 
 
 class ShardOptimizerError(FairshardError, TypeError):
-    """An optimizer needs what a shard does not have: its parameter's shape, fp32, a closure over whole weights."""
+    """An optimizer needs a property that shards lack: the parameter's shape, fp32, a closure over whole weights."""
 
 
 class HostMemoryError(FairshardError, MemoryError):
-    """The ranks of a host would pin more of its memory than is free."""
+    """The ranks of a host would pin more memory than is free."""
 
 
 class StateDictTypesDifferError(FairshardError, AssertionError):
-    """The units of one model are set to different types of state dict."""
+    """The units of one model have different types of state dict."""
 
 
 class CheckpointError(FairshardError, ValueError):
-    """A checkpoint cannot be used: a file is missing or damaged, or it is another model's."""
+    """A checkpoint cannot be used: a file is missing or damaged, or it is of another model."""
 
 
 class NonFiniteGradientError(FairshardError):
@@ -97,7 +96,7 @@ class NonFiniteGradientError(FairshardError):
 
 
 class CollectiveFailedError(FairshardError):
-    """A collective failed or timed out; the message says where every rank was, and who is silent."""
+    """A collective failed or timed out; the message says where every rank was, and which ranks are silent."""
 
 
 class RanksDisagreeError(FairshardError):

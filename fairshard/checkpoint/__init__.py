@@ -1,4 +1,4 @@
-"""Checkpoints that survive: of sharded models, on ``torch.distributed.checkpoint``."""
+"""Crash-safe checkpoints of sharded models, on top of ``torch.distributed.checkpoint``."""
 
 from fairshard.checkpoint.checkpointer import Checkpointer
 from fairshard.checkpoint.loading import load

@@ -1,4 +1,4 @@
-"""Errors of one rank raised on all of them: nobody waits for a rank that has given up."""
+"""Raise an error of one rank on all ranks, so that no rank waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError
 
 
 def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
-    """``fn()`` of every rank, by rank. **Collective.**
+    """Call ``fn`` on every rank; returns the results by rank. **Collective.**
 
     Raises:
-        CheckpointError, TypeError, ValueError: on every rank what it raised on the first that raised anything.
+        CheckpointError, TypeError, ValueError: on every rank, the error of the first rank that raised.
     """
     value: T | None = None
     own: Exception | None = None
     failure: tuple[str, str] | None = None
     try:
         value = fn()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error must reach the other ranks
         own, failure = error, (type(error).__name__, described(error))
     every = gather_objects((value, failure), group)
     for rank, (_, failed) in enumerate(every):
@@ -45,7 +45,7 @@ _writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.We
 
 
 def idle_group() -> ProcessGroup | None:
-    """`host_group`, when no save in the background uses it any more: two at once would take each other's messages."""
+    """`host_group`, once no background save uses it: two users at once would receive each other's messages."""
     group = host_group()
     writer = None if group is None else _writers.get(group)
     if writer is not None:
@@ -54,18 +54,18 @@ def idle_group() -> ProcessGroup | None:
 
 
 def occupy(group: ProcessGroup | None, writer: threading.Thread) -> None:
-    """Let `idle_group` wait for ``writer`` to end."""
+    """Make `idle_group` wait until ``writer`` ends."""
     if group is not None:
         _writers[group] = writer
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """This process's rank; 0 where it is alone."""
+    """This process's rank; 0 without a group."""
     return 0 if group is None else group.rank()
 
 
 def described(error: BaseException) -> str:
-    """What went wrong, in a line; of a failure of torch.distributed.checkpoint what its first rank says."""
+    """One line about ``error``; for a failure of torch.distributed.checkpoint, the error of its first rank."""
     if isinstance(error, CheckpointException):
         rank = min(error.failures)
         return f"{described(error.failures[rank][0])} (rank {rank})"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: step folders below a root, of which one is always whole."""
+"""Checkpoints of a run: step folders below a root; at least one is always whole."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger("fairshard")
 
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
-"""A whole checkpoint under this name makes way for another one of its step."""
+"""Prefix of a whole checkpoint that is being replaced by another of the same step."""
 _REMOVED = ".old-"
-"""What is under this name is being removed, and no longer whole."""
+"""Prefix of a checkpoint that is being removed, and may no longer be whole."""
 
 
 def step_name(step: int) -> str:
@@ -38,21 +38,21 @@ def step_name(step: int) -> str:
 
 
 class Checkpointer:
-    """Saves every so many steps below ``root``, keeps the last few, and resumes from the newest that is whole.
+    """Saves periodically below ``root``, keeps the last checkpoints, and resumes from the newest whole one.
 
-    A step folder gets its name when all of it is on the disk; then ``latest`` is pointed at it; then older ones are
-    removed. Whenever a rank is killed, ``latest`` names a whole checkpoint.
+    A step folder gets its name once all of it is on the disk; then ``latest`` is updated to name it; then older
+    checkpoints are removed. If a rank is killed, at any time, ``latest`` names a whole checkpoint.
 
-    With ``async_save`` training is held only while tensors are copied to host memory, and a thread writes. Masters
-    in host memory (``cpu_offload``) are not even copied, unless the next step comes before they are written. Two saves
-    never run at once: the next waits for the last. What a background save raised is raised by the next call.
+    With ``async_save`` training waits only while tensors are copied to host memory; a thread writes them. Masters in
+    host memory (``cpu_offload``) are copied only if the next step comes before they are written. Saves never overlap:
+    the next one waits for the last. The next call raises the error of a background save.
 
     After the last save call `wait`, before the process group is destroyed; or use it as a context manager.
 
     Args:
         root: a folder, or a URL that fsspec knows. All ranks must see the same.
-        every: save at the steps that this divides.
-        keep_last: how many checkpoints to keep.
+        every: save at multiples of this step.
+        keep_last: number of checkpoints to keep.
         async_save: write in the background.
 
     Raises:
@@ -84,7 +84,7 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> bool:
-        """`save` if ``every`` divides ``step``; whether it did. **Collective** then."""
+        """`save` if ``every`` divides ``step``; returns whether it did. **Collective** in that case."""
         if step % self.every:
             return False
         self.save(step, model, optimizer, scheduler, scaler, extra)
@@ -99,11 +99,11 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> None:
-        """Save what `fairshard.checkpoint.save` does, as the checkpoint of ``step``. **Collective.**
+        """Save as `fairshard.checkpoint.save` does, as the checkpoint of ``step``. **Collective.**
 
         Raises:
-            CheckpointError: on every rank; also what the last save in the background raised.
-            TypeError: on every rank, if something could not be read back as plain data.
+            CheckpointError: on every rank; also the error of the last background save.
+            TypeError: on every rank, if a value could not be read back as plain data.
         """
         self.wait()
         if type(step) is not int or step < 0:
@@ -127,12 +127,12 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> int | None:
-        """Load the newest whole checkpoint, as `fairshard.checkpoint.load`; its step, None if there is none.
+        """Load the newest whole checkpoint with `fairshard.checkpoint.load`; returns its step, None without one.
 
         **Collective.**
 
         Raises:
-            CheckpointError: on every rank, if it is damaged; the message names the others that there are.
+            CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
         """
         self.wait()
         group = idle_group()
@@ -150,10 +150,10 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> int:
-        """Load the checkpoint of ``step``, as `fairshard.checkpoint.load`; returns the step. **Collective.**
+        """Load the checkpoint of ``step`` with `fairshard.checkpoint.load`; returns the step. **Collective.**
 
         Raises:
-            CheckpointError: on every rank, if there is none, or if it is damaged.
+            CheckpointError: on every rank, if it is missing or damaged.
         """
         self.wait()
         self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra))
@@ -168,10 +168,10 @@ class Checkpointer:
             raise CheckpointError(f"{error}{cure}") from error
 
     def wait(self) -> None:
-        """Wait for the save in the background, if any.
+        """Wait for the background save, if any.
 
         Raises:
-            CheckpointError: it failed; the checkpoints before it are as they were.
+            CheckpointError: it failed; earlier checkpoints are unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -195,7 +195,7 @@ class Checkpointer:
         folder = f"{self.root}/{step_name(draft.step or 0)}"
         try:
             self._clean(group)
-            write(draft, folder, group, partial(self._make_way, folder))
+            write(draft, folder, group, partial(self._set_aside, folder))
             on_all_ranks(group, lambda: self._point(folder) if rank_in(group) == 0 else None)
         except CheckpointError as error:
             self._fail(error, group)
@@ -207,32 +207,32 @@ class Checkpointer:
     def _fail(self, failure: CheckpointError, group: ProcessGroup | None) -> None:
         self._failure = failure
         if rank_in(group) == 0:
-            _log.error("%s", failure)  # there may be no next call that could raise it
+            _log.error("%s", failure)  # there may be no next call to raise it
             with contextlib.suppress(OSError):
-                self._settle_replaced()
+                self._resolve_replaced()
 
     def _clean(self, group: Any) -> None:
-        """Remove what saves that were killed have left."""
+        """Remove the leftovers of killed saves."""
         if not self._has_cleaned:
             self._has_cleaned = True
             on_all_ranks(group, lambda: self._remove_leftovers() if rank_in(group) == 0 else None)
 
     def _remove_leftovers(self) -> None:
-        self._settle_replaced()
+        self._resolve_replaced()
         for name in self._storage.names(self.root):
             if name.startswith((TEMPORARY, _REMOVED)):
                 self._storage.remove(f"{self.root}/{name}")
 
-    def _make_way(self, folder: str) -> None:
-        """Move a checkpoint of the same step, of a run that was resumed from an earlier one, out of the way."""
+    def _set_aside(self, folder: str) -> None:
+        """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves it again."""
         if not self._storage.is_free(folder):
             name = folder.rpartition("/")[2]
             self._storage.publish(folder, f"{self.root}/{_REPLACED}{name}")
 
-    def _settle_replaced(self) -> None:
-        """Drop the checkpoints that have made way for new ones; where the new one did not come, put the old one back.
+    def _resolve_replaced(self) -> None:
+        """Remove each checkpoint set aside whose replacement is whole; restore it if the replacement is not.
 
-        *Invariant*: of a step that is saved again one checkpoint is whole at any time, under one of the two names.
+        *Invariant*: a step that is saved again has a whole checkpoint at any time, under one of the two names.
         """
         for name in self._storage.names(self.root):
             if name.startswith(_REPLACED):
@@ -244,7 +244,7 @@ class Checkpointer:
                     self._storage.publish(f"{self.root}/{name}", f"{self.root}/{step}")
 
     def _point(self, folder: str) -> None:
-        """Name the newest checkpoint, which is durable now, and drop the oldest."""
+        """Point ``latest`` at the newest checkpoint, which is durable now, and remove the oldest."""
         name = folder.rpartition("/")[2]
         pointer = f"{self.root}/{LATEST}"
         try:
@@ -253,22 +253,22 @@ class Checkpointer:
             raise CheckpointError(
                 f"{folder} is saved, but {pointer} does not name it: {error.strerror}. Runs resume from the one before."
             ) from error
-        self._settle_replaced()
+        self._resolve_replaced()
         names = self._whole_names()
-        for old in names[: names.index(name) + 1][: -self.keep_last]:  # later ones are of a run that was left
+        for old in names[: names.index(name) + 1][: -self.keep_last]:  # later ones belong to an abandoned run
             self._discard(f"{self.root}/{old}")
 
     def _discard(self, folder: str) -> None:
         self._storage.discard(folder, f"{self.root}/{_REMOVED}{folder.rpartition('/')[2]}")
 
     def _newest(self) -> str | None:
-        """The folder that ``latest`` names. A crash before the first ``latest`` leaves none: then the newest whole one.
+        """The folder that ``latest`` names; without ``latest`` (a crash before the first one), the newest whole one.
 
         Raises:
-            CheckpointError: ``latest`` is damaged, or what it names is not whole.
+            CheckpointError: ``latest`` is damaged, or the checkpoint that it names is not whole.
         """
-        with contextlib.suppress(OSError):  # the folder may be one that is only read
-            self._settle_replaced()
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            self._resolve_replaced()
         names = self._whole_names()
         pointer = f"{self.root}/{LATEST}"
         if not self._storage.exists(pointer):
@@ -279,10 +279,8 @@ class Checkpointer:
             raise CheckpointError(f"{pointer} must name a checkpoint, but cannot be read: {error}.") from error
         if named not in names:
             problem = f"{self.root}/{named}/{MANIFEST} is missing" if _STEP.fullmatch(named) else "it is damaged"
-            whole = f"one of {', '.join(names)}" if names else "another one, for no whole one is left"
-            raise CheckpointError(
-                f"{pointer} must name a whole checkpoint, but says {named!r}, and {problem}. Write into it {whole}."
-            )
+            cure = f"Write one of {', '.join(names)} into it" if names else "No whole checkpoint is left"
+            raise CheckpointError(f"{pointer} must name a whole checkpoint, but says {named!r}, and {problem}. {cure}.")
         return f"{self.root}/{named}"
 
     def _whole_names(self) -> list[str]:

@@ -1,8 +1,8 @@
-"""One file of weights, or a Hugging Face folder of them, from a checkpoint: offline, in one process.
+"""Consolidate a checkpoint into one file of weights or a Hugging Face folder: offline, in one process.
 
-However large the model, this needs memory for one parameter: values go from the checkpoint's files, one at a time,
-into tensors whose memory is a file on the disk of the output (`mapped_like`), and torch or safetensors writes these.
-The disk has to hold that file too: the whole model again for torch's format, one shard for safetensors.
+For any size of model this needs memory for one parameter: values are read one at a time into tensors in a
+memory-mapped file on the output's disk (`mapped_like`), and torch or safetensors writes those. The disk must hold
+that file too: the whole model a second time for torch's format, one shard for safetensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BESIDE_CONFIG = (
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What was written: number of tensors, their bytes, other names of tied weights, and the files."""
+    """Summary of the output: number of tensors, their bytes, other names of tied weights, and the files."""
 
     num_tensors: int
     nbytes: int
@@ -48,7 +48,7 @@ class Consolidated:
 def consolidate_torch(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
     """Write the model's weights as a dict that ``torch.load(out, weights_only=True)`` reads, also with ``mmap=True``.
 
-    Tied weights are there under every name, and share their memory.
+    Tied weights appear under every name and share memory.
 
     Raises:
         CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written.
@@ -72,8 +72,8 @@ def consolidate_safetensors(
     """Write the model's weights as a folder that transformers reads.
 
     One ``model.safetensors``, or shards of at most ``max_shard_nbytes`` (or one tensor) and their index. Tied
-    weights are written once, under their first name: the format has no sharing, and transformers ties them again.
-    ``config`` is a folder whose ``config.json`` is copied, with the generation config and the tokenizer if there.
+    weights are written once, under their first name: the format cannot share memory, and transformers ties them again.
+    ``config`` is a folder whose ``config.json`` is copied, and its generation config and tokenizer if present.
 
     Raises:
         CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written, or
@@ -101,9 +101,9 @@ def consolidate_safetensors(
 
 
 class _Weights:
-    """The model's tensors in a checkpoint; ``names`` are the original ones, of tied weights the first.
+    """The model's tensors in a checkpoint, by original ``names``; tied weights by their first name.
 
-    Files that hold any of them are checked first, if there is a manifest.
+    With a manifest, the files that hold these tensors are verified first.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -128,11 +128,11 @@ class _Weights:
         self.names = [name for name in self._key if name not in self.aliases]
 
     def nbytes(self, names: Sequence[str]) -> int:
-        """Bytes of some of them."""
+        """Bytes of the tensors ``names``."""
         return sum(self._like[name].nbytes for name in names)
 
     def read(self, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some of them, in memory that is a file in ``folder``."""
+        """The tensors ``names``, in a memory-mapped file in ``folder``."""
         values = mapped_like(folder, {name: self._like[name] for name in names})
         for name, value in values.items():
             planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -158,7 +158,7 @@ class _Weights:
 
 
 def _shards(weights: _Weights, max_nbytes: int) -> dict[str, list[str]]:
-    """The names in each file, in their order: a file is closed when the next tensor would not fit."""
+    """Names of the tensors in each file, in order; a tensor that does not fit starts the next file."""
     shards: list[list[str]] = [[]]
     room = max_nbytes
     for name in weights.names:
@@ -178,7 +178,7 @@ def _save_torch(values: Mapping[str, Tensor], path: Path) -> None:
         try:
             torch.save(values, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch's own complaint hides it
+            if isinstance(error.__context__, OSError):  # torch's own error hides it
                 raise error.__context__ from None
             raise
 

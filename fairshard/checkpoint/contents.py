@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and whether its files are those that were written."""
+"""Contents of a checkpoint, and whether its files are intact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BESIDE_MODEL = [["scheduler"], ["scaler"], ["rank"], ["extra"]]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint; ``tied_to`` is the key that the same weight has under its first name."""
+    """One tensor of a checkpoint; ``tied_to`` is the key of a tied weight's first name."""
 
     key: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """What is no tensor: a pickle of ``nbytes``."""
+    """An entry that is not a tensor: a pickle of ``nbytes``."""
 
     key: str
     nbytes: int
@@ -44,9 +44,9 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class FileState:
-    """One file: `OK`, `CHANGED`, `MISSING`, or `UNKNOWN` where nobody wrote down what it should be.
+    """State of one file: `OK`, `CHANGED`, `MISSING`, or `UNKNOWN` if there is no manifest.
 
-    ``problem`` says in a sentence what is wrong with a changed or missing file, and names it.
+    ``problem`` is a sentence that describes a changed or missing file and names it.
     """
 
     name: str
@@ -57,9 +57,9 @@ class FileState:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint without its values; ``manifest`` is None where plain torch wrote it.
+    """A checkpoint without its values; ``manifest`` is None if plain torch wrote it.
 
-    There are no tensors and objects where the metadata, which list them, are not those that were written.
+    ``tensors`` and ``objects`` are empty if the metadata, which list them, are changed or missing.
     """
 
     path: str
@@ -70,15 +70,15 @@ class Contents:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the files."""
+        """Problems of the files, a sentence each."""
         return [file.problem for file in self.files if file.problem is not None]
 
 
 def checkpoint_folder(path: str | os.PathLike[str]) -> str:
-    """The checkpoint that ``path`` means: itself, or in the root folder of a run the one that ``latest`` names.
+    """The checkpoint at ``path``, or the one that ``latest`` in the folder ``path`` names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     folder = os.fspath(path).rstrip("/") or "/"
     storage = storage_of(folder)
@@ -87,7 +87,7 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
     pointer = storage.join(folder, LATEST)
     if not storage.exists(pointer):
         raise CheckpointError(
-            f"A checkpoint must be a folder with {METADATA} in it, or one with a file `{LATEST}` that names such a "
+            f"A checkpoint must be a folder with {METADATA} in it, or with a file `{LATEST}` that names such a "
             f"folder, but {folder} has neither."
         )
     try:
@@ -103,11 +103,11 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
 
 
 def model_keys(metadata: Metadata) -> dict[str, str]:
-    """The model's tensors in a checkpoint, whoever wrote it: {original name: key}, in the order of the metadata.
+    """The model's tensors in a checkpoint of any writer: {original name: key}, in the order of the metadata.
 
-    They lie below the shortest prefix that ends in ``model.``; without one, they are all that does not belong to an
-    optimizer. A prefix was a level of the saved dict: the ``model.`` of a bare ``model.layers.0.weight`` beside a
-    bare ``lm_head.weight`` is part of the name, and stripping it would lose the head.
+    They lie below the shortest prefix that ends in ``model.``; without such a prefix, every tensor that belongs to no
+    optimizer counts. A prefix must be a level of the saved dict: the ``model.`` of a bare ``model.layers.0.weight``
+    beside a bare ``lm_head.weight`` is part of the name, and stripping it would lose the head.
     """
     keys = [key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
     prefix = _shortest_prefix(_levels(metadata, key) for key in keys)
@@ -123,10 +123,10 @@ def model_keys(metadata: Metadata) -> dict[str, str]:
 def read_contents(path: str | os.PathLike[str]) -> Contents:
     """Read the manifest and the metadata of a checkpoint, and check the files that they name.
 
-    Values are not looked at. With a manifest every file is read once, for its checksum.
+    Values are not decoded. With a manifest, every file is read once for its checksum.
 
     Raises:
-        CheckpointError: there is no checkpoint, or manifest or metadata are damaged or made to run code.
+        CheckpointError: there is no checkpoint, or its manifest or metadata are damaged or would run code.
     """
     folder = checkpoint_folder(path)
     storage = storage_of(folder)
@@ -144,7 +144,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
-    """Compare a file with its entry in the manifest; without one it must have ``least`` bytes at least."""
+    """Compare a file with its entry in the manifest; without an entry it must have at least ``least`` bytes."""
     path = storage.join(folder, name)
     if not storage.exists(path):
         return FileState(name, 0, MISSING, f"A checkpoint must have all its files, but {path} is missing.")
@@ -161,10 +161,10 @@ def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | No
 
 
 def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetadata:
-    """What the metadata say of a tensor, all pieces of which must be there.
+    """The metadata of a tensor, all of whose pieces must be present.
 
     Raises:
-        CheckpointError: pieces are missing, or what stands there cannot be.
+        CheckpointError: pieces are missing, or the entry is invalid.
     """
     entry = metadata.state_dict_metadata[key]
     try:
@@ -176,7 +176,7 @@ def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetad
             raise ValueError("pieces of it are missing")
         if any(size < 0 for size in entry.size):
             raise ValueError(f"its shape is {tuple(entry.size)}")
-    except Exception as error:  # damaged metadata hold whatever they like
+    except Exception as error:  # damaged metadata can hold anything
         path = Storage.join(folder, METADATA)
         raise CheckpointError(
             f"{path} must say where all of `{key}` is, but is damaged: {error}. Use another checkpoint."
@@ -185,12 +185,12 @@ def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetad
 
 
 def files_of(metadata: Metadata, keys: set[str]) -> set[str]:
-    """The names of the files that hold these entries."""
+    """Names of the files that hold the entries ``keys``."""
     return {str(place.relative_path) for index, place in metadata.storage_data.items() if index.fqn in keys}
 
 
 def _levels(metadata: Metadata, key: str) -> tuple[str, ...]:
-    """The names under which an entry lay in the saved dict, outermost first."""
+    """Keys of an entry in the nested saved dict, outermost first."""
     path = (metadata.planner_data or {}).get(key)
     return tuple(map(str, path)) if isinstance(path, tuple) else ()
 
@@ -231,12 +231,12 @@ def _entries(
 
 
 def _in_order_of_numbers(key: str) -> list[tuple[int, int, str]]:
-    """Sorts ``layers.10`` after ``layers.9``."""
+    """Sort key that puts ``layers.10`` after ``layers.9``."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in key.split(".")]
 
 
 def _nbytes_by_file(metadata: Metadata) -> dict[str, int]:
-    """The end of the last entry in each file."""
+    """End of the last entry in each file, in bytes."""
     ends: dict[str, int] = {}
     for name, end in _ends(metadata.storage_data):
         ends[name] = max(end, ends.get(name, 0))

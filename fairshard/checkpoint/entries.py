@@ -1,15 +1,15 @@
-"""What a checkpoint consists of: entries for torch.distributed.checkpoint, of a model and what goes with it.
+"""Entries of a checkpoint for torch.distributed.checkpoint: the model and the rest of the training state.
 
 ===========================  ==================================================================
 ``model.<name>``             parameters and buffers under their unwrapped names
 ``optim.state.<name>.<..>``  optimizer state under the names of the parameters
 ``optim.param_groups.<i>``   hyperparameters; ``params`` are names
-``scheduler``, ``scaler``    what their ``state_dict()`` gives, in a tuple of one
+``scheduler``, ``scaler``    their ``state_dict()``, in a tuple of one
 ``rank.<r>``                 random numbers, ``extra`` and diverging buffers of rank ``r``, in a tuple of one
 ===========================  ==================================================================
 
-The first three are what torch's own tools write for FSDP2 and for plain modules, and read. The tuple keeps torch
-from taking the value apart.
+torch's own tools write and read the first three for FSDP2 and plain modules. The tuple keeps torch from flattening
+the value.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from fairshard.utils.span_tensor import SpanTensor
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What gives its state as a dict and takes it back: a scheduler, a scaler, a data loader."""
+    """An object with ``state_dict`` and ``load_state_dict``: a scheduler, a scaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """The state as a dict."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take it back."""
+        """Restore a state."""
 
 
 @dataclass
 class Training:
-    """What is saved and resumed together. ``extra`` is a dict of plain data, or keeps state itself."""
+    """Objects that are saved and resumed together. ``extra`` is a dict of plain data, or `Stateful`."""
 
     model: nn.Module
     optimizer: Optimizer | None = None
@@ -57,10 +57,10 @@ class Training:
 
 
 def object_entries(training: Training, rank: int) -> dict[str, Any]:
-    """Everything else; what is this rank's own is under its number.
+    """Entries besides model and optimizer; this rank's own values are under its `rank_key`.
 
     Raises:
-        TypeError: something is more than tensors, numbers, texts and containers of them.
+        TypeError: a value is more than tensors, numbers, texts and containers of them.
     """
     entries: dict[str, Any] = {}
     for name in ("scheduler", "scaler"):
@@ -75,14 +75,14 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
 
 
 def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
-    """Checksums of the model's values that no rank shards: BatchNorm's, say."""
+    """Checksums of the model's replicated values, such as BatchNorm's."""
     return {name: _checksum(value) for name, value in _replicated(entries).items()}
 
 
 def add_own_values(entries: Mapping[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
-    """Note values that no rank shards and that differ from those of rank 0, by the `replicated_sums` of all ranks.
+    """Add this rank's replicated values that differ from rank 0's, found by the `replicated_sums` of all ranks.
 
-    ``model`` has rank 0's; on the same number of ranks each goes on with its own.
+    ``model`` holds rank 0's values; a load on the same number of ranks restores each rank's own.
     """
     first, own = sums[0], sums[rank]
     differing = {name: value for name, value in _replicated(entries).items() if own[name] != first.get(name)}
@@ -90,12 +90,12 @@ def add_own_values(entries: Mapping[str, Any], rank: int, sums: list[dict[str, i
 
 
 def rank_key(rank: int) -> str:
-    """The key of what rank ``rank`` saves of its own."""
+    """Key of the values that belong to ``rank`` alone."""
     return f"rank.{rank}"
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict; sharded values are views of the shards: nothing is copied."""
+    """The model's state dict; sharded values are views of the shards, without a copy."""
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict(keep_vars=True)
     return {
@@ -105,13 +105,13 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def aliases_of(params: OptimParams) -> dict[str, str]:
-    """Every further name of a tied parameter, with its first one."""
+    """Each further name of a tied parameter, mapped to its first name."""
     every = (names for named in params for names in named.names)
     return {name: first for first, *others in every for name in others}
 
 
 def live_storages(params: OptimParams, optimizer: Optimizer | None) -> set[int]:
-    """Addresses of the shards in host memory, and of their optimizer state: only a step changes them."""
+    """Addresses of host-memory shards and their optimizer state, which only an optimizer step changes."""
     found: set[int] = set()
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for named in params:
@@ -133,17 +133,17 @@ def _checksum(value: Tensor) -> int:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """A copy of ``value``, which can be read back without running anything.
+    """A copy of ``value``, saved and read back as data.
 
     Raises:
-        TypeError: it cannot.
+        TypeError: reading it back would run code.
     """
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
         return load_object(file)
-    except Exception as error:  # pickles raise whatever they like
+    except Exception as error:  # pickling can raise anything
         for key, part in value.items() if isinstance(value, Mapping) else ():
             _plain(f"{where}[{key!r}]", part)
         raise TypeError(

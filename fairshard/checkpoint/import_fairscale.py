@@ -1,7 +1,7 @@
-"""A checkpoint of ours from the shards that fairscale's FullyShardedDataParallel saved: offline, in one process.
+"""Convert shards saved by fairscale's FullyShardedDataParallel into a checkpoint: offline, in one process.
 
-fairscale's convention is one ``torch.save`` a rank, of ``{"shard_weights": fsdp.local_state_dict(), "shard_metadata":
-fsdp.local_metadata_dict()}``.
+fairscale's convention is one ``torch.save`` per rank, of ``{"shard_weights": fsdp.local_state_dict(),
+"shard_metadata": fsdp.local_metadata_dict()}``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, ti
 
 
 def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Manifest:
-    """Write the weights in ``shards``, one file a rank, as the checkpoint folder ``out``; returns its manifest.
+    """Write the weights in ``shards``, one file per rank, as the checkpoint folder ``out``; returns its manifest.
 
-    The files are in the order of ranks. Where their padding tells the rank of each, any order will do; where it
-    contradicts the order, or the numbers in the files' names do, they are refused. Buffers are rank 0's. Tied weights
-    are there under every name.
+    Pass the files in the order of ranks. If padding identifies the rank of each, any order works; an order that
+    contradicts padding or the numbers in file names raises. Buffers are rank 0's. Tied weights appear under every
+    name.
 
     Raises:
-        ValueError: there are no files.
-        CheckpointError: a file cannot be read as data, is not fairscale's, is missing, or belongs to another model;
-            or ``out`` exists or cannot be written.
+        ValueError: ``shards`` is empty.
+        CheckpointError: a file is missing, cannot be read as data, is not fairscale's, or belongs to another model or
+            rank; or ``out`` exists or cannot be written.
     """
     if not shards:
-        raise ValueError("Shards must be given, one file a rank, but there are none.")
+        raise ValueError("`shards` must have one file per rank, but is empty.")
     new = NewOutput(out)
     files = in_order_of_ranks([_read_shard(os.fspath(path)) for path in shards])
     with new:
@@ -56,9 +56,9 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
 
 def _read_shard(path: str) -> Shard:
     try:
-        # mapped where the format allows it, so that the shards need no memory of their own
+        # memory-mapped if the format allows it, so that shards need no memory of their own
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # damaged files raise whatever they like
+    except Exception as error:  # damaged files can raise anything
         raise CheckpointError(
             f"{path} must be a shard that fairscale saved, but cannot be read as data: {first_line(error)} It is "
             "damaged, or holds more than tensors, numbers, texts and containers of them."

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a model and what belongs to it, whatever ranks and wrapping wrote it."""
+"""Loading a checkpoint into a model, optimizer and more, from any number of ranks and any wrapping."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def load(
     scaler: Stateful | None = None,
     extra: dict[str, Any] | Stateful | None = None,
 ) -> int | None:
-    """Load a checkpoint, whatever number of ranks and whatever wrapping wrote it; returns its step. **Collective.**
+    """Load a checkpoint of any number of ranks and any wrapping; returns its step. **Collective.**
 
-    ``folder`` holds a checkpoint of ours, or one that plain torch wrote, of FSDP2 say; in the root folder of a run the
-    latest is taken. Each rank reads the pieces that overlap with its shards. ``extra`` is updated with what was saved,
-    or takes it back through ``load_state_dict``. On as many ranks as saved, random numbers go on where they were.
+    ``folder`` holds a checkpoint of ours or of plain torch (of FSDP2, for example), or is the root folder of a run,
+    whose latest checkpoint is loaded. Each rank reads the pieces that overlap its shards. ``extra`` is updated with
+    the saved dict, or restored by its ``load_state_dict``. On the same number of ranks, random numbers continue.
 
-    Nothing is changed before everything has been read and fits. Files are checked against their checksums first.
+    Files are checked against their checksums first. Nothing changes before everything is read and fits.
 
     Raises:
-        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is another model's.
+        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of another model.
         ValueError: on every rank, if the optimizer's state or groups do not fit.
     """
     group = idle_group()
@@ -58,7 +58,7 @@ def load(
 
 
 class _Loading:
-    """One load: verify, make room, read beside, apply."""
+    """One load: verify the files, allocate memory, read into it, apply."""
 
     def __init__(self, folder: str, training: Training, group: ProcessGroup | None) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class _Loading:
         self._is_same_number = False
 
     def verify(self) -> None:
-        """Read manifest and metadata, and every file once, each rank its part."""
+        """Read the manifest and metadata, and verify all files, each rank its part of them."""
         on_all_ranks(self._group, self._verify_own_part)
 
     def _verify_own_part(self) -> None:
@@ -88,7 +88,7 @@ class _Loading:
         self._reader.read_metadata()
 
     def read(self) -> None:
-        """Read all that is wanted into new memory."""
+        """Read all targets into new memory."""
         model, optimizer = self._training.model, self._training.optimizer
         with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict()
@@ -96,7 +96,7 @@ class _Loading:
         on_all_ranks(self._group, lambda: self._make_room(state, params))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is one process, where there is
+                warnings.simplefilter("ignore")  # torch warns if there is no process group
                 dcp.load(
                     self._values,
                     storage_reader=self._reader,
@@ -137,7 +137,7 @@ class _Loading:
             self._values[self._own_key] = None
 
     def _own_objects(self, known: Mapping[str, Any]) -> str | None:
-        """The key of what one rank saved of its own: this one's, on another number of ranks the first one's."""
+        """Key of the rank's own values to load: this rank's, or rank 0's on another number of ranks."""
         self._is_same_number = rank_key(self._num_ranks - 1) in known and rank_key(self._num_ranks) not in known
         if self._is_same_number:
             return rank_key(self._rank)
@@ -150,7 +150,7 @@ class _Loading:
         self._made = {"param_groups": optimizer.state_dict()["param_groups"], **made}
 
     def apply(self) -> int | None:
-        """Hand out what was read; returns the step."""
+        """Load the values read into all objects; returns the step."""
         training = self._training
         with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
             training.model.load_state_dict(self._model.state_dict(self._values))
@@ -177,7 +177,7 @@ class _Loading:
                 entries[name].copy_(value)
         else:
             warnings.warn(
-                f"{self._folder} was saved by another number of ranks: random numbers do not go on where they were, "
-                "and `extra` is that of rank 0.",
+                f"{self._folder} was saved by another number of ranks: random numbers do not continue, and `extra` "
+                "is that of rank 0.",
                 stacklevel=4,
             )

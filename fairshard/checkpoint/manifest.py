@@ -1,6 +1,6 @@
-"""``fairshard.json``: what a checkpoint is of, and the size and checksum of each of its files.
+"""``fairshard.json``: step and world size of a checkpoint, and the size and checksum of each of its files.
 
-It is written last. A folder without one may still be a checkpoint that plain torch wrote; it is read unchecked.
+It is written last. A folder without one may still be a checkpoint of plain torch, and is read unchecked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK_NBYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Bytes of one file, and their CRC-32."""
+    """Size of one file in bytes, and its CRC-32."""
 
     nbytes: int
     crc32: int
@@ -42,16 +42,16 @@ class Manifest:
     )
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Text of the manifest file."""
         entries = {"format": _FORMAT, **asdict(self)}
         return json.dumps({**entries, "crc32": _crc_of_entries(entries)}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none.
+    """The manifest of a checkpoint; None if it has no manifest.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what it should be.
+        CheckpointError: the manifest cannot be read, or is damaged.
     """
     path = storage.join(folder, MANIFEST)
     if not storage.exists(path):
@@ -72,7 +72,7 @@ def verify_file(storage: Storage, folder: str, name: str, entry: FileEntry) -> N
     """Read a file and compare it with its entry.
 
     Raises:
-        CheckpointError: it is missing, or of another size, or its bytes have changed.
+        CheckpointError: the file is missing, or its size or bytes have changed.
     """
     path = storage.join(folder, name)
     if not storage.exists(path):
@@ -104,7 +104,7 @@ def _parse(value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"its format is not {_FORMAT}")
     if value.pop("crc32", None) != _crc_of_entries(value):
-        raise ValueError("its checksum is not that of what it says")
+        raise ValueError("its checksum does not match")
     step = value["step"]
     files = {
         _plain_name(name): FileEntry(_number(entry["nbytes"]), _number(entry["crc32"]))

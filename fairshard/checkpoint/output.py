@@ -1,4 +1,4 @@
-"""What the offline tools write: a new file or folder, there whole or not at all; and memory that is not memory."""
+"""Output of the offline tools: a new file or folder, written atomically; and tensors in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ALIGNMENT = 64
 
 
 class NewOutput:
-    """A folder to work in, beside ``out`` on the same disk; ``publish`` makes it, or a file in it, ``out``.
+    """A work folder beside ``out``, on the same disk; ``publish`` renames it, or a file in it, to ``out``.
 
-    At the end of the ``with`` block the work folder is gone, whatever happened. An OSError inside becomes a
-    CheckpointError that names ``out``.
+    The end of the ``with`` block always removes the work folder. An OSError inside becomes a CheckpointError that
+    names ``out``.
 
     Raises:
-        CheckpointError: there is something at ``out``, or no folder to put it in.
+        CheckpointError: ``out`` exists, or its parent folder does not.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
@@ -36,7 +36,7 @@ class NewOutput:
         self._check()
 
     def publish(self, name: str | None = None) -> None:
-        """Sync all files, then give the work folder, or the file ``name`` in it, the name ``out``."""
+        """Sync all files, then rename the work folder, or the file ``name`` in it, to ``out``."""
         for file in self.work.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
@@ -47,7 +47,7 @@ class NewOutput:
         if os.path.lexists(self.out):
             raise CheckpointError(f"{self.out} exists, and nothing is overwritten. Pass a new name, or remove it.")
         if not self.out.parent.is_dir():
-            raise CheckpointError(f"{self.out} needs a folder to lie in, but {self.out.parent} is none. Make it first.")
+            raise CheckpointError(f"{self.out} needs a parent folder, but {self.out.parent} is no folder. Create it.")
 
     def __enter__(self) -> NewOutput:
         try:
@@ -67,9 +67,9 @@ class NewOutput:
 def mapped_like(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Empty tensors like ``tensors`` (which may be on the meta device), each with a storage of its own.
 
-    Their memory is a file in ``folder`` that has no name any more: the kernel writes its pages back when it needs
-    the room, so that what is larger than memory fits, and frees the space when the last of the tensors is gone. The
-    space is taken now: a full disk is an OSError here, not a SIGBUS at the first write.
+    Their memory is an unlinked file in ``folder``. The kernel writes its pages back under memory pressure, so tensors
+    larger than memory fit, and frees the space with the last tensor. The space is allocated now: a full disk raises
+    OSError here instead of SIGBUS at the first write.
     """
     offsets, end = {}, 0
     for name, tensor in tensors.items():

@@ -1,9 +1,9 @@
-"""Reading what torch.distributed.checkpoint wrote, without running any of it.
+"""Reading checkpoints of torch.distributed.checkpoint without running code from them.
 
-A checkpoint is data. Yet its ``.metadata`` is a pickle, which torch reads with ``pickle.load``, and its object
-entries are pickles, which torch's planner reads with ``weights_only=False``: whoever can write to the folder can run
-code in every rank (measured with torch 2.13). Here the first goes through an unpickler that knows the classes of
-such metadata and no other, the second through ``weights_only=True``, as tensors always do.
+A checkpoint is data. But its ``.metadata`` is a pickle, which torch reads with ``pickle.load``, and its object
+entries are pickles, which torch's planner reads with ``weights_only=False``: anyone who can write to the folder can
+run code in every rank (measured with torch 2.13). Here the metadata go through an unpickler that allows only the
+classes of such metadata, and object entries through ``weights_only=True``, as tensors always do.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ _ALLOWED.update({("torch", name): dtype for name, dtype in vars(torch).items() i
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """A class that metadata consists of.
+        """The class ``module.name``, if metadata may contain it.
 
         Raises:
-            UnpicklingError: it is none of those.
+            UnpicklingError: metadata never contain it.
         """
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata consists of") from None
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata never contain") from None
 
     def load(self) -> Any:
-        """What is pickled.
+        """Unpickle the metadata.
 
         Raises:
-            UnpicklingError: it names what no metadata consists of, or sets attributes of a class and not of an object,
-                which would stay for all that is loaded later.
+            UnpicklingError: the pickle names a class that metadata never contain, or sets attributes of a class, which
+                would affect every later load.
         """
         named = [*_METADATA_CLASSES, *metadata._MEM_FORMAT_ENCODING]
         before = [dict(vars(each)) for each in named]
@@ -81,11 +81,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         finally:
             changed = [_restore(each, attributes) for each, attributes in zip(named, before, strict=True)]
             if any(changed):
-                raise pickle.UnpicklingError("it changes the classes that metadata consist of")
+                raise pickle.UnpicklingError("it changes the classes of metadata")
 
 
 def _restore(named: Any, attributes: dict[str, Any]) -> bool:
-    """Give a class or enum member the attributes that it had; whether it lacked that."""
+    """Restore the attributes of a class or enum member; returns whether any had changed."""
     found = dict(vars(named))
     added = found.keys() - attributes.keys()
     for name in added:
@@ -97,7 +97,7 @@ def _restore(named: Any, attributes: dict[str, Any]) -> bool:
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader over a folder here or where fsspec reaches; its metadata can run nothing."""
+    """torch's reader for a local folder or an fsspec URL; its metadata cannot run code."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path if not is_remote(path) else ".")
@@ -107,10 +107,10 @@ class CheckpointReader(FileSystemReader):
         self._known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """The metadata, read once.
+        """The metadata, read once and kept.
 
         Raises:
-            CheckpointError: there is none, or it is not metadata.
+            CheckpointError: the file is missing, or is not metadata.
         """
         if self._known is None:
             path = self.fs.concat_path(self.path, METADATA)
@@ -119,10 +119,10 @@ class CheckpointReader(FileSystemReader):
             try:
                 with self.fs.create_stream(path, "rb") as file:
                     self._known = _checked(_MetadataUnpickler(file).load())
-            except Exception as error:  # damaged pickles raise whatever they like
+            except Exception as error:  # damaged pickles can raise anything
                 raise CheckpointError(
-                    f"{path} must be metadata of a checkpoint, but cannot be taken for it: {error}. It is damaged, or "
-                    "made to run code. Use another checkpoint."
+                    f"{path} must be metadata of a checkpoint, but is not: {error}. It is damaged, or made to run "
+                    "code. Use another checkpoint."
                 ) from error
         return self._known
 
@@ -138,7 +138,7 @@ class CheckpointReader(FileSystemReader):
             if place is None:
                 raise CheckpointError(
                     f"{self.fs.concat_path(self.path, METADATA)} must say where all of `{item.storage_index.fqn}` is, "
-                    "but does not: it is damaged. Use another checkpoint."
+                    "but does not. It is damaged. Use another checkpoint."
                 )
             by_file.setdefault(place.relative_path, []).append(item)
         for name, items in by_file.items():
@@ -159,19 +159,19 @@ class CheckpointReader(FileSystemReader):
         for item in items:
             try:
                 super().read_data(LoadPlan([item]), planner).wait()
-            except Exception:  # known by then
+            except Exception:  # the caller reports it
                 return item.storage_index.fqn
         return items[0].storage_index.fqn
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch's planner; objects are read as data."""
+    """torch's planner, except that it reads objects as data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state dict.
+        """Store an object in the state dict.
 
         Raises:
-            UnpicklingError: it is more than tensors, numbers, texts and containers of them.
+            UnpicklingError: the object is more than tensors, numbers, texts and containers of them.
         """
         found = load_object(value)
         if self.flatten_state_dict:
@@ -181,15 +181,15 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def load_object(file: IO[bytes]) -> Any:
-    """An object entry, as data."""
+    """Read an object entry as data."""
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def first_line(error: BaseException) -> str:
-    """What ``error`` says, without torch's pages of advice."""
+    """The first line of ``error``'s message, without torch's advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = lines[0].partition(" This is an internal miniz error")[0]
-    if text.startswith("Weights only load failed"):  # and then how to read it with less care
+    if text.startswith("Weights only load failed"):  # torch goes on to explain the unsafe way
         cause = next((line for line in lines[1:] if "GLOBAL" in line or "error:" in line), "torch refuses it")
         text = f"it is more than data: {cause}"
     return text.rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""The random number generators of one rank: torch's on the CPU and on this rank's GPU, Python's and numpy's."""
+"""The random number generators of one rank: torch's on the CPU and this rank's GPU, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fairshard.utils.device import gpu_rng_state, set_gpu_rng_state
 
 
 def state() -> dict[str, Any]:
-    """Their state, in tensors and numbers."""
+    """State of all generators, as tensors and numbers."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -23,7 +23,7 @@ def state() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Go on from ``saved``."""
+    """Restore the state ``saved``."""
     torch.set_rng_state(saved["torch"])
     set_gpu_rng_state(saved["gpu"])
     version, internal, gauss_next = saved["python"]

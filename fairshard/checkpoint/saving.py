@@ -1,4 +1,4 @@
-"""Writing one checkpoint so that it is there whole or not at all."""
+"""Writing one checkpoint atomically: it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fairshard.utils.messages import gather_objects
 
 @dataclass
 class Draft:
-    """What is to be written, as it was at one moment."""
+    """A checkpoint to write: a snapshot of one moment."""
 
     snapshot: Snapshot
     step: int | None
@@ -49,15 +49,15 @@ class Draft:
     optim: GatheredOptimState | None
 
     def described_over(self, group: ProcessGroup | None) -> dict[str, str]:
-        """What optimizer state there is, if all of it is sharded over ``group``."""
+        """Description of the optimizer state, if all of it is sharded over ``group``; otherwise empty."""
         comm = self._comm_over(group)
         return {} if self.optim is None or comm is None else self.optim.described(comm)
 
     def check_optim(self, group: ProcessGroup | None, described: list[dict[str, str]]) -> None:
-        """Compare what there is across ranks: by what they have ``described``, or group by group. **Collective.**
+        """Compare optimizer state across ranks: by what they have ``described``, or group by group. **Collective.**
 
         Raises:
-            ValueError: on all ranks.
+            ValueError: on all ranks, if it differs.
         """
         if self.optim is not None and self._comm_over(group) is None:
             self.optim.check()
@@ -66,7 +66,7 @@ class Draft:
             raise problem
 
     def _comm_over(self, group: ProcessGroup | None) -> Communicator | None:
-        """What all units communicate over, if it is all ranks of ``group``."""
+        """The communicator of all units, if it spans all ranks of ``group``."""
         comms = [] if self.optim is None or group is None else self.optim.params.comms
         return comms[0] if len(comms) == 1 and group is not None and comms[0].world_size == group.size() else None
 
@@ -81,15 +81,15 @@ def save(
     *,
     step: int | None = None,
 ) -> None:
-    """Write a checkpoint, a standard one of ``torch.distributed.checkpoint``, into a new ``folder``. **Collective.**
+    """Write a checkpoint in ``torch.distributed.checkpoint``'s format into a new ``folder``. **Collective.**
 
-    It appears under its name when all of it is on the disk. ``model`` may be wrapped, contain wrappers, or be plain.
-    ``extra`` is a dict of plain data of this rank, or something with ``state_dict`` and ``load_state_dict``. A
+    ``folder`` appears once all of it is on the disk. ``model`` may be wrapped, contain wrappers, or be plain.
+    ``extra`` is a dict of this rank's plain data, or an object with ``state_dict`` and ``load_state_dict``. A
     ``folder`` with a protocol (``s3://...``) is written through fsspec.
 
     Raises:
-        CheckpointError: on every rank, if it cannot be written, or if there is something under that name.
-        TypeError: on every rank, if something could not be read back as plain data.
+        CheckpointError: on every rank, if ``folder`` exists or cannot be written.
+        TypeError: on every rank, if a value could not be read back as plain data.
     """
     path = full_path(folder)
     group = idle_group()
@@ -102,7 +102,7 @@ def save(
 
 
 def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft:
-    """Everything as it is now, copied into ``buffers``; not copied if None, for then training waits. **Collective.**
+    """Snapshot of ``training``, copied into ``buffers``; if None, no copy, and training must wait. **Collective.**
 
     Raises:
         CheckpointError, TypeError: on every rank.
@@ -116,7 +116,7 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         return step, replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
 
     try:
-        # One exchange tells whether each rank has what it needs, and the same: each costs training milliseconds.
+        # One exchange checks that no rank failed and that all agree: each exchange holds training for milliseconds.
         steps, sums, described = zip(*on_all_ranks(group, draft), strict=True)
         if len(set(steps)) > 1:
             raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
@@ -141,9 +141,9 @@ def _draft(training: Training, params: OptimParams, rank: int, step: int | None,
 
 
 def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callable[[], None] = lambda: None) -> None:
-    """Write ``draft`` beside ``folder``, and give it that name when it is whole. **Collective** over ``group``.
+    """Write ``draft`` beside ``folder``, then rename it to ``folder``. **Collective** over ``group``.
 
-    Rank 0 calls ``replace`` just before. Nothing is left behind by a failure.
+    Rank 0 calls ``replace`` just before the rename. A failed write removes its files.
 
     Raises:
         CheckpointError: on every rank.
@@ -160,7 +160,7 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
         on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
     except BaseException as error:
         if rank == 0:
-            with contextlib.suppress(OSError):  # what went wrong matters, not what then cannot be removed
+            with contextlib.suppress(OSError):  # report the first error, not a failed clean-up
                 storage.remove(work)
         if isinstance(error, Exception):
             raise not_saved(folder, error, group) from error
@@ -168,7 +168,7 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
 
 
 def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> CheckpointError:
-    """What to raise when ``error`` ended the save of ``folder``."""
+    """The error to raise after ``error`` ended the save of ``folder``."""
     if group is not None and not dist.is_initialized():
         return CheckpointError(
             f"{folder} was not saved: the process group was destroyed before it was written. Call Checkpointer.wait() "
@@ -184,7 +184,7 @@ def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[di
     writer = CheckpointWriter(work, 1 if group is None else group.size())
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process, where there is
+            warnings.simplefilter("ignore")  # torch warns if there is no process group
             dcp.save(
                 draft.snapshot.entries,
                 storage_writer=writer,
@@ -200,8 +200,8 @@ def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, repla
     for name in manifest.files:
         if not storage.exists(storage.join(work, name)):
             raise CheckpointError(
-                f"All ranks must see the same folder, but {name}, which one of them wrote to {work}, is not there on "
-                "rank 0. Save to a disk that all ranks share."
+                f"All ranks must see the same folder, but rank 0 does not see {name}, which another rank wrote to "
+                f"{work}. Save to a disk that all ranks share."
             )
     storage.replace_text(storage.join(work, MANIFEST), manifest.to_json())
     replace()
@@ -211,5 +211,5 @@ def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, repla
 def _check_free(folder: str) -> None:
     if not storage_of(folder).is_free(folder):
         raise CheckpointError(
-            f"A checkpoint must be saved under a new name, but {folder} exists. Choose another, or remove it first."
+            f"A checkpoint must be saved under a new name, but {folder} exists. Use another, or remove it first."
         )

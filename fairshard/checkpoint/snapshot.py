@@ -1,8 +1,8 @@
-"""What is saved, as it is at one moment, while training goes on.
+"""Snapshot of the values to save, taken at one moment while training continues.
 
-Two ways. Tensors on a GPU, or in memory that the next step writes at once, are copied to host memory, into buffers
-that serve again for the next save. Masters in host memory (``cpu_offload``, ``move_grads_to_cpu``) are not: the
-writer reads them where they are, and the next step of any optimizer first copies what has not been read by then.
+Tensors on a GPU, or in memory that the next step overwrites, are copied to host memory, into buffers that the next
+save reuses. Masters in host memory (``cpu_offload``, ``move_grads_to_cpu``) are not copied: the writer reads them in
+place, and the next step of any optimizer first copies those not read yet.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Buffers = dict[tuple[int, int, torch.dtype], Tensor]
 
 
 class Snapshot:
-    """Tensors of one moment. ``entries`` is what to write: nested dicts of tensors, span tensors and objects.
+    """Values of one moment. ``entries``, to be written, are nested dicts of tensors, span tensors and objects.
 
-    ``buffers`` keeps host memory from save to save; None copies nothing, for nothing changes. ``live`` are the storages
-    (by `data_ptr`) that may be read where they are; all others are copied now.
+    ``buffers`` keeps host memory from save to save; None copies nothing, and the caller must not change the values.
+    ``live`` are the storages (by `data_ptr`) that may be read in place; all others are copied now.
     """
 
     def __init__(self, entries: Mapping[str, Any], buffers: Buffers | None, live: set[int]) -> None:
         self._buffers: Buffers = {} if buffers is None else buffers
         self._lock = threading.Lock()
-        self._live: dict[int, tuple[Tensor, Tensor, int]] = {}  # what is read, what counts writes to it, how many
+        self._live: dict[int, tuple[Tensor, Tensor, int]] = {}  # tensor to read, tensor that counts writes, its version
         self._copies: dict[int, Tensor] = {}
-        self._places: dict[int, int] = {}  # of storages, among all of them: the same in every save of a model
-        self._unread: dict[int, int] = {}  # bytes, of storages that are read where they are
+        self._places: dict[int, int] = {}  # index of each storage, the same in every save of a model
+        self._unread: dict[int, int] = {}  # bytes left to read, of storages read in place
         self._may_be_live = live
         self.nbytes_copied = 0
         self._device: torch.device | None = None
@@ -54,7 +54,7 @@ class Snapshot:
         return id(self)
 
     def read(self, part: Tensor) -> Tensor:
-        """``part``, a view of what `entries` holds, as it was; each once, on a writer's thread."""
+        """Value of ``part``, a view into `entries`, at the snapshot. Call once per part, on the writer's thread."""
         if not part.numel():
             return part
         key = part.data_ptr()
@@ -74,7 +74,7 @@ class Snapshot:
             return part.clone()
 
     def copy_rest(self) -> None:
-        """Copy what has not been written yet: it is about to change."""
+        """Copy the values not read yet, because they are about to change."""
         with self._lock:
             for key in list(self._live):
                 self._check(key)
@@ -84,12 +84,12 @@ class Snapshot:
         _, written, version = self._live[key]
         if written._version != version:
             raise CheckpointError(
-                "While parameters and optimizer state are saved in the background only optimizers may change them, but "
-                "something else did. Call Checkpointer.wait() before such a change."
+                "During a background save only optimizers may change parameters and optimizer state, but something "
+                "else did. Call Checkpointer.wait() before such a change."
             )
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Release all memory; `read` must not be called again."""
         remove_before_step(self._key)
         with self._lock:
             self._live.clear()
@@ -110,13 +110,13 @@ class Snapshot:
         return value
 
     def _take(self, value: SpanTensor | DTensor) -> None:
-        """Copy all that ``value`` is a part of here, once; or note that it is to be read where it is.
+        """Copy the local memory of ``value`` once, or register it to be read in place.
 
-        That is the whole shard that a run lies in. Of a DTensor it is its own elements, for each is copied by itself.
+        For a span tensor that is the whole shard that contains it; for a DTensor, its own elements only.
         """
         memory = memory_of(value)
         whole = _all_of(memory) if isinstance(value, SpanTensor) else _extent_of(memory)
-        # What is written through a DTensor counts there, and not in the memory that it shows.
+        # Writes through a DTensor change the version of the DTensor, not of the memory that it shows.
         written = whole if isinstance(value, SpanTensor) else value
         key = whole.data_ptr()
         self._places.setdefault(key, len(self._places))
@@ -129,7 +129,7 @@ class Snapshot:
                 self._device = memory.device
 
     def _copy(self, key: int, whole: Tensor) -> None:
-        """Copy ``whole`` ``[n]`` to memory that is there from the save before."""
+        """Copy ``whole`` ``[n]`` into the buffer kept from the last save."""
         slot = self._places[key], whole.numel(), whole.dtype
         if slot not in self._buffers:
             self._buffers[slot] = host_empty_like(whole, whole.device)
@@ -138,7 +138,7 @@ class Snapshot:
 
 
 def _extent_of(part: Tensor) -> Tensor:
-    """``part`` in the order of memory, 1-D, with what lies between its elements."""
+    """The memory from the first to the last element of ``part``, 1-D, including gaps."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     return part.detach().as_strided((extent,), (1,))
 

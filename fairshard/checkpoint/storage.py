@@ -1,7 +1,7 @@
-"""Folders that checkpoints lie in: on a local disk, or wherever fsspec reaches (``s3://...``).
+"""Storage of checkpoints: a local disk, or any file system that fsspec supports (``s3://...``).
 
-On a local disk what is published is on the disk: files, then their folder, then its new name. Elsewhere nothing
-can be renamed at once, and the order of writes is what there is: a checkpoint is complete when its manifest is.
+On a local disk publishing is durable: it syncs the files, then their folder, then the new name. Remote storage has no
+atomic rename, so only the order of writes counts: a checkpoint is complete once its manifest exists.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsspec.core import url_to_fs
 
 MANIFEST = "fairshard.json"
 TEMPORARY = ".tmp-"
-"""What the names of unfinished files and folders begin with."""
+"""Prefix of the names of unfinished files and folders."""
 
 
 class Storage(ABC):
-    """What a checkpoint needs of a place: paths are strings, and folders are made with the first file in them."""
+    """Interface of a storage: paths are strings, and writing a file creates its folder."""
 
     @abstractmethod
     def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
@@ -30,15 +30,15 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted; nothing if there is no such folder."""
+        """Names in a folder, sorted; empty if the folder does not exist."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Whether ``path`` is a file or folder."""
 
     @abstractmethod
     def is_free(self, path: str) -> bool:
-        """Whether a folder can be published under ``path``: there is nothing, or an empty folder."""
+        """Whether a folder can be published as ``path``: it does not exist, or is an empty folder."""
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -46,26 +46,26 @@ class Storage(ABC):
 
     @abstractmethod
     def make(self, folder: str) -> None:
-        """Make a folder and those above it."""
+        """Create a folder and its parents."""
 
     @abstractmethod
     def publish(self, folder: str, name: str) -> None:
-        """Give ``folder`` its final path ``name``, with all that is in it, durably."""
+        """Move ``folder`` with its contents to the final path ``name``, durably."""
 
     @abstractmethod
     def discard(self, folder: str, aside: str) -> None:
-        """Remove a checkpoint; at no time does half of it pass for a whole one. ``aside`` is a free path beside it."""
+        """Remove a checkpoint so that a half-removed one is never taken for whole. ``aside``: a free path beside it."""
 
     @abstractmethod
     def replace_text(self, path: str, text: str) -> None:
-        """Write a small file whole, durably: who reads it sees the old text or the new one."""
+        """Replace a small file durably; a reader sees either the old text or the new."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing if it is gone."""
+        """Remove a file, or a folder with its contents; does nothing if ``path`` is missing."""
 
     def read_text(self, path: str) -> str:
-        """A small file, whole."""
+        """Text of a small file."""
         with self.open(path, "rb") as file:
             return file.read().decode()
 
@@ -76,29 +76,29 @@ class Storage(ABC):
 
     @staticmethod
     def parent(path: str) -> str:
-        """The folder that ``path`` lies in."""
+        """The folder that contains ``path``."""
         return path.rstrip("/").rpartition("/")[0] or "."
 
 
 class LocalStorage(Storage):
-    """Folders of this machine, or mounted on it."""
+    """Local and mounted folders."""
 
     def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Open a file."""
         return Path(path).open(mode)
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted."""
+        """Names in a folder, sorted."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(folder))
         return []
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Whether ``path`` is a file or folder."""
         return os.path.exists(path)
 
     def is_free(self, path: str) -> bool:
-        """Whether there is nothing, or an empty folder."""
+        """Whether ``path`` does not exist, or is an empty folder."""
         return not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
 
     def size(self, path: str) -> int:
@@ -106,7 +106,7 @@ class LocalStorage(Storage):
         return os.path.getsize(path)
 
     def make(self, folder: str) -> None:
-        """Make a folder and those above it, durably."""
+        """Create a folder and its parents, durably."""
         new = []
         while folder and not os.path.isdir(folder):
             new.append(folder)
@@ -116,19 +116,19 @@ class LocalStorage(Storage):
             _sync(self.parent(made))
 
     def publish(self, folder: str, name: str) -> None:
-        """Rename, between two syncs of the folders."""
+        """Sync the folder, rename it, sync its parent."""
         _sync(folder)
         os.rename(folder, name)
         _sync(self.parent(name))
 
     def discard(self, folder: str, aside: str) -> None:
-        """Rename, then remove."""
+        """Rename to ``aside``, then remove."""
         self.remove(aside)
         self.publish(folder, aside)
         self.remove(aside)
 
     def replace_text(self, path: str, text: str) -> None:
-        """Write beside it, sync, rename over it."""
+        """Write a temporary file beside ``path``, sync it, rename it over ``path``."""
         folder, name = os.path.split(path)
         beside = os.path.join(folder, f"{TEMPORARY}{name}-{os.getpid()}")
         try:
@@ -153,7 +153,7 @@ class LocalStorage(Storage):
 
 
 class RemoteStorage(Storage):
-    """What fsspec reaches under ``url``."""
+    """Storage that fsspec opens for ``url``."""
 
     def __init__(self, url: str) -> None:
         self._fs: Any
@@ -166,19 +166,19 @@ class RemoteStorage(Storage):
             yield file
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted."""
+        """Names in a folder, sorted."""
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(folder, detail=False))
         return []
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Whether ``path`` is a file or folder."""
         self._fs.invalidate_cache()
         return bool(self._fs.exists(path))
 
     def is_free(self, path: str) -> bool:
-        """Whether there is nothing."""
+        """Whether ``path`` does not exist."""
         return not self.names(path) and not self.exists(path)
 
     def size(self, path: str) -> int:
@@ -186,11 +186,11 @@ class RemoteStorage(Storage):
         return int(self._fs.size(path))
 
     def make(self, folder: str) -> None:
-        """Make a folder and those above it."""
+        """Create a folder and its parents."""
         self._fs.makedirs(folder, exist_ok=True)
 
     def publish(self, folder: str, name: str) -> None:
-        """Copy file by file, the manifest last, then remove."""
+        """Copy file by file, the manifest last, then remove ``folder``."""
         self.make(name)
         try:
             for file in sorted(self.names(folder), key=lambda file: (file == MANIFEST, file)):
@@ -201,12 +201,12 @@ class RemoteStorage(Storage):
         self.discard(folder, "")
 
     def discard(self, folder: str, aside: str) -> None:
-        """Remove the manifest first."""
+        """Remove the manifest first, then the folder."""
         self.remove(self.join(folder, MANIFEST))
         self.remove(folder)
 
     def replace_text(self, path: str, text: str) -> None:
-        """Write it at once."""
+        """Write the file in one request."""
         self._fs.pipe_file(path, text.encode())
 
     def remove(self, path: str) -> None:
@@ -216,17 +216,17 @@ class RemoteStorage(Storage):
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """The storage that ``path`` lies in."""
+    """The storage of ``path``."""
     return RemoteStorage(os.fspath(path)) if is_remote(path) else LocalStorage()
 
 
 def full_path(path: str | os.PathLike[str]) -> str:
-    """``path`` without a slash at its end; on a local disk absolute, whatever folder the program goes to later."""
+    """``path`` without a trailing slash; absolute on a local disk, so that a later ``chdir`` does not matter."""
     return os.fspath(path).rstrip("/") if is_remote(path) else os.path.abspath(path)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is for fsspec: it names a protocol."""
+    """Whether ``path`` names a protocol and therefore goes through fsspec."""
     return "://" in os.fspath(path)
 
 

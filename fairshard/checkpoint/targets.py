@@ -1,7 +1,6 @@
-"""What is to be read of a checkpoint, and the memory that it is read into.
+"""Targets of a load: the entries to read from a checkpoint, and the memory to read them into.
 
-Entries are looked for under the keys that are there: ours, those of torch's own tools for FSDP2 and plain modules,
-with or without a prefix.
+Keys may be ours, or those of torch's tools for FSDP2 and plain modules, with or without a prefix.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _MOST_NAMES = 4
 
 @dataclass
 class ModelTarget:
-    """The model's part: ``keys`` of each name in its state dict, ``values`` to read into by key."""
+    """The model's part: the key of each name in its state dict, and the values to read into, by key."""
 
     keys: dict[str, str]
     values: dict[str, Any]
 
     @classmethod
     def of(cls, folder: str, state: Mapping[str, Any], metadata: Metadata, params: OptimParams) -> ModelTarget:
-        """Room for a model whose sharded state dict is ``state``.
+        """Target of a model whose sharded state dict is ``state``.
 
         Raises:
-            CheckpointError: the checkpoint is another model's.
+            CheckpointError: the checkpoint is of another model.
         """
         known = metadata.state_dict_metadata
         there = model_keys(metadata)
@@ -68,15 +67,15 @@ class ModelTarget:
         return cls(keys, values)
 
     def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict, of ``values`` as read."""
+        """The model's state dict, from the ``values`` read."""
         return {name: values[key] for name, key in self.keys.items()}
 
 
 @dataclass
 class OptimizerTarget:
-    """The optimizer's part: ``keys`` by parameter and state name, ``values`` to read into by key.
+    """The optimizer's part: keys by parameter and state name, and the values to read into, by key.
 
-    ``group_paths`` says where in the list of param groups each key of them belongs.
+    ``group_paths`` maps a key of the param groups to its path in their list.
     """
 
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -85,10 +84,10 @@ class OptimizerTarget:
 
     @classmethod
     def of(cls, folder: str, metadata: Metadata, params: OptimParams, held: set[nn.Parameter]) -> OptimizerTarget:
-        """Room for the state of an optimizer that steps ``held``; elementwise state is made shard by shard.
+        """Target of an optimizer that steps ``held``; elementwise state is allocated shard by shard.
 
         Raises:
-            CheckpointError: there is no optimizer in the checkpoint.
+            CheckpointError: the checkpoint holds no optimizer.
         """
         known = metadata.state_dict_metadata
         model = set(model_keys(metadata).values())
@@ -113,7 +112,7 @@ class OptimizerTarget:
         return target
 
     def _make_room(self, named: NamedParam, found: Mapping[str, dict[str, str]], known: Mapping[str, Any]) -> None:
-        """Make the memory for the state of one parameter or shard."""
+        """Allocate the state of one parameter or shard."""
         own = [next((found[name] for name in names if name in found), {}) for names in named.names]
         for state in dict.fromkeys(state for keys in own for state in keys):
             entries = [known[keys[state]] if state in keys else None for keys in own]
@@ -146,7 +145,7 @@ class OptimizerTarget:
             self.values[key] = _room_for(metadata.state_dict_metadata[key], None, None)
 
     def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Optimizer state by name, of ``values`` as read."""
+        """Optimizer state by name, from the ``values`` read."""
         state = {name: {own: values[key] for own, key in keys.items()} for name, keys in self.keys.items()}
         groups = self._groups(values)
         return {"state": state, "param_groups": groups} if groups else {"state": state}
@@ -172,7 +171,7 @@ def _room_for(entry: Any, span: Any, named: NamedParam | None) -> Any:
 
 
 def _names_of(name: str, params: OptimParams) -> Iterator[str]:
-    """``name``, then those of weights tied to it."""
+    """``name``, then the names of weights tied to it."""
     yield name
     named = params.find(name)
     for names in named.names if named is not None else ():
@@ -181,7 +180,7 @@ def _names_of(name: str, params: OptimParams) -> Iterator[str]:
 
 
 def _optimizer_prefix(keys: Iterable[str], params: OptimParams) -> str | None:
-    """What stands before ``state.`` and ``param_groups`` in the keys of an optimizer of these parameters."""
+    """Prefix of ``state.`` and ``param_groups`` in the keys of an optimizer of these parameters."""
     counts: dict[str, int] = {}
     for key in keys:
         parts = key.split(".")

@@ -1,4 +1,4 @@
-"""Writing with torch.distributed.checkpoint: each file's checksum on the way, and no copy that can be spared."""
+"""Writing with torch.distributed.checkpoint: computes each file's checksum while writing, with few copies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fairshard.checkpoint.manifest import FileEntry
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.checkpoint.storage import is_remote
 
-_BLOCK_NBYTES = 1 << 18  # so that what the checksum has read is in the core's cache when it is written
+_BLOCK_NBYTES = 1 << 18  # a block is still in the core's cache when it is written after its checksum
 _MIN_WRITE_BACK_NBYTES = 1 << 24
 _CAN_LEAVE_CRC_OUT = len(inspect.signature(getattr(torch.serialization, "_save", print)).parameters) == 5
 
 
 class CheckpointWriter(FileSystemWriter):
-    """torch's writer for ``num_ranks`` ranks; `files` has what was written on this one."""
+    """torch's writer for ``num_ranks`` ranks; `files` has the files of this rank."""
 
     def __init__(self, folder: str, num_ranks: int) -> None:
         super().__init__(folder if not is_remote(folder) else ".", sync_files=not is_remote(folder), overwrite=False)
@@ -43,15 +43,15 @@ class CheckpointWriter(FileSystemWriter):
             self.fs = _checked(FileSystem)(self.files)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the folder, which is there, as it is: torch's would make it again after another rank has removed it."""
+        """Do not create the folder: it exists, and torch's method would create it after another rank removed it."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its file.
+        """Assign a file to each rank.
 
         Raises:
-            RuntimeError: torch took this rank for a process alone, which it does where the default group was destroyed:
-                then every rank would write the first one's files.
+            RuntimeError: torch treats this rank as the only one because the default group was destroyed; every rank
+                would then write rank 0's files.
         """
         if len(plans) != self._num_ranks:
             raise RuntimeError(f"{self._num_ranks} ranks must save together, but {len(plans)} do.")
@@ -60,7 +60,8 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, and wait until it is on the disk.
 
-        torch's own takes half as long again: it checks each tensor too, and lets the disk idle till the end.
+        torch's method takes 1.5 times as long: it also computes a checksum per tensor, and leaves the disk idle until
+        the end.
         """
         name = f"{plan.storage_data.prefix}0.distcp"
         results = []
@@ -82,14 +83,14 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """torch's planner over a snapshot: what is written is what was there when it was taken."""
+    """torch's planner for a snapshot: it writes the values of the moment of the snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)
         self._snapshot = snapshot
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The box or object to write, on the CPU, in a storage of its exact size."""
+        """The tensor or object to write, on the CPU, in a storage of its exact size."""
         found: Tensor | io.BytesIO = super().resolve_data(write_item)
         if write_item.type == WriteItemType.BYTE_IO or not isinstance(found, Tensor):
             return found
@@ -97,10 +98,10 @@ class SnapshotPlanner(DefaultSavePlanner):
 
 
 def _save_tensor(tensor: Tensor, stream: Any) -> None:
-    """``torch.save`` without checksums inside, for the whole file has one: as after ``set_crc32_options(False)``.
+    """``torch.save`` without inner checksums (as after ``set_crc32_options(False)``): the whole file has one.
 
-    That option is one for all threads: training may save something else meanwhile. What is private here is the same in
-    torch 2.6 to 2.13; where it is not, there are two checksums.
+    That option affects all threads, and training may call ``torch.save`` meanwhile. The private API used here is the
+    same in torch 2.6 to 2.13; if it changes, both checksums are written.
     """
     if not _CAN_LEAVE_CRC_OUT:
         torch.save(tensor, stream)
@@ -113,7 +114,7 @@ def _save_tensor(tensor: Tensor, stream: Any) -> None:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """``tensor`` in a storage that holds nothing else, for else torch would save all of it; the same memory."""
+    """``tensor`` over a storage of its exact size, in the same memory; torch would save the whole storage."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.nbytes or not tensor.is_contiguous():
         return tensor.contiguous()
@@ -123,7 +124,7 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _checked(base: type[Any]) -> Any:
-    """``base``, a file system of torch's, noting size and checksum of what is written."""
+    """Subclass of torch's file system ``base`` that records the size and checksum of each file written."""
 
     class CheckedFileSystem(base):  # type: ignore[misc]
         def __init__(self, files: dict[str, FileEntry]) -> None:
@@ -142,7 +143,7 @@ def _checked(base: type[Any]) -> Any:
                     checked = _ChecksumStream(stream, base is FileSystem)
                     yield checked
             except Exception as error:
-                failure = (checked and checked.failure) or error  # torch only says that a write failed
+                failure = (checked and checked.failure) or error  # torch's error only says that a write failed
                 if not isinstance(failure, OSError):
                     raise
                 raise OSError(failure.errno, failure.strerror, os.fspath(path)) from failure
@@ -157,7 +158,7 @@ def _checked(base: type[Any]) -> Any:
 
 
 class _ChecksumStream(io.IOBase):
-    """A file being written from its beginning on."""
+    """A file written sequentially from its start, with a running checksum."""
 
     def __init__(self, raw: IO[bytes], is_local: bool) -> None:
         self._raw = raw
@@ -186,9 +187,9 @@ class _ChecksumStream(io.IOBase):
             self._start_write_back()
 
     def _start_write_back(self) -> None:
-        """Let the disk begin with what is there, for the kernel would wait for fsync, and fsync for everything.
+        """Start writing back now; otherwise the kernel waits for fsync, which then waits for the whole file.
 
-        The advice drops pages from the cache that are on the disk already, and starts to write those that are not.
+        The advice drops clean pages from the cache and starts to write the dirty ones.
         """
         self._raw.flush()
         start, self._nbytes_started = self._nbytes_started, self.nbytes
@@ -199,16 +200,16 @@ class _ChecksumStream(io.IOBase):
         return self.nbytes
 
     def writable(self) -> bool:
-        """Yes."""
+        """Always True."""
         return True
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Pass buffered bytes to the kernel."""
         if not self._raw.closed:
             self._raw.flush()
 
     def fileno(self) -> int:
-        """For fsync, which takes what is buffered along."""
+        """Descriptor for fsync; flushes first, so that fsync covers buffered bytes."""
         self._raw.flush()
         return self._raw.fileno()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("torch", "safetensors")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_CKPT = "a checkpoint's folder, or the folder of a run or of its checkpoints: then the latest one"
+_CKPT = "folder of a checkpoint; or of a run or its checkpoints, for the latest one"
 
 
 def add_checkpoint_commands(commands: argparse._SubParsersAction[Any]) -> None:
@@ -40,8 +40,8 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         "consolidate",
         help="write a checkpoint's weights as one file, or as a Hugging Face folder",
         description="Write the weights of the model in a checkpoint under their original names. Checksums are\n"
-        "compared first. Memory for one parameter is enough; beside the output there must be room on\n"
-        "its disk for the weights once more (safetensors: for one shard) while it is written.",
+        "compared first. Memory for one parameter is enough; during the write the output's disk needs\n"
+        "room for the weights a second time (safetensors: for one shard).",
         epilog="  fairshard consolidate runs/1 model.pt\n"
         "  fairshard consolidate runs/1/checkpoints/step-00000100 model --format safetensors --config gpt2",
     )
@@ -51,11 +51,11 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--format",
         choices=FORMATS,
         default=FORMATS[0],
-        help="torch: a dict for torch.load, tied weights share memory; safetensors: a folder as transformers reads "
-        "it, tied weights once under their first name (default: %(default)s)",
+        help="torch: a dict for torch.load, tied weights share memory; safetensors: a folder for transformers, "
+        "tied weights once under their first name (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="of a safetensors file, such as 500MB (default: 5GB)"
+        "--max-shard-size", type=_size, metavar="SIZE", help="size of a safetensors file, such as 500MB (default: 5GB)"
     )
     parser.add_argument(
         "--config", type=Path, metavar="DIR", help="copy config.json, generation config and tokenizer from here"
@@ -66,9 +66,9 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_inspect(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add(
         "inspect",
-        help="show what is in a checkpoint, and whether its files are intact",
+        help="show the contents of a checkpoint, and whether its files are intact",
         description="Show tensors, objects and files of a checkpoint, and compare every file with its checksum.\n"
-        "Exit code 1 when one is damaged or missing.",
+        "The exit code is 1 if a file is damaged or missing.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -79,20 +79,20 @@ def _add_import_fairscale(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add(
         "import-fairscale",
         help="make a checkpoint from the shards that fairscale's FSDP saved",
-        description='Make a checkpoint from one file a rank, each a torch.save of {"shard_weights":\n'
+        description='Make a checkpoint from one file per rank, each a torch.save of {"shard_weights":\n'
         'fsdp.local_state_dict(), "shard_metadata": fsdp.local_metadata_dict()}. Parameters, buffers (those of\n'
-        "rank 0) and tied weights are taken over under their original names; optimizer states are not.",
-        epilog="The files are taken in the order of ranks, as fairscale's metadata hold no rank. Where their padding\n"
-        "tells all ranks apart any order will do; one that it contradicts, or the numbers in the names, is refused.\n\n"
+        "rank 0) and tied weights are imported under their original names; optimizer states are not.",
+        epilog="Pass the files in the order of ranks, because fairscale's metadata do not hold the rank. If padding\n"
+        "identifies every rank, any order works. An order that contradicts padding or file names is an error.\n\n"
         "  fairshard import-fairscale $(ls -v shard_*.pt) checkpoint",
     )
-    parser.add_argument("shards", metavar="SHARD_FILE", nargs="+", type=Path, help="the file of a rank")
+    parser.add_argument("shards", metavar="SHARD_FILE", nargs="+", type=Path, help="file of one rank")
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
     parser.set_defaults(run=_or_one_line(_import_fairscale))
 
 
 def _or_one_line(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """The command, with one line on stderr and exit code 1 for a checkpoint that cannot be used."""
+    """``command`` that turns a ``CheckpointError`` into one line on stderr and exit code 1."""
 
     def run(arguments: argparse.Namespace) -> int:
         try:
@@ -153,12 +153,12 @@ def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise argparse.ArgumentTypeError(f"a size is a number and kB, MB, GB, KiB, MiB or GiB, but {text!r} is none")
+        raise argparse.ArgumentTypeError(f"a size is a number and kB, MB, GB, KiB, MiB or GiB, but is {text!r}")
     return int(float(found[1]) * unit)
 
 
 def _checkpoint_in(path: str) -> str:
-    """``path``, or where a run in it has its checkpoints."""
+    """``path``, or its folder of checkpoints if it holds a run."""
     _check_there([path])
     inside = os.path.join(path, CHECKPOINTS)
     return inside if os.path.isdir(inside) else path
@@ -174,11 +174,11 @@ def _check_new(out: Path) -> None:
     if os.path.lexists(out):
         raise OptionError(f"{out} exists, and nothing is overwritten. Pass a new name, or remove it.")
     if not out.parent.is_dir():
-        raise OptionError(f"{out} needs a folder to lie in, but {out.parent} is none.")
+        raise OptionError(f"{out} needs a parent folder, but {out.parent} is not a folder.")
 
 
 def _lines(contents: Contents) -> list[str]:
-    """The checkpoint for people: what it is, its tensors, its objects, its files."""
+    """Text about the checkpoint: its origin, tensors, objects and files."""
     lines = [f"checkpoint  {contents.path}", *_origin_lines(contents.manifest)]
     if contents.tensors:
         lines += ["", *_tensor_table(contents)]
@@ -193,7 +193,7 @@ def _lines(contents: Contents) -> list[str]:
 
 def _origin_lines(manifest: Manifest | None) -> list[str]:
     if manifest is None:
-        return ["written by  another tool than fairshard: no step, no checksums"]
+        return ["written by  a tool other than fairshard: no step, no checksums"]
     return [
         f"step        {'unknown' if manifest.step is None else manifest.step}",
         f"world size  {manifest.world_size}",

@@ -1,4 +1,4 @@
-"""``loss.png``: the loss of every step, the same smoothed, and the validation loss."""
+"""``loss.png``: the loss of every step, raw and smoothed, and the validation loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRAIN, _VALIDATION, _QUIET = "#3f6fb5", "#c8553d", "#6b6b6b"
 
 
 def smoothed(losses: Sequence[float]) -> NDArray[np.float64]:
-    """Mean of each loss and its neighbours on both sides, a fiftieth of all on each; fewer near the ends."""
+    """Mean of each loss and its neighbours, a fiftieth of all losses on each side; fewer near the ends."""
     kernel = np.ones(2 * (len(losses) // 50) + 1)
     padding = len(kernel) // 2
     sums = np.convolve(losses, kernel)[padding : padding + len(losses)]
@@ -45,7 +45,7 @@ def draw_loss(path: Path, title: str, losses: Sequence[float], validations: Mapp
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title(title, loc="left", fontsize=10, color=_QUIET)
     axes.set_xlim(0, 1.08 * len(losses))
-    axes.set_ylim(top=1.05 * max(*means, *validations.values()))  # a single bad step shall not flatten the rest
+    axes.set_ylim(top=1.05 * max(*means, *validations.values()))  # one bad step must not flatten the rest
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,8 @@
-"""How a rank that fails tells whoever launched it why.
+"""How a failing rank reports its error to the launcher.
 
-The error file is the one that torch's elastic launcher names to each rank, in its format, so that torchrun
-shows the traceback too. Two keys are ours: a time finer than its whole seconds, to tell the first failure from
-those that follow from it, and whether the message alone says everything.
+The error file is the one that torch's elastic launcher assigns to each rank, in its format, so that torchrun
+shows the traceback too. Two keys are ours: ``time_ns``, finer than the launcher's whole seconds, to find the first
+failure among those that it caused; and ``expected``, true if the message needs no traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank left behind: one line, and its traceback where that helps."""
+    """A rank's error: one line, and the traceback unless the error was expected."""
 
     rank: int
     message: str
@@ -43,14 +43,14 @@ def record_failure(error: Exception, rank: int, expected: bool) -> None:
 
 
 def describe(error: Exception, expected: bool) -> str:
-    """An error in words; one that was expected needs no type."""
+    """Text of an error; an expected error needs no type."""
     return str(error) if expected else f"{type(error).__name__}: {error}"
 
 
 def first_failure(paths: Iterable[Path]) -> Failure | None:
-    """The earliest failure in these files, which lie in folders named by local rank; None where there is none.
+    """The earliest failure in these files, which lie in folders named by local rank; None without failures.
 
-    A rank that fails before our own code runs has its error written by torch, without our keys.
+    torch writes the error of a rank that fails before our own code runs, without our keys.
     """
     failures: list[Failure] = []
     for path in paths:
@@ -60,6 +60,6 @@ def first_failure(paths: Iterable[Path]) -> Failure | None:
             trace = "" if extra.get("expected") else extra["py_callstack"]
             time_ns = extra.get("time_ns", int(extra["timestamp"]) * 10**9)
             failures.append(Failure(extra.get("rank", int(path.parent.name)), message["message"], trace, time_ns))
-        except (OSError, ValueError, KeyError, TypeError):  # not written to its end, or of another form
+        except (OSError, ValueError, KeyError, TypeError):  # not complete, or in another format
             continue
     return min(failures, key=lambda failure: failure.time_ns, default=None)

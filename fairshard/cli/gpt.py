@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix every position with those before it; same shape out as in."""
+        """Mix every position with the earlier ones; the shape does not change."""
         batch, length, dim = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -94,7 +94,7 @@ class GPT(nn.Module):
 
 
 def wrap_nested(model: GPT, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Wrap each block, then the whole: one unit a block, and one for the embeddings, last norm and head."""
+    """Wrap each block, then the whole model: a unit per block, and one for the embeddings, last norm and head."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = wrap(block)
     return wrap(model)

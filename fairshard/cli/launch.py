@@ -24,24 +24,24 @@ from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.resume import restarted_options
 from fairshard.cli.text import TextPlan
 
-# glibc then keeps freed memory instead of giving it back: units are gathered and freed all the time, and
-# faulting 64 MiB in again costs 19 ms instead of 3.
+# With these, glibc keeps freed memory instead of returning it to the kernel. Units are gathered and freed all the
+# time, and faulting 64 MiB in again costs 19 ms instead of 3.
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 _DEFAULTS = {**_KEEP_FREED_MEMORY, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def launch(options: TrainOptions) -> int:
-    """Check the options, then run all ranks to their end; returns the exit code.
+    """Check the options, then run all ranks until they exit; returns the exit code.
 
     Raises:
-        OptionError: the options cannot work; no rank has started.
+        OptionError: the options are invalid; no rank has started.
     """
     nproc = options.num_ranks
     plan = check_options(options, nproc, nproc)
     if options.max_restarts and options.out is None:
-        from fairshard.cli.metrics import make_run_folder  # here, for it imports the engine
+        from fairshard.cli.metrics import make_run_folder  # here because it imports the engine
 
-        options = replace(options, out=make_run_folder(None))  # that the ranks find again what they have begun
+        options = replace(options, out=make_run_folder(None))  # restarted ranks must find the same folder
     threads = options.threads or default_threads(nproc)
     inherited = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="fairshard-") as logs, _environment(inherited), _own_messages():
@@ -60,8 +60,8 @@ def launch(options: TrainOptions) -> int:
 
 
 def run_rank(options: TrainOptions, plan: TextPlan) -> None:
-    """Be one of the ranks: what ``launch`` has the elastic launcher run in each process."""
-    from fairshard.cli.rank import train_rank  # here, for the launcher itself needs no engine
+    """Train as one rank; the elastic launcher runs this in each process."""
+    from fairshard.cli.rank import train_rank  # here because the launcher itself needs no engine
 
     ranks = Ranks.from_environment()
     assert ranks is not None
@@ -84,7 +84,7 @@ def _launch_config(nproc: int, max_restarts: int, logs: str) -> LaunchConfig:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Let the ranks inherit ``values``: glibc and OpenMP read theirs as a process starts."""
+    """Set ``values`` for the ranks to inherit: glibc and OpenMP read theirs when a process starts."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -96,7 +96,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_messages() -> Iterator[None]:
-    """Silence the launcher's long log of a failure, which ``_report`` sums up; put signal handlers back."""
+    """Silence the launcher's long log of a failure, which ``_report`` sums up; restore signal handlers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -109,7 +109,7 @@ def _own_messages() -> Iterator[None]:
 
 
 def _report(error: ChildFailedError, logs: Path) -> int:
-    """Say which rank failed first and why; returns the exit code."""
+    """Print which rank failed first and why; returns the exit code."""
     rank, failure = error.get_first_failure()
     if failure.exitcode == 130:
         return _stopped(signal.SIGINT)

@@ -14,7 +14,7 @@ from fairshard.cli.resume import chosen_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
+    """Run a command line; returns the exit code: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     parser = build_parser()
     try:
         arguments = parser.parse_args(argv)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; each subcommand sets ``run``, from the parsed arguments to the exit code."""
+    """Build the parser; each subcommand sets ``run``, a function of the parsed arguments that returns the exit code."""
     parser = OneLineParser("fairshard", description="ZeRO-3 for PyTorch in plain Python.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fairshard {fairshard.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         "train",
         help="train a byte-level GPT on text",
         description="Train a byte-level GPT on text, on all ranks of this machine. With more machines: "
-        "torchrun ... -m fairshard.cli.train, with the same flags but --nproc.",
+        "torchrun ... -m fairshard.cli.train, with the same flags except --nproc.",
         allow_abbrev=False,
     )
     add_train_arguments(train)

@@ -24,9 +24,9 @@ from fairshard.plan.summary import StateBytes
 class StepMetrics:
     """One line of ``metrics.jsonl``; the fields are its keys, in this order.
 
-    ``loss`` is the mean over all ranks; ``tokens`` counts those of all ranks since the start, ``tokens_per_s`` those
-    of all ranks in this step. ``mem_bytes`` is by rank. ``collectives`` and ``comm_bytes`` are those of rank 0 in this
-    step. ``grad_norm`` is None where fp16 gradients overflowed and the step was skipped.
+    ``loss`` is the mean over all ranks. ``tokens`` counts tokens of all ranks since the start; ``tokens_per_s`` covers
+    all ranks in this step. ``mem_bytes`` has one entry per rank. ``collectives`` and ``comm_bytes`` are rank 0's in
+    this step. ``grad_norm`` is None if fp16 gradients overflowed and the step was skipped.
     """
 
     step: int
@@ -43,10 +43,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` is by rank.
+    """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` has one entry per rank.
 
-    ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` say where rank 0 keeps shards, gradients and optimizer
-    state; ``copy_wait_s`` is how long it stood waiting for copies between them, a step.
+    ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` are rank 0's shards, gradients and optimizer state by
+    memory; ``copy_wait_s`` is the time per step for which it waited for copies between them.
     """
 
     val_loss: float
@@ -67,7 +67,7 @@ def summarize(
     places: StateBytes,
     copy_wait_s: float,
 ) -> Summary:
-    """Boil a run down to one ``Summary``."""
+    """Summarize a run."""
     seconds = math.fsum(step.step_s for step in steps)
     return Summary(
         val_loss=val_loss,
@@ -83,9 +83,9 @@ def summarize(
 
 
 class MetricsFile:
-    """Appends one JSON object a line; each line is on disk when its call returns.
+    """Appends one JSON object per line; each line is written to the file when its call returns.
 
-    The file must be new, unless ``kept``, the lines of a run that is resumed, are to stand in its place.
+    The file must be new, unless ``kept``, the lines of a resumed run, replaces its contents.
     """
 
     def __init__(self, path: Path, kept: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -120,7 +120,7 @@ class MetricsFile:
 
 
 def make_run_folder(out: Path | None) -> Path:
-    """Make ``out``, or ``runs/<UTC time>``, with ``-2``, ``-3``, ... added where another run has that name."""
+    """Create ``out``, or ``runs/<UTC time>``, with a suffix ``-2``, ``-3``, ... if that name is taken."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         return out
@@ -137,7 +137,7 @@ def make_run_folder(out: Path | None) -> Path:
 
 
 def write_config(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write ``config.json``: ``entries``, the start of the run, and the versions of what computes it."""
+    """Write ``config.json``: ``entries``, the start time, and the versions of the software."""
     versions = {
         "fairshard": fairshard.__version__,
         "torch": torch.__version__,

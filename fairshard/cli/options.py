@@ -30,23 +30,23 @@ _AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "sa
 
 
 class OptionError(ValueError):
-    """Options that cannot work; the message is one line for the user."""
+    """Invalid options; the message is one line for the user."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises ``OptionError`` instead of printing its usage and leaving."""
+    """``ArgumentParser`` that raises ``OptionError`` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the command line."""
+        """Raise ``OptionError`` with argparse's message."""
         raise OptionError(f"{message}. See {self.prog} --help.")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a user can set; each field is the flag of its name.
+    """Options of a run; each field is the flag of the same name.
 
     Raises:
-        OptionError: a value is wrong whatever the number of ranks.
+        OptionError: a value is invalid for any number of ranks.
     """
 
     nproc: int | None = None
@@ -103,8 +103,8 @@ class TrainOptions:
             raise OptionError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, but is {self.optimizer}.")
         if self.max_restarts and self.resume_from is not None:
             raise OptionError(
-                "--max-restarts goes on from the newest checkpoint, which with --resume-from may be of the steps that "
-                "are dropped. Leave one of them out."
+                "--max-restarts continues from the newest checkpoint, which with --resume-from may belong to the "
+                "dropped steps. Leave one of them out."
             )
         if self.cpu_offload and self.move_grads_to_cpu is False and self.optimizer != "cpu-adamw":
             raise OptionError(
@@ -114,17 +114,17 @@ class TrainOptions:
 
     @property
     def device_type(self) -> str:
-        """``"cuda"`` or ``"cpu"``, with ``auto`` resolved on this host."""
+        """``"cuda"`` or ``"cpu"``; ``auto`` is resolved on this host."""
         return default_device_type() if self.device == "auto" else self.device
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises: a tenth of all, but at least 20, unless ``warmup`` says."""
+        """Steps in which the learning rate rises: ``warmup``, or a tenth of all steps but at least 20."""
         return min(self.steps, max(20, self.steps // 10)) if self.warmup is None else self.warmup
 
     @property
     def num_ranks(self) -> int:
-        """Ranks to launch on this host: one a GPU, else 2, unless ``nproc`` says."""
+        """Ranks to launch on this host: ``nproc``, or one per GPU, or 2 without GPUs."""
         if self.nproc is not None:
             return self.nproc
         return device_count() if self.device_type == "cuda" else 2
@@ -136,14 +136,14 @@ class TrainOptions:
 
 
 def check_options(options: TrainOptions, world_size: int, local_size: int) -> TextPlan:
-    """Check what depends on the ranks, the host and its files; the same answer on every rank of a host.
+    """Check the options against the ranks, the host and its files; all ranks of a host get the same answer.
 
-    Run before any rank starts, or under torchrun on every rank before the process group is made.
+    Run before any rank starts, or under torchrun on every rank before the process group is created.
 
-    Returns: the plan of the text, which these checks had to make.
+    Returns: the plan of the text, which the checks build anyway.
 
     Raises:
-        OptionError: the first thing that is wrong.
+        OptionError: the first problem found.
     """
     _check_packages()
     _check_device(options, local_size)
@@ -157,24 +157,24 @@ def check_options(options: TrainOptions, world_size: int, local_size: int) -> Te
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``fairshard train``; their defaults are those of ``TrainOptions``."""
+    """Add the flags of ``fairshard train``, with the defaults of ``TrainOptions``."""
     ranks = parser.add_argument_group("ranks")
-    _add(ranks, "--nproc", int, "N", "ranks to launch on this machine (default: one a GPU, else 2)")
-    _add(ranks, "--device", str, None, "auto is CUDA where there is a GPU (default: %(default)s)", DEVICES)
+    _add(ranks, "--nproc", int, "N", "ranks to launch on this machine (default: one per GPU, or 2)")
+    _add(ranks, "--device", str, None, "auto: CUDA if there is a GPU (default: %(default)s)", DEVICES)
     _add(ranks, "--threads", int, "N", "CPU threads of each rank (default: visible CPUs / ranks here)")
     files = parser.add_argument_group("files")
     _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
     _add(files, "--out", Path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
-    _add(files, "--trace", int, "STEP", "draw what happens in that step: trace.png, and trace.json for Chrome")
-    _add(files, "--seed", int, "N", "of weights, split and batches (default: %(default)s)")
+    _add(files, "--trace", int, "STEP", "draw the timeline of that step: trace.png, and trace.json for Chrome")
+    _add(files, "--seed", int, "N", "seed of weights, split and batches (default: %(default)s)")
     checkpoints = parser.add_argument_group("checkpoints")
     _add(checkpoints, "--save-every", int, "N", "steps between checkpoints, 0 for none (default: %(default)s)")
     _add(checkpoints, "--keep-last", int, "N", "checkpoints to keep (default: %(default)s)")
     checkpoints.add_argument(
-        "--resume", action="store_true", help="go on with the run in --out, or the newest; takes its other options"
+        "--resume", action="store_true", help="continue the run in --out, or the newest run, with its own options"
     )
-    _add(checkpoints, "--resume-from", int, "STEP", "go on from that checkpoint instead of the newest")
-    _add(checkpoints, "--max-restarts", int, "N", "when a rank fails, go on from the newest one (default: %(default)s)")
+    _add(checkpoints, "--resume-from", int, "STEP", "continue from that checkpoint instead of the newest")
+    _add(checkpoints, "--max-restarts", int, "N", "times to restart after a failed rank (default: %(default)s)")
     model = parser.add_argument_group("model")
     _add(model, "--layers", int, "N", "transformer blocks, each a unit (default: %(default)s)")
     _add(model, "--dim", int, "N", "width (default: %(default)s)")
@@ -182,16 +182,16 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add(model, "--context", int, "N", "bytes in a sequence (default: %(default)s)")
     training = parser.add_argument_group("training")
     _add(training, "--steps", int, "N", "optimizer steps (default: %(default)s)")
-    _add(training, "--batch-size", int, "N", "sequences a step, over all ranks (default: %(default)s)")
-    _add(training, "--accumulate", int, "N", "passes that a step's batch is cut into (default: %(default)s)")
+    _add(training, "--batch-size", int, "N", "sequences per step, over all ranks (default: %(default)s)")
+    _add(training, "--accumulate", int, "N", "passes per step, each with a part of its batch (default: %(default)s)")
     _add(training, "--lr", float, "X", "peak learning rate (default: %(default)s)")
-    _add(training, "--weight-decay", float, "X", "pull of the weights to 0 (default: %(default)s)")
+    _add(training, "--weight-decay", float, "X", "weight decay of the optimizer (default: %(default)s)")
     _add(training, "--warmup", int, "N", "steps up to the peak, then a cosine (default: --steps / 10, at least 20)")
     _add(training, "--clip", float, "X", "largest gradient norm, 0 for no clipping (default: %(default)s)")
     _add(training, "--eval-every", int, "N", "steps between validations (default: %(default)s)")
     engine = parser.add_argument_group("engine")
-    _add(engine, "--precision", str, None, "of compute; weights stay fp32 (default: %(default)s)", PRECISIONS)
-    _add(engine, "--bucket-cap-mb", float, "X", "size of a reduce-scatter, 0 for none (default: %(default)s)")
+    _add(engine, "--precision", str, None, "compute dtype; weights stay fp32 (default: %(default)s)", PRECISIONS)
+    _add(engine, "--bucket-cap-mb", float, "X", "size of a bucket of gradients, 0 for none (default: %(default)s)")
     engine.add_argument(
         "--reshard-after-forward",
         action=argparse.BooleanOptionalAction,
@@ -203,13 +203,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     offload.add_argument(
         "--move-grads-to-cpu",
         action=argparse.BooleanOptionalAction,
-        help="copy reduced gradients there as they come (default: as --cpu-offload)",
+        help="copy reduced gradients to host memory as they arrive (default: as --cpu-offload)",
     )
-    _add(offload, "--optimizer", str, None, "cpu-adamw steps beside the copies (default: %(default)s)", OPTIMIZERS)
+    _add(offload, "--optimizer", str, None, "cpu-adamw steps during the copies (default: %(default)s)", OPTIMIZERS)
 
 
 def parsed_options(arguments: argparse.Namespace) -> TrainOptions:
-    """The options in a parsed command line."""
+    """Options of a parsed command line."""
     return TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
 
@@ -253,7 +253,7 @@ def _check_device(options: TrainOptions, local_size: int) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a folder that holds a run, and one that cannot be made or written."""
+    """Raise if the folder holds a run, or cannot be created or written."""
     if out.exists() and not out.is_dir():
         raise OptionError(f"--out must be a folder, but {out} is a file.")
     found = [name for name in RUN_FILES if (out / name).exists()]
@@ -261,4 +261,4 @@ def _check_out(out: Path) -> None:
         raise OptionError(f"--out {out} holds another run ({', '.join(found)}). Pass a new folder.")
     folder = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise OptionError(f"--out {out} cannot be made: {folder} is not a folder that can be written.")
+        raise OptionError(f"--out {out} cannot be created: {folder} is not a writable folder.")

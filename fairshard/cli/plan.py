@@ -27,9 +27,9 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the command, which sets ``run``."""
     parser = commands.add_parser(
         "plan",
-        help="show the units, buckets and memory that a wrapping policy would come to",
+        help="show the units, buckets and memory of a wrapping policy",
         description="Build a model without memory (on torch's meta device), wrap it on paper, and show units,\n"
-        "buckets, and the predicted peak of a training step by terms. Activations are not counted.",
+        "buckets, and the predicted peak of a training step term by term. Activations are not counted.",
         epilog="  fairshard plan --layers 24 --dim 2048 --policy class:Block --world-size 8 --precision bf16\n"
         "  fairshard plan --hf configs/llama --policy class:LlamaDecoderLayer --world-size 8 --json\n"
         "  fairshard plan --factory mypackage.models:build --policy size:1e7 --world-size 4",
@@ -38,12 +38,12 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     model = parser.add_argument_group("model")
     which = model.add_mutually_exclusive_group()
-    which.add_argument("--model", choices=["gpt"], help="that of fairshard train (the default)")
+    which.add_argument("--model", choices=["gpt"], help="the model of fairshard train (the default)")
     which.add_argument("--hf", type=Path, metavar="CONFIG_DIR", help="a Hugging Face folder with a config.json")
-    which.add_argument("--factory", metavar="PKG.MOD:FN", help="a function without arguments that returns the model")
+    which.add_argument("--factory", metavar="PKG.MOD:FN", help="function without arguments that returns the model")
     for flag in _GPT_FLAGS:
         default = getattr(TrainOptions, flag)
-        model.add_argument(f"--{flag}", type=int, metavar="N", help=f"of the gpt (default: {default})")
+        model.add_argument(f"--{flag}", type=int, metavar="N", help=f"{flag} of the gpt (default: {default})")
     wrapping = parser.add_argument_group("wrapping")
     wrapping.add_argument(
         "--policy",
@@ -54,18 +54,18 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     wrapping.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks to shard over")
     wrapping.add_argument("--sharding-strategy", choices=_STRATEGIES, help="(default: FULL_SHARD)")
-    wrapping.add_argument("--replicas", type=int, metavar="N", help="of the shards, with a hybrid strategy")
-    wrapping.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of compute (default: %(default)s)")
+    wrapping.add_argument("--replicas", type=int, metavar="N", help="replicas of the shards, with a hybrid strategy")
+    wrapping.add_argument("--precision", choices=PRECISIONS, default="fp32", help="compute in (default: %(default)s)")
     wrapping.add_argument(
-        "--bucket-cap-mb", type=float, default=TrainOptions.bucket_cap_mb, metavar="X", help="size of a reduce-scatter"
+        "--bucket-cap-mb", type=float, default=TrainOptions.bucket_cap_mb, metavar="X", help="size of a bucket"
     )
     reshard = argparse.BooleanOptionalAction
     wrapping.add_argument("--reshard-after-forward", action=reshard, default=True, help=_RESHARD)
-    wrapping.add_argument("--reshard-to", type=int, metavar="N", help="keep them cut over N ranks between the two")
+    wrapping.add_argument("--reshard-to", type=int, metavar="N", help="keep them sharded over N ranks instead")
     wrapping.add_argument("--cpu-offload", action="store_true", help="keep the weights' shards in host memory")
-    wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="and gradients (default: as --cpu-offload)")
+    wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="gradients too (default: as --cpu-offload)")
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
-    wrapping.add_argument("--device", choices=DEVICES, default="auto", help="that computes (default: %(default)s)")
+    wrapping.add_argument("--device", choices=DEVICES, default="auto", help="compute on (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
 
@@ -83,7 +83,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # user code may raise anything
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise OptionError(f"the model cannot be built on the meta device: {what}") from error
     if not isinstance(model, nn.Module):
@@ -114,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _builder(arguments: argparse.Namespace) -> Callable[[], Any]:
-    """What builds the model, with everything checked that can be before it does."""
+    """The function that builds the model, after all checks that need no model."""
     given = [flag for flag in _GPT_FLAGS if getattr(arguments, flag) is not None]
     if given and (arguments.hf is not None or arguments.factory is not None):
         raise OptionError(f"--{given[0]} describes the gpt, but the model is another one. Leave it out.")
@@ -147,7 +147,7 @@ def _factory(text: str) -> Callable[[], Any]:
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
         raise OptionError(f"--factory must be PKG.MOD:FN, but is {text}.")
-    sys.path.insert(0, "")  # as `python -m` has it: the user's own modules
+    sys.path.insert(0, "")  # as with `python -m`: finds the user's own modules
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -177,7 +177,7 @@ def _size_in(policy: str) -> int | None:
 
 
 def _policy(text: str, size: int | None, model: nn.Module) -> Any:
-    """The policy that ``text`` means for ``model``, whose modules tell the classes of a name."""
+    """The policy that ``text`` describes; class names are looked up among the modules of ``model``."""
     from fairshard.nn.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     if size is not None:
@@ -189,5 +189,5 @@ def _policy(text: str, size: int | None, model: nn.Module) -> Any:
     missing = [name for name in wanted if name not in {cls.__name__ for cls in classes}]
     if missing:
         names = ", ".join(sorted({cls.__name__ for cls in classes}))
-        raise OptionError(f"--policy class:{missing[0]} is no class of a module of this model, which has {names}.")
+        raise OptionError(f"--policy class:{missing[0]} must be a class of a module of this model, which has {names}.")
     return ModuleWrapPolicy(cls for cls in classes if cls.__name__ in wanted)

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: the table of units, the progress, the summary."""
+"""Terminal output of a run: the table of units, the progress, the summary."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LINES_WITHOUT_TERMINAL = 20
 
 
 def say(text: str) -> None:
-    """Print a line of the log, at once even into a pipe."""
+    """Print a line of the log and flush it, so that it appears at once in a pipe too."""
     print(text, flush=True)
 
 
 def size_text(nbytes: float) -> str:
-    """A size for people: 1.2 MB is 1,200,000 bytes."""
+    """Size in decimal units: 1.2 MB is 1,200,000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= 0.9995 * size:
             return f"{nbytes / size:.3g} {unit}"
@@ -29,12 +29,12 @@ def size_text(nbytes: float) -> str:
 
 
 def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
-    """The end of a run in words."""
+    """Lines printed at the end of a run."""
     return [
         f"validation loss  {summary.val_loss:.3f} nats per byte, from {first_val_loss:.3f} at the start",
         f"throughput       {summary.tokens_per_s:,.0f} tokens/s over all ranks",
         f"communication    {summary.collectives_per_step:.4g} collectives and "
-        f"{size_text(summary.bytes_per_step)} a step and rank",
+        f"{size_text(summary.bytes_per_step)} per step and rank",
         f"peak memory      {_by_rank(summary.peak_bytes)}",
         f"state            rank 0 keeps {size_text(summary.device_bytes)} on the device, "
         f"{size_text(summary.pinned_bytes)} pinned and {size_text(summary.pageable_bytes)} pageable on the host; "
@@ -43,7 +43,7 @@ def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
 
 
 class Progress:
-    """A bar on a terminal; some twenty lines where stderr is a file or a pipe."""
+    """A bar on a terminal; about twenty lines if stderr is a file or a pipe."""
 
     def __init__(self, num_steps: int, done: int = 0) -> None:
         self._num_steps = num_steps
@@ -85,5 +85,5 @@ class Progress:
 
 def _by_rank(sizes: Sequence[int]) -> str:
     if len(sizes) > _MAX_RANKS_SHOWN:
-        return f"{size_text(min(sizes))} to {size_text(max(sizes))} a rank"
+        return f"{size_text(min(sizes))} to {size_text(max(sizes))} per rank"
     return " | ".join(size_text(nbytes) for nbytes in sizes)

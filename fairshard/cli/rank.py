@@ -44,7 +44,7 @@ def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool)
     """Train as one rank. **Collective.** Ends the process with exit code 1 on failure, and 130 on Ctrl-C.
 
     Args:
-        quiet: leave it to the launcher to say what failed.
+        quiet: print no error; the launcher reports it.
     """
     signal.signal(signal.SIGINT, _interrupted)
     try:
@@ -56,13 +56,13 @@ def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool)
         record_failure(error, ranks.rank, expected)
         if not quiet:
             print(f"fairshard train: error (rank {ranks.rank}): {describe(error, expected)}", file=sys.stderr)
-        # A peer that was killed without a word is the better explanation: let the launcher notice it first.
+        # If a peer was killed, its death is the cause to report: give the launcher time to see it first.
         time.sleep(_NOTICE_S)
         _leave(1)
 
 
 def build_model(options: TrainOptions, device: torch.device) -> FullyShardedDataParallel:
-    """The sharded GPT: one unit a block, and one for what is left. **Collective.**"""
+    """Build the sharded GPT: one unit per block, and a root unit for the rest. **Collective.**"""
     dtype = COMPUTE_DTYPES.get(options.precision)
 
     def wrap(module: nn.Module) -> FullyShardedDataParallel:
@@ -83,7 +83,7 @@ def build_model(options: TrainOptions, device: torch.device) -> FullyShardedData
 
 
 def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
-    """Set threads and device, and meet the other ranks. **Collective.**"""
+    """Set threads and device, and create the process group. **Collective.**"""
     torch.set_num_threads(options.threads or default_threads(ranks.local_size))
     if options.device_type == "cpu":
         dist.init_process_group("gloo", **_rendezvous())
@@ -95,9 +95,10 @@ def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
 
 
 def _rendezvous() -> dict[str, Any]:
-    """How ranks that are started again on one host meet: torch's agent keeps one store for all attempts (2.13).
+    """Arguments of the rendezvous for ranks restarted on one host: a store with a prefix for each attempt.
 
-    Without a prefix a rank may take the address of one that is gone for that of its successor.
+    torch's agent keeps one store for all attempts (2.13). Without the prefix a rank may connect to the address of a
+    dead rank instead of its successor's.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not attempt or os.environ.get("GROUP_WORLD_SIZE") != "1":
@@ -137,7 +138,7 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
 def _begin(
     options: TrainOptions, ranks: Ranks, plan: TextPlan, rows: Sequence[UnitRow], folder: Path, done: int
 ) -> RunLog:
-    """Say what is about to run, from step ``done`` on, and open its files; on rank 0 only."""
+    """Print the setup of a run that starts after step ``done``, and open its files; on rank 0 only."""
     threads = torch.get_num_threads()
     backend = dist.get_backend()
     numel = sum(row.numel for row in rows)
@@ -179,7 +180,7 @@ def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process at once: dropping a process group whose peers are gone can hang."""
+    """Exit at once: destroying a process group whose peers are gone can hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, and how many CPUs it may use."""
+"""This process's place among the ranks, and the number of threads that it may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks | None:
-        """The place that torchrun or the launcher gave this process; None outside of both."""
+        """The place that torchrun or the launcher assigned to this process; None outside both."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name, "") for name in names]
         return cls(*map(int, values)) if all(value.isdecimal() for value in values) else None

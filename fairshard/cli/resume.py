@@ -1,4 +1,4 @@
-"""Going on with a run: its options are read back, and what it wrote after its checkpoint is dropped."""
+"""Resuming a run: read its options back, and drop the metrics that it wrote after the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from fairshard.cli.options import OptionError, TrainOptions, parsed_options
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
-# May differ from the run that is resumed; all else would make it another run.
+# Options that may differ from the resumed run's; any other change would make it another run.
 _FREE = (
     *("nproc", "device", "threads", "out", "save_every", "keep_last"),
     *("resume", "resume_from", "max_restarts", "trace"),
@@ -21,20 +21,20 @@ _FREE = (
 
 
 def chosen_options(arguments: argparse.Namespace) -> TrainOptions:
-    """The options in a parsed command line, or those of the run that it asks to resume.
+    """The options of a parsed command line, or of the run that it resumes.
 
     Raises:
-        OptionError: one is wrong, or there is no such run.
+        OptionError: an option is invalid, or there is no such run.
     """
     options = parsed_options(arguments)
     return resumed_options(options) if options.resume or options.resume_from is not None else options
 
 
 def resumed_options(given: TrainOptions) -> TrainOptions:
-    """The options of the run that ``given`` asks to resume, with those of ``given`` that may differ.
+    """The options of the run that ``given`` resumes, with the options of ``given`` that may differ.
 
     Raises:
-        OptionError: there is no such run, or ``given`` asks for something else than it did.
+        OptionError: there is no such run, or another option of ``given`` differs.
     """
     folder = given.out or _newest_run()
     saved = _read_options(folder)
@@ -44,15 +44,15 @@ def resumed_options(given: TrainOptions) -> TrainOptions:
     for name, value in asdict(given).items():
         if name not in _FREE and value != defaults[name] and value != getattr(saved, name):
             flag = name.replace("_", "-")
-            raise OptionError(f"--{flag} is {getattr(saved, name)} in the run in {folder}: leave it out to go on.")
+            raise OptionError(f"--{flag} is {getattr(saved, name)} in the run in {folder}: leave it out to resume.")
     free = {name: getattr(given, name) for name in _FREE if getattr(given, name) != defaults[name]}
     return replace(saved, **{**free, "out": folder, "resume": True})
 
 
 def restarted_options(options: TrainOptions) -> TrainOptions:
-    """``options``, resuming where torch's elastic launcher has started this rank again after a failure.
+    """``options``, set to resume if torch's elastic launcher restarted this rank after a failure.
 
-    Without a folder of its own a run cannot be found again; one that failed before it wrote anything starts anew.
+    A run without ``out`` cannot be found again. A run that failed before it wrote anything starts from scratch.
     """
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
     if not is_restart or options.out is None or not (options.out / "config.json").exists():
@@ -61,7 +61,7 @@ def restarted_options(options: TrainOptions) -> TrainOptions:
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` up to ``step``; a line that was being written does not count."""
+    """The lines of ``metrics.jsonl`` up to ``step``, without an incomplete last line."""
     kept: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for line in text.splitlines():
@@ -83,7 +83,7 @@ def _is_finished(path: Path) -> bool:
 def _newest_run() -> Path:
     runs = [path.parent for path in Path("runs").glob("*/config.json")]
     if not runs:
-        raise OptionError("--resume needs a run, but there is none below runs/ here. Pass its folder with --out.")
+        raise OptionError("--resume needs a run, but runs/ here holds none. Pass its folder with --out.")
     return max(runs, key=lambda folder: (folder / "config.json").stat().st_mtime)
 
 
@@ -97,6 +97,6 @@ def _read_options(folder: Path) -> TrainOptions:
             values[name] = None if values.get(name) is None else Path(os.fspath(values[name]))
         return TrainOptions(**values)
     except FileNotFoundError:
-        raise OptionError(f"--resume needs a run, but there is no {path}. Pass the folder of one with --out.") from None
+        raise OptionError(f"--resume needs a run, but {path} does not exist. Pass its folder with --out.") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise OptionError(f"--resume needs the options of the run, but {path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Everything that rank 0 shows and writes about a run."""
+"""Rank 0's log of a run: its files and its progress."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fairshard.plan.summary import StateBytes
 
 
 class RunLog:
-    """The files and the progress of one run, in a folder that exists.
+    """The files and the progress of one run, in an existing folder.
 
-    It holds no run yet, or the one that is resumed after step ``done``: then what is there is kept up to that step.
+    The folder holds no run yet, or the run that is resumed after step ``done``: its lines up to that step are kept.
     """
 
     def __init__(self, folder: Path, num_steps: int, config: Mapping[str, Any], done: int | None = None) -> None:
@@ -40,20 +40,20 @@ class RunLog:
         self._progress = self._stack.enter_context(Progress(num_steps, done or 0))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Note one training step."""
+        """Record one training step."""
         self._steps.append(metrics)
         self._file.step(metrics)
         self._progress.step(metrics)
 
     def validation(self, step: int, val_loss: float) -> None:
-        """Note the validation loss after ``step`` steps."""
+        """Record the validation loss after ``step`` steps."""
         self._validations[step] = val_loss
         self._file.validation(step, val_loss)
         self._progress.validation(step, val_loss)
 
     def finish(self, peak_bytes: tuple[int, ...], places: StateBytes, copy_wait_s: float) -> None:
-        """Write and show the summary, and draw the curve; the last call."""
-        from fairshard.cli.curve import draw_loss  # here, for matplotlib takes a second to import
+        """Write and print the summary, and draw the loss; the last call."""
+        from fairshard.cli.curve import draw_loss  # here because matplotlib takes a second to import
 
         first, *_, last = self._validations.values()
         summary = summarize(self._steps, last, peak_bytes, places, copy_wait_s)

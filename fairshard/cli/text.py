@@ -1,8 +1,8 @@
-"""Text to train on: which files there are, how they are split, and windows of bytes drawn from them.
+"""Training text: finding the files, splitting them, and drawing windows of bytes.
 
-A *plan* is made first, from names and sizes alone, so that bad input is reported before any rank starts;
-``load`` then reads the bytes. Everything here is deterministic in the files and the seed, so that every rank
-that sees the same files makes the same split.
+A *plan* comes first, from names and sizes alone, so that bad input is reported before any rank starts;
+``load`` then reads the bytes. Everything here is deterministic in the files and the seed: ranks that see the same
+files make the same split.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextPlan:
-    """What is trained on and what is validated on, before any of it is read."""
+    """The split into training and validation text, before any of it is read."""
 
     source: str
     train: tuple[Piece, ...]
@@ -77,7 +77,7 @@ def plan_text(data: Path | None, seed: int, context: int) -> TextPlan:
     """Choose and split the text: the standard library's sources, or the file or folder ``data``.
 
     Raises:
-        TextError: there is nothing to read, or a side is shorter than a window of ``context + 1`` bytes.
+        TextError: there is no text, or a side is shorter than a window of ``context + 1`` bytes.
     """
     if data is None:
         source = "the standard library's source text"
@@ -96,10 +96,10 @@ def plan_text(data: Path | None, seed: int, context: int) -> TextPlan:
 
 
 def split_files(files: Sequence[TextFile], seed: int) -> tuple[list[TextFile], list[TextFile]]:
-    """Split whole files into (train, validation); needs two files at least.
+    """Split whole files into (train, validation); needs at least two files.
 
-    The files are shuffled with ``seed``; each goes to validation if that side then still holds at most a tenth of
-    all bytes, else to training. Where no file is that small, the smallest one is the validation side.
+    The files are shuffled with ``seed``. A file goes to validation if that side then holds at most a tenth of all
+    bytes, otherwise to training. If no file is that small, the smallest one is the validation side.
     """
     shuffled = sorted(files, key=lambda file: file.path)
     random.Random(seed).shuffle(shuffled)
@@ -120,7 +120,7 @@ def split_files(files: Sequence[TextFile], seed: int) -> tuple[list[TextFile], l
 
 
 def split_position(nbytes: int) -> int:
-    """Where a single file is cut: its last tenth, rounded up, is for validation."""
+    """Position at which a single file is cut: its last tenth, rounded up, is for validation."""
     return nbytes - -(-nbytes // 10)
 
 
@@ -130,7 +130,7 @@ def load(plan: TextPlan) -> Text:
 
 
 def windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    """The ``context + 1`` bytes from each start on, as ``[len(starts), context + 1]``."""
+    """The ``context + 1`` bytes from each start, as ``[len(starts), context + 1]``."""
     found: NDArray[np.int64] = text[starts[:, None] + np.arange(context + 1)].astype(np.int64)
     return found
 
@@ -154,7 +154,7 @@ def _whole(files: Sequence[TextFile]) -> tuple[Piece, ...]:
 
 
 def _standard_library(seed: int) -> list[TextFile]:
-    """About 10 MB of the running Python's own sources without its tests, whole files chosen with the seed."""
+    """About 10 MB of Python's own sources without its tests; the seed chooses whole files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.path.suffix == ".py"]
     if not files:
@@ -181,18 +181,18 @@ def _files_at(data: Path) -> list[TextFile]:
         if file.nbytes == 0:
             raise TextError(f"--data {data} is empty.")
         if not text:
-            raise TextError(f"--data {data} is not text: there is a NUL among its first {_SNIFFED_NBYTES} bytes.")
+            raise TextError(f"--data {data} is not text: its first {_SNIFFED_NBYTES} bytes contain a NUL.")
         return [file]
     if not data.is_dir():
         raise TextError(f"--data {data} is neither a file nor a folder.")
     files = _walk(data, frozenset({"__pycache__"}))
     if not files:
-        raise TextError(f"--data {data} holds no text (hidden, empty and binary files are left out).")
+        raise TextError(f"--data {data} holds no text (hidden, empty and binary files are ignored).")
     return files
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> list[TextFile]:
-    """All non-empty text files below ``root`` in the order of their names, without hidden ones."""
+    """All non-empty, non-hidden text files below ``root``, sorted by name."""
     found: list[TextFile] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and name[0] != ".")

@@ -1,4 +1,4 @@
-"""``--trace STEP``: ``trace.json`` and ``trace.png``, what every rank does in one step."""
+"""``--trace STEP``: ``trace.json`` and ``trace.png``, the timeline of every rank in one step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TRACE_FILES = ("trace.json", "trace.png")
 
 @contextlib.contextmanager
 def traced(model: nn.Module, folder: Path, step: int, rank: int) -> Iterator[None]:
-    """Observe ``model`` in the context, and write what happened on all ranks into ``folder``. **Collective.**
+    """Observe ``model`` in the context, and write the events of all ranks into ``folder``. **Collective.**
 
-    Ranks may have clocks of their own: each counts from the moment at which it has heard from all others.
+    Ranks may have different clocks: each counts from the moment it has received a message from all others.
     """
     group = host_group()
     gather_objects(None, group)

@@ -1,9 +1,9 @@
 """``fairshard train``: from the command line to ranks.
 
-Two ways in, which both end in ``train_rank``::
+Two entry points, which both call ``train_rank``::
 
     fairshard train --nproc 2 ...               launches its ranks on this machine (launch.py)
-    torchrun ... -m fairshard.cli.train ...     torchrun has launched them, on many hosts perhaps
+    torchrun ... -m fairshard.cli.train ...     torchrun launched the ranks, on one or many hosts
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fairshard.cli.resume import chosen_options, restarted_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The way in of ``torchrun -m fairshard.cli.train``, else as ``fairshard train``; returns the exit code."""
+    """Train as a rank of torchrun, or launch the ranks as ``fairshard train`` does; returns the exit code."""
     ranks = Ranks.from_environment()
     try:
         parser = OneLineParser("fairshard train", description="Train a GPT on bytes.", allow_abbrev=False)
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return launch(options)
         if options.nproc is not None:
-            raise OptionError("--nproc is for fairshard train: torchrun has launched the ranks already.")
+            raise OptionError("--nproc is for fairshard train: torchrun has already launched the ranks.")
         if options.max_restarts:
-            raise OptionError("--max-restarts is for fairshard train: give it to torchrun, which launches the ranks.")
+            raise OptionError("--max-restarts is for fairshard train: pass it to torchrun, which launches the ranks.")
         plan = check_options(options, ranks.size, ranks.local_size)
     except OptionError as error:
         where = "" if ranks is None else f" (rank {ranks.rank})"

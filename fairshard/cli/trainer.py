@@ -36,7 +36,7 @@ class TrainingStopped(FairshardError):
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """Rate of step 1, 2, ...: a line up to the peak, then a cosine down to a tenth of it at the last step."""
+    """Learning rate of ``step`` (from 1): linear up to the peak, then a cosine to a tenth of it at the last step."""
     if step <= options.warmup_steps:
         return options.lr * step / options.warmup_steps
     done = (step - options.warmup_steps) / (options.steps - options.warmup_steps)
@@ -56,9 +56,9 @@ def make_optimizer(model: FullyShardedDataParallel, options: TrainOptions) -> to
 
 
 class Batches:
-    """The batches of every step, the same whatever the number of ranks.
+    """The batches of every step, the same for any number of ranks.
 
-    All ranks draw the starts of the whole batch from one seeded generator; each takes its own rows of them.
+    All ranks draw the starts of the whole batch from one seeded generator; each keeps its own rows.
     """
 
     def __init__(self, text: Bytes, options: TrainOptions, ranks: Ranks) -> None:
@@ -75,11 +75,11 @@ class Batches:
         return [windows(self._text, part, options.context) for part in share]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the text training is."""
+        """State of the generator that draws the batches."""
         return {"generator": json.dumps(self._generator.bit_generator.state)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         self._generator.bit_generator.state = json.loads(saved["generator"])
 
 
@@ -142,14 +142,14 @@ class Trainer:
         )
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
-        """Save everything that training goes on from, in the background."""
+        """Save the whole state of training, in the background."""
         checkpointer.save(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
 
     def load(self, checkpointer: Checkpointer, step: int | None) -> int:
-        """Go on from the checkpoint of ``step``, of the newest if None; returns its step, 0 if there is none.
+        """Load the checkpoint of ``step``, the newest if None; returns its step, 0 without a checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or there is none of that step.
+            CheckpointError: the checkpoint is damaged, or ``step`` has none.
         """
         of_all = (self.model, self._optimizer, None, self._scaler, self)
         if step is None:
@@ -157,19 +157,19 @@ class Trainer:
         return checkpointer.load_step(step, *of_all)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is neither model nor optimizer."""
+        """State of the batches and the token count."""
         return {"batches": self._batches.state_dict(), "tokens": self._tokens}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore a saved state."""
         self._batches.load_state_dict(saved["batches"])
         self._tokens = saved["tokens"]
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over windows spread evenly over the validation text, the same ones every time.
+        """Mean loss over windows spread evenly over the validation text, the same windows every time.
 
-        They are not cut to fit: a rank may have more batches than another, and a smaller one at the end.
+        Ranks may have different numbers of batches, and the last batch may be smaller.
         """
         self.model.eval()
         with self.model.join():
@@ -179,7 +179,7 @@ class Trainer:
         return math.fsum(entry[0] for entry in by_rank) / VALIDATION_WINDOWS
 
     def _loss(self, batch: NDArray[np.int64]) -> Tensor:
-        """Mean nats per byte over ``[rows, context + 1]``, in fp32 whatever the precision of the model."""
+        """Mean nats per byte over ``[rows, context + 1]``, in fp32 for any precision of the model."""
         tokens = torch.from_numpy(batch).to(self._device)
         logits = self.model(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -189,7 +189,7 @@ class Trainer:
         batches = self._batches.next()
         total = torch.zeros((), device=self._device)
         for number, batch in enumerate(batches, start=1):
-            # Only the last pass reduces: the others add up full gradients, W times the memory, no bytes sent.
+            # Only the last pass reduces. The others accumulate full gradients: W times the memory, no bytes sent.
             last = number == len(batches)
             with contextlib.nullcontext() if last else self.model.no_sync():
                 loss = self._loss(batch) / len(batches)
@@ -198,7 +198,7 @@ class Trainer:
         return total.item()
 
     def _update(self, step: int) -> float | None:
-        """Clip and step the optimizer; return the gradient norm, or None where fp16 gradients overflowed."""
+        """Clip and step the optimizer; return the gradient norm, or None if fp16 gradients overflowed."""
         self._scaler.unscale_(self._optimizer)
         norm = float(self.model.clip_grad_norm_(self._options.clip or math.inf))
         finite = math.isfinite(norm)

@@ -1,4 +1,4 @@
-"""Training while some ranks have no batches left.
+"""Training in which some ranks run out of batches earlier.
 
 May import from this folder and from errors, utils, settings, params, engine, views, checks, observe.
 """

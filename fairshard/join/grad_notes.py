@@ -1,4 +1,4 @@
-"""Who has zeroed the gradients of shards meanwhile, so that ranks that are done with their batches do the same."""
+"""Records which gradients of shards were zeroed, so that ranks that are done zero the same ones."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class GradNotes:
         self.note()
 
     def note(self) -> None:
-        """Remember gradients as they are: what changes them from now on to zeros has zeroed them."""
+        """Record the current gradients; a later change to zeros counts as zeroed."""
         self._noted = [(grad, 0 if grad is None else grad._version) for grad in self._grads()]
 
     def states(self) -> list[int]:
-        """Whether each gradient is none, has been zeroed since it was noted, or has not."""
+        """State of each gradient: missing, zeroed since `note`, or kept."""
         return [self._state(grad, *noted) for grad, noted in zip(self._grads(), self._noted, strict=True)]
 
-    def follow(self, told: Sequence[Sequence[int]]) -> None:
-        """Do to gradients what those ranks did that tell of theirs; kept on one of them is kept."""
-        states = iter([max(every) for every in zip(*told, strict=True)])
+    def follow(self, reported: Sequence[Sequence[int]]) -> None:
+        """Drop or zero gradients like the ranks that have ``reported`` states; a gradient kept on any rank is kept."""
+        states = iter([max(every) for every in zip(*reported, strict=True)])
         for flat_param in self._flat_params:
             for one in flat_param.stepped:
                 state = next(states)

@@ -1,8 +1,8 @@
 """Optimizers inside ``join``: a rank that is done still owns a shard of every parameter, and steps it with the others.
 
-A rank that computes says before each step which optimizer it is, by the names of the shards that it holds and by how
-often it has stepped, and with which hyperparameters. A rank that is done finds its own among those that it was given or
-has seen to step, and steps it. At the end it takes over the state of what else was given: schedulers, say.
+Before each step a computing rank announces the optimizer, by the names of its shards and its number of steps, and its
+hyperparameters. A rank that is done finds its own optimizer, passed as ``stateful`` or seen stepping, and steps it. At
+the end it adopts the state of other ``stateful`` objects, such as schedulers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionar
 
 
 class JoinedOptimizers:
-    """What steps the shards of ``root`` on this rank; ``stateful`` is what the user gave."""
+    """The optimizers of the shards of ``root`` on this rank; ``stateful`` are the user's objects."""
 
     def __init__(self, root: Root, stateful: Iterable[Any]) -> None:
         given = list(stateful)
         for one in given:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
-                    f"`stateful` must hold optimizers, schedulers and the like, which have state_dict() and "
-                    f"load_state_dict(), but {type(one).__name__} has not."
+                    f"`stateful` must hold optimizers, schedulers and other objects with state_dict() and "
+                    f"load_state_dict(), but {type(one).__name__} lacks them."
                 )
         self._given = [one for one in given if isinstance(one, Optimizer)]
         self._others = [one for one in given if not isinstance(one, Optimizer)]
@@ -52,18 +52,18 @@ class JoinedOptimizers:
         self.join: Join | None = None
 
     def open(self, join: Join) -> None:
-        """From now on tell of each step in ``join``."""
+        """Announce each step in ``join`` from now on."""
         self.join = join
         _open.add(self)
 
     def close(self) -> None:
-        """The block is over."""
+        """End the block."""
         _open.discard(self)
 
     # ---- a rank that computes
 
     def before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """``optimizer`` steps next."""
+        """Announce that ``optimizer`` steps next."""
         join = self.join
         if join is None or join.is_done or not self._holds(optimizer):
             return
@@ -74,17 +74,17 @@ class JoinedOptimizers:
         self._note(optimizer)
 
     def before_unscale(self, optimizer: Optimizer) -> None:
-        """A scaler of the loss looks at the gradients of ``optimizer`` next."""
+        """Check that all ranks compute, before a loss scaler reads the gradients of ``optimizer``."""
         if self.join is not None and self._holds(optimizer):
             self.join.check_all_compute("ShardedGradScaler.unscale_")
 
     # ---- a rank that is done
 
     def follow(self, key: _Key, num_steps: int, settings: _Settings) -> Callable[[], object]:
-        """What steps this rank's part as the others do theirs, for the ``num_steps``th time.
+        """A function that steps this rank's part of the optimizer's step number ``num_steps``.
 
         Raises:
-            FairshardError: there is no such optimizer, or more than one; or it has other hyperparameters.
+            FairshardError: no optimizer or several match; or its hyperparameters differ.
         """
         own = self._find(key, num_steps)
         if not self._others:
@@ -92,10 +92,10 @@ class JoinedOptimizers:
         return partial(self._step, own, settings)
 
     def finish(self) -> None:
-        """All ranks are done: let gradients, and what was given, be as on the rank that was last. **Collective.**
+        """After all ranks are done, adopt the ``stateful`` states and hyperparameters of the last rank. **Collective.**
 
         Raises:
-            FairshardError: on all ranks, if hyperparameters differ and nothing was given that keeps them.
+            FairshardError: on all ranks, if hyperparameters differ and ``stateful`` holds nothing that sets them.
         """
         join = self.join
         assert join is not None
@@ -107,7 +107,7 @@ class JoinedOptimizers:
         last, states = told[0]
         problem = ""
         if len(states) != len(self._others):
-            problem = "`stateful` must hold the same on all ranks, but does not."
+            problem = "`stateful` must hold the same objects on all ranks, but does not."
         shared = [(one, last[key]) for key, one in stepped.items() if key in last and join.has_followed]
         try:
             for one, theirs in () if self._others else shared:
@@ -143,15 +143,15 @@ class JoinedOptimizers:
 
     def _find(self, key: _Key, num_steps: int) -> Optimizer:
         found = [one for one in self._given if self._key(one) == key]
-        if not found:  # an older one of the same parameters has stepped more often
+        if not found:  # the number of steps excludes older optimizers of the same parameters
             seen = [one for one, number in _num_steps.items() if number == num_steps - 1]
             found = [one for one in seen if self._key(one) == key]
         if len(found) == 1:
             return found[0]
-        count = f"knows {len(found)}" if found else "knows none, for it has not seen it step yet"
+        count = f"{len(found)} optimizers match" if found else "none has stepped before"
         raise FairshardError(
-            "A rank that has run out of batches must step its shards of the parameters with the others, but of the "
-            f"optimizer that steps now rank {self._rank} {count}. Say which it is: model.join(stateful=[optimizer])."
+            "A rank that has run out of batches must step its shards with the others, but on rank "
+            f"{self._rank} {count}. Pass the optimizer: model.join(stateful=[optimizer])."
         )
 
     def _compare(self, optimizer: Optimizer, settings: _Settings) -> None:
@@ -159,15 +159,15 @@ class JoinedOptimizers:
             for name, value in theirs.items():
                 if own.get(name) != value:
                     raise FairshardError(
-                        f"Hyperparameters must be the same on all ranks, but `{name}` is {value} and on rank "
-                        f"{self._rank}, which has run out of batches, still {own.get(name)}. Pass what sets it: "
-                        "model.join(stateful=[scheduler]); or set it outside of the block."
+                        f"Hyperparameters must be the same on all ranks, but `{name}` is {value}, and still "
+                        f"{own.get(name)} on rank {self._rank}, which has run out of batches. Pass its scheduler: "
+                        "model.join(stateful=[scheduler]); or set it outside the block."
                     )
 
 
 @contextmanager
 def without_grads(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let ``params`` have no gradients inside: this rank has none to give."""
+    """Remove the gradients of ``params`` inside the ``with`` block: this rank contributes none."""
     kept = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -179,7 +179,7 @@ def without_grads(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _settings(optimizer: Optimizer) -> _Settings:
-    """The hyperparameters of each group, as far as they are plain values or numbers in tensors."""
+    """The hyperparameters of each group that are plain values or numbers in tensors."""
     groups: _Settings = []
     for group in optimizer.param_groups:
         plain = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -208,7 +208,7 @@ def _set(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
 
 
 def check_scaler(optimizer: Optimizer) -> None:
-    """Raise, on all ranks, if a rank is done whose own loss scaler would not follow what that of the others does."""
+    """Raise on all ranks if a rank is done: its loss scaler could not follow those of the others."""
     for joined in list(_open):
         joined.before_unscale(optimizer)
 

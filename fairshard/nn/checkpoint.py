@@ -1,4 +1,4 @@
-"""Activation checkpointing: a module's activations are dropped after its forward and computed again in the backward."""
+"""Activation checkpointing: drop a module's activations after its forward, and recompute them in the backward."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT:
-    """Let ``module`` keep only its inputs for the backward, which runs its forward once more; returns ``module``.
+    """Keep only the inputs of ``module`` for the backward, which runs its forward again; returns ``module``.
 
-    It is changed in place: its class becomes a subclass of its own, so that names, hooks, ``isinstance``, state dicts,
-    deepcopy and pickle stay as they are. It may hold units, be one, and hold other checkpointed modules. Statistics of
-    BatchNorm and InstanceNorm are updated once, random numbers are the same both times; other buffers that a forward
-    writes are written by both. With ``offload_to_cpu`` the inputs wait in host memory: tensors in nested arguments too,
-    and none that is there already. Without grad it is a plain call.
+    The module changes in place: its class becomes a subclass of itself, so that names, hooks, ``isinstance``, state
+    dicts, deepcopy and pickle work as before. It may be a unit, and contain units and other checkpointed modules.
+    Statistics of BatchNorm and InstanceNorm are updated once, and random numbers are equal in both runs; other buffers
+    are written by both. With ``offload_to_cpu`` the inputs, including tensors in nested arguments, are kept in host
+    memory until the backward. Without grad it is a plain call.
 
     >>> import torch
     >>> from fairshard.nn import checkpoint_wrapper
@@ -36,17 +36,17 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
     ['0.weight', '0.bias', '2.weight', '2.bias']
 
     Raises:
-        TypeError: ``module`` is no module.
-        ValueError: its ``forward`` is an attribute of its own, which a class cannot replace.
+        TypeError: ``module`` is not a module.
+        ValueError: its ``forward`` is an instance attribute, which a class cannot override.
 
-    Source: fairscale's function of the same name, over ``torch.utils.checkpoint`` without reentrance.
+    Source: fairscale's function of the same name, over non-reentrant ``torch.utils.checkpoint``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
     if "forward" in module.__dict__:
         raise ValueError(
-            f"`forward` must be a method to be checkpointed, but this {type(module).__name__} has one of its own as an "
-            "attribute. Apply checkpoint_wrapper before whatever sets it."
+            f"`forward` must be a method to be checkpointed, but this {type(module).__name__} has it as an instance "
+            "attribute. Apply checkpoint_wrapper before that is set."
         )
     base: Any = type(module)
     if issubclass(base, _Checkpointed):
@@ -56,12 +56,12 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
 
 
 class _Checkpointed:
-    """The part that `checkpoint_wrapper` puts before a module's class."""
+    """Mixin that `checkpoint_wrapper` puts before a module's class."""
 
     _offloads_inputs = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the class below computes, and computes again in the backward."""
+        """The original forward, which the backward recomputes."""
         forward = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -101,38 +101,38 @@ def _recomputing(module: nn.Module) -> tuple[Any, Any]:
 
 
 class _Inputs:
-    """The arguments of one call: as they came, for the forward, and as they are kept, for the recomputation."""
+    """The arguments of one call: the originals for the forward, and those kept for the recomputation."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], offload: bool) -> None:
         self._given: Any = args, kwargs
-        self._stand_ins: dict[int, Tensor] = {}  # one for each tensor: what was one object is one again
-        self._kept: dict[int, _Kept] = {}  # by the identity of the stand-in
+        self._placeholders: dict[int, Tensor] = {}  # one per tensor, so that a repeated tensor stays one object
+        self._kept: dict[int, _Kept] = {}  # by the id of the placeholder
         self._offload = offload
         self._skeleton = apply_to_tensors(self._keep, self._given)
-        self._stand_ins.clear()
+        self._placeholders.clear()
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        stand_in = self._stand_ins.get(id(tensor))
-        if stand_in is None:
-            stand_in = self._stand_ins[id(tensor)] = torch.empty(0)
-            self._kept[id(stand_in)] = _Kept(tensor, self._offload)
-        return stand_in
+        placeholder = self._placeholders.get(id(tensor))
+        if placeholder is None:
+            placeholder = self._placeholders[id(tensor)] = torch.empty(0)
+            self._kept[id(placeholder)] = _Kept(tensor, self._offload)
+        return placeholder
 
     def on_each_device(self) -> list[Tensor]:
-        """An empty tensor on every device that may compute: torch saves the random state of those it is given.
+        """An empty tensor on every device that may compute, because torch saves the random state of these devices.
 
-        Those of the inputs, and the GPU that a wrapper inside may move them to.
+        These are the devices of the inputs, and the GPU to which a wrapper inside may move them.
         """
         devices = dict.fromkeys([*(kept.device for kept in self._kept.values()), *gpus_in_use()])
         return [torch.empty(0, device=device) for device in devices]
 
     def take(self) -> Any:
-        """``args, kwargs``: the given ones the first time, later those that were kept."""
+        """``args, kwargs``: the originals the first time, later the kept ones."""
         given, self._given = self._given, None
         if given is not None:
             return given
         restored = {key: kept.restore() for key, kept in self._kept.items()}
-        return apply_to_tensors(lambda stand_in: restored[id(stand_in)], self._skeleton)
+        return apply_to_tensors(lambda placeholder: restored[id(placeholder)], self._skeleton)
 
 
 class _Kept:
@@ -150,7 +150,7 @@ class _Kept:
             self._tensor.copy_(tensor.detach(), non_blocking=pinned)
 
     def restore(self) -> Tensor:
-        """The tensor, for a recomputation; a copy begins a graph of its own, which nobody follows back."""
+        """The tensor for a recomputation; a copy from host memory is a leaf, whose gradient is not used."""
         if self._is_copy:
             return self._tensor.to(self.device, non_blocking=True).requires_grad_(self._requires_grad)
         if not self._tensor.is_inference() and self._tensor._version != self._version:
@@ -162,7 +162,7 @@ class _Kept:
 
 
 class _StatisticsKept:
-    """While it is entered, normalisation layers in training update copies of their running statistics."""
+    """Context in which normalisation layers in training mode update copies of their running statistics."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

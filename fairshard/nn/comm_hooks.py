@@ -1,14 +1,14 @@
-"""Gradient communication hooks: what `FullyShardedDataParallel.register_comm_hook` takes.
+"""Gradient communication hooks for `FullyShardedDataParallel.register_comm_hook`.
 
-A hook reduces the gradients of one flat parameter, by itself, averaging included:
+A hook reduces and averages the gradient of one flat parameter:
 
-- ``hook(state, grad, shard)`` where parameters are cut: ``grad`` is this rank's whole flat gradient
-  ``[world_size * S]``, ``shard`` ``[S]`` is to be filled with its piece of the mean;
-- ``hook(state, grad)`` under ``NO_SHARD``: ``grad`` is to become the mean, in place.
+- ``hook(state, grad, shard)`` for sharded parameters: ``grad`` is this rank's whole flat gradient
+  ``[world_size * S]``; the hook fills ``shard`` ``[S]`` with this rank's piece of the mean;
+- ``hook(state, grad)`` under ``NO_SHARD``: the hook replaces ``grad`` by the mean, in place.
 
-PyTorch's hooks (``torch.distributed.algorithms._comm_hooks``) have the same form and can be passed as they are.
+PyTorch's hooks (``torch.distributed.algorithms._comm_hooks``) have the same form and can be passed unchanged.
 
-Source: PyTorch's FSDP, whose names these are.
+Source: PyTorch's FSDP, for the names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fairshard.utils.messages import default_group
 
 
 class DefaultState:
-    """What the hooks below need: the group, and by what to divide before and after the sum.
+    """State of the hooks below: the group, and the divisors before and after the sum.
 
-    The first factor is a power of 2 near the square root of the number of ranks, so that neither the gradients nor
-    their sum leave the range of fp16.
+    The first divisor is a power of 2 near the square root of the number of ranks, which keeps both the gradients and
+    their sum in the range of fp16.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
@@ -52,7 +52,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """As `DefaultState`, for hooks that send a lower precision than ``parameter_type``, the shards' own."""
+    """As `DefaultState`, for hooks that send a lower precision than ``parameter_type``, the shards' dtype."""
 
     def __init__(
         self, process_group: ProcessGroup | None = None, parameter_type: torch.dtype = torch.float32
@@ -80,7 +80,7 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
-    """`reduce_scatter_hook`, or without ``output`` `allreduce_hook`, with gradients sent in fp16. **Collective.**"""
+    """`reduce_scatter_hook` (without ``output``, `allreduce_hook`) with gradients sent in fp16. **Collective.**"""
     _compressed(torch.float16, state, grad, output)
 
 

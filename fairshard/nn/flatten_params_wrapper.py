@@ -1,4 +1,4 @@
-"""Parameters of a module as one flat parameter, without sharding."""
+"""The parameters of a module as one flat parameter, without sharding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NAME = "flat_param"
 class FlattenParamsWrapper(Forwarding):
     """Holds the parameters of ``module``, or those in ``param_list``, as one 1-D parameter, ``flat_param``.
 
-    An optimizer then steps one tensor. The module finds views of it where its parameters were, made anew by every
-    forward; a parameter that it refers to elsewhere than by attributes would not be seen, and must not be flattened.
-    ``state_dict`` and ``load_state_dict`` know the parameters by their own names, as if nothing were wrapped. No
-    process group is needed. Pickle it with ``torch.save``: plain ``pickle`` writes the whole line once for every view.
+    An optimizer then steps one tensor. The module's attributes become views of it, renewed by every forward; a
+    parameter that the module refers to by other means than attributes must not be flattened. ``state_dict`` and
+    ``load_state_dict`` use the original names. No process group is needed. Pickle it with ``torch.save``: plain
+    ``pickle`` writes the whole line once per view.
 
     >>> import torch
     >>> from fairshard.nn import FlattenParamsWrapper
@@ -34,9 +34,9 @@ class FlattenParamsWrapper(Forwarding):
     ['weight', 'bias']
 
     Raises:
-        TypeError: ``module`` is no module.
-        ValueError: parameters differ in dtype, device or ``requires_grad``; one is not of the module, or is a shard, or
-            in another such wrapper.
+        TypeError: ``module`` is not a module.
+        ValueError: parameters differ in dtype, device or ``requires_grad``; or a parameter is not of the module, is a
+            shard, or is already flattened by another wrapper.
 
     Source: fairscale's class of the same name.
     """
@@ -57,7 +57,7 @@ class FlattenParamsWrapper(Forwarding):
             line = torch.cat([slot.param.detach().reshape(-1) for slot in slots])
             flat = nn.Parameter(line, requires_grad=slots[0].param.requires_grad)
         for slot in slots:
-            slot.take()
+            slot.remove()
         self.register_parameter(_NAME, flat)
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
         self._attach()
@@ -77,11 +77,11 @@ class FlattenParamsWrapper(Forwarding):
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Register the parameters under their own names and shapes inside the ``with`` block.
 
-        They share memory with ``flat_param``, so that what is written into them stays, and so do gradients; or with
-        ``flat_params``, a list of one tensor like it, which is shown instead.
+        They share memory with ``flat_param``, so that writes and gradients are kept. ``flat_params``, a list of one
+        tensor like ``flat_param``, is shown instead if given.
 
         Raises:
-            ValueError: there is more than one, or one of another number of elements; or they are shown already.
+            ValueError: ``flat_params`` is not one tensor of the right size, or parameters are already unflattened.
         """
         self._loading.close()
         if not self._is_flat and flat_params is not None:
@@ -112,7 +112,7 @@ class FlattenParamsWrapper(Forwarding):
             self._attach()
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """What the module's own would be, had its parameters never been flattened."""
+        """The state dict of the module as if its parameters had never been flattened."""
         if args:  # nn.Module still takes them by position
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
@@ -121,7 +121,7 @@ class FlattenParamsWrapper(Forwarding):
             return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def flat_state_dict(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``flat_param``, and what is not flattened under its own names; `load_state_dict` takes it too."""
+        """State dict with ``flat_param``, and other entries under their own names; `load_state_dict` accepts it."""
         state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         inside = f"{prefix}module."
         return {prefix + name[len(inside) :] if name.startswith(inside) else name: state[name] for name in state}
@@ -160,9 +160,9 @@ class FlattenParamsWrapper(Forwarding):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _attach(self, together: bool = False) -> None:
-        """Let the module find views of the flat parameter where its parameters were.
+        """Set the module's attributes to views of the flat parameter.
 
-        Those that are made ``together`` have one backward, but cannot be read once an optimizer has stepped.
+        Views made ``together`` share one backward, but cannot be read after an optimizer has stepped.
         """
         flat = self._parameters[_NAME]
         if flat is not None:
@@ -182,8 +182,8 @@ class FlattenParamsWrapper(Forwarding):
         shapes = [tuple(flat.shape) for flat in flat_params]
         if shapes != [(self._layout.numel,)]:
             raise ValueError(
-                f"`flat_params` must be one tensor of shape ({self._layout.numel},), like `flat_param`, but the shapes "
-                f"given are {shapes}."
+                f"`flat_params` must be one tensor of shape ({self._layout.numel},), like `flat_param`, but has shapes "
+                f"{shapes}."
             )
         return flat_params[0].detach()
 
@@ -192,31 +192,31 @@ class _Slot:
     """One parameter, and the modules that refer to it."""
 
     def __init__(self, param: nn.Parameter, fqn: str) -> None:
-        self.param: nn.Parameter = param  # until it is taken
+        self.param: nn.Parameter = param  # until `remove`
         self.fqn = fqn
         self.shape = param.shape
         self.owners: list[tuple[nn.Module, str]] = []
         self._order: list[list[str]] = []
 
-    def take(self) -> None:
-        """Take the parameter off its modules."""
+    def remove(self) -> None:
+        """Remove the parameter from its modules."""
         del self.param
         self._order = [list(module._parameters) for module, _ in self.owners]
         for module, name in self.owners:
             module._parameters.pop(name, None)
 
     def attach(self, view: Tensor) -> None:
-        """Let the modules find ``view``, as an attribute; recurrent modules note it when it is set."""
+        """Set ``view`` as an attribute of the modules, through ``setattr``, which recurrent modules rely on."""
         for module, name in self.owners:
             setattr(module, name, view)
 
     def detach(self) -> None:
-        """Let the modules find nothing."""
+        """Remove the attribute from the modules."""
         for module, name in self.owners:
             module.__dict__.pop(name, None)
 
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` where the parameter was, in its place among the others."""
+        """Register ``param`` in place of the original parameter, in the original order."""
         self.detach()
         for (module, name), order in zip(self.owners, self._order, strict=True):
             setattr(module, name, param)
@@ -225,7 +225,7 @@ class _Slot:
                     module._parameters[other] = module._parameters.pop(other)
 
     def unregister(self, param: nn.Parameter) -> None:
-        """Undo `register`; what stands there instead by now (``load_state_dict(assign=True)``) is copied into it."""
+        """Undo `register`; a parameter in place of ``param`` (``load_state_dict(assign=True)``) is copied to it."""
         for module, name in self.owners:
             found = module._parameters.pop(name, None)
             if found is not None and found is not param:
@@ -244,7 +244,7 @@ def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list
             full_name = f"{fqn}.{name}" if fqn else name
             if isinstance(part, FlattenParamsWrapper) and name == _NAME:
                 raise ValueError(
-                    f"A parameter must be flattened once, but `{full_name}` is that of another FlattenParamsWrapper. "
+                    f"A parameter must be flattened once, but `{full_name}` belongs to another FlattenParamsWrapper. "
                     "Pass a `param_list` without it."
                 )
             if id(param) in shards:
@@ -255,7 +255,7 @@ def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list
             slots.setdefault(id(param), _Slot(param, full_name)).owners.append((part, name))
     if wanted is not None and (strangers := wanted.keys() - slots.keys()):
         shapes = [tuple(wanted[key].shape) for key in strangers]
-        raise ValueError(f"`param_list` must hold parameters of the module, but {shapes} (their shapes) are not of it.")
+        raise ValueError(f"`param_list` must hold parameters of the module, but some of shapes {shapes} are not.")
     return list(slots.values())
 
 
@@ -271,7 +271,7 @@ def _check_alike(slots: list[_Slot]) -> None:
 
 
 def _end_loading(wrapper: FlattenParamsWrapper, keys: Any) -> None:
-    """Close what `_load_from_state_dict` has opened, and name what was missing or unexpected without the wrapper."""
+    """Close the context of `_load_from_state_dict`, and strip the wrapper from missing and unexpected names."""
     wrapper._loading.close()
     prefix = wrapper.__dict__.pop("_loaded_prefix", "")
     inside = f"{prefix}module."

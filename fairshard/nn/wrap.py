@@ -1,4 +1,4 @@
-"""Wrapping the modules of a model: by hand inside `enable_wrap`, or by a policy; and what a policy would make.
+"""Wrap the modules of a model, by hand inside `enable_wrap` or by a policy; and describe the result of a policy.
 
 >>> import torch
 >>> from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -69,7 +69,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """What `enable_wrap` was given."""
+    """Arguments of `enable_wrap`."""
 
     policy: Any
     wrapper_cls: Callable[..., nn.Module]
@@ -88,8 +88,8 @@ def enable_wrap(
 ) -> Iterator[None]:
     """Inside, `wrap` and `auto_wrap` wrap in ``wrapper_cls(module, **wrapper_kwargs)``; outside they do nothing.
 
-    So that a model can say where it is wrapped, and whoever builds it whether and how. ``auto_wrap_policy`` is that
-    of `auto_wrap`, `default_auto_wrap_policy` if None. May be nested: the innermost counts.
+    The model's code chooses where to wrap, and the caller whether and how. ``auto_wrap_policy`` is the policy of
+    `auto_wrap`; if None, `default_auto_wrap_policy`. May be nested: the innermost counts.
     """
     token = _wrapping.set(_Wrapping(auto_wrap_policy, wrapper_cls, wrapper_kwargs))
     try:
@@ -99,23 +99,23 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as `enable_wrap` says, with ``wrap_overrides``; as it is outside of one.
+    """Wrap ``module`` with the arguments of `enable_wrap` and ``wrap_overrides``; outside it, return ``module``.
 
-    A dict that the module has as its attribute ``wrapper_config`` overrides the arguments too.
+    A dict in the module's attribute ``wrapper_config`` overrides the arguments too.
     """
     wrapping = _wrapping.get()
     return module if wrapping is None else wrapping.wrap(module, wrap_overrides)
 
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: Any = None, **kwargs: Any) -> nn.Module:
-    """Wrap what the policy chooses, ``module`` itself too, as `enable_wrap` says; nothing outside of one.
+    """Wrap the modules that the policy chooses, possibly ``module`` itself; outside `enable_wrap` do nothing.
 
-    ``auto_wrap_policy`` comes before that of `enable_wrap`; ``kwargs`` override its arguments.
+    ``auto_wrap_policy`` overrides the policy of `enable_wrap`; ``kwargs`` override its arguments.
 
     Returns: ``module``, changed in place, or the wrapper around it.
 
     Raises:
-        ValueError: something inside is wrapped already.
+        ValueError: a module inside is already wrapped.
     """
     wrapping = _wrapping.get()
     if wrapping is None:
@@ -125,8 +125,8 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Any = None, **kwargs: Any) ->
     wrapped = tree.find_unit(wrapping.wrapper_cls if isinstance(wrapping.wrapper_cls, type) else None)
     if wrapped is not None:
         raise ValueError(
-            f"`auto_wrap` needs a module in which nothing is wrapped yet, but `{wrapped}` is. Call it before, or "
-            "wrap the rest by hand."
+            f"`auto_wrap` needs a module without wrappers, but `{wrapped}` is wrapped already. Call it first, or wrap "
+            "the rest by hand."
         )
     result = module
     for choice in Chooser(tree, policy).choose(include_root=True):
@@ -151,22 +151,22 @@ def auto_wrap_bn(
     Low-precision inputs stay as they are; statistics and weights stay fp32. Wrap the rest afterwards.
 
     Args:
-        module: what holds them, or one itself.
+        module: a module that contains BatchNorms, or is one.
         single_rank_pg: keep them whole on every rank (a process group of this rank alone). Their gradients are then
             not averaged over ranks. **Collective.**
         process_group: the ranks to shard them over; the default group if None.
-        fsdp_config: the wrapper's arguments, instead of those said above.
+        fsdp_config: the wrapper's arguments, instead of the settings above.
         wrap_it: False only sets the arguments as ``wrapper_config`` on each BatchNorm, for `config_auto_wrap_policy`.
-        assert_on_collision: refuse a BatchNorm that has a ``wrapper_config`` already; False replaces it.
+        assert_on_collision: raise if a BatchNorm already has a ``wrapper_config``; False replaces it.
 
     Raises:
-        AssertionError: there is a ``wrapper_config`` already.
-        ValueError: ``process_group`` and ``single_rank_pg`` contradict each other, or something is wrapped already.
+        AssertionError: a BatchNorm already has a ``wrapper_config``.
+        ValueError: ``process_group`` and ``single_rank_pg`` contradict each other, or a module is already wrapped.
 
     Source: fairscale's function of the same name.
     """
     if single_rank_pg and process_group is not None:
-        raise ValueError("`single_rank_pg=True` makes a group of its own: `process_group` must be left out.")
+        raise ValueError("`single_rank_pg=True` makes its own group: `process_group` must be left out.")
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     if assert_on_collision and any(wrapper_config(norm) is not None for norm in norms):
         raise AssertionError("A BatchNorm has a `wrapper_config` already. assert_on_collision=False replaces it.")
@@ -196,26 +196,26 @@ def describe(
     ignored_modules: Iterable[nn.Module] | None = None,
     **wrapper_kwargs: Any,
 ) -> WrapPlan:
-    """What ``FullyShardedDataParallel(module, auto_wrap_policy=policy, **wrapper_kwargs)`` would make of ``module``.
+    """Plan ``FullyShardedDataParallel(module, auto_wrap_policy=policy, **wrapper_kwargs)`` without wrapping.
 
     Changes nothing and needs no process group; the module may be on the meta device, where a model of any size takes
     no memory.
 
     Args:
         module: the model, not wrapped.
-        policy: as ``auto_wrap_policy``; None puts all into one unit.
-        world_size: the ranks to shard over, or, with NO_SHARD, to average gradients over.
-        num_replicas: with hybrid strategies, how many groups of ``world_size`` ranks there are.
+        policy: as ``auto_wrap_policy``; None makes one unit.
+        world_size: number of ranks to shard over, or with NO_SHARD to average gradients over.
+        num_replicas: with hybrid strategies, the number of groups of ``world_size`` ranks.
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
-        device: where it computes, ``"cpu"`` with gloo or ``"cuda"`` with NCCL; where this process would if None.
-        ignored_modules: left alone, with all below them.
-        wrapper_kwargs: the wrapper's other arguments, ``ignored_states`` and ``ignored_parameters`` among them.
+        device: device that computes, ``"cpu"`` with gloo or ``"cuda"`` with NCCL; if None, as in this process.
+        ignored_modules: not sharded, with all modules below them.
+        wrapper_kwargs: other arguments of the wrapper, including ``ignored_states`` and ``ignored_parameters``.
 
-    Returns: units, buckets and the predicted peak of memory by terms. Activations are not in it.
+    Returns: units, buckets and the predicted peak of memory by terms, without activations.
 
     Raises:
-        ValueError: the module holds a unit already, an argument cannot be planned for, or as the wrapper does.
-        TypeError: as the wrapper does.
+        ValueError: the module already holds a unit, an argument is invalid for a plan, or as the wrapper.
+        TypeError: as the wrapper.
     """
     bound = inspect.signature(FullyShardedDataParallel).bind(module, **wrapper_kwargs)
     bound.apply_defaults()

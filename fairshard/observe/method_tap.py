@@ -1,4 +1,4 @@
-"""Looking on while methods of single objects are called; objects that nobody looks at pay nothing."""
+"""Intercept method calls of single objects; other objects pay nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 Around = Callable[..., Any]
-"""``around(method, *args)`` is called in place of ``method(*args)``, calls it, and returns what it returns."""
+"""``around(method, *args)`` replaces ``method(*args)``; it calls ``method`` and returns the result."""
 
 
 class _Tap:
-    """An attribute of ``owner`` that hides the method of that name and is called in its place."""
+    """An attribute of ``owner`` that hides and wraps the method of that name."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.method = getattr(owner, name)
@@ -25,9 +25,9 @@ class _Tap:
 
 
 def tap(owner: Any, name: str, around: Around) -> Callable[[], None]:
-    """Let ``around`` be called whenever ``owner.name(...)`` is; the function returned undoes it.
+    """Call ``around`` in place of ``owner.name(...)``; returns a function that undoes it.
 
-    Several may look on, and leave in any order; with the last of them ``owner`` is as if there had been none.
+    A method may have several taps, removed in any order; removing the last one restores ``owner``.
     """
     found = vars(owner).get(name)
     if not isinstance(found, _Tap):

@@ -1,7 +1,7 @@
-"""Unit events for users: when parameters are gathered and freed, when gradients leave, what is computed meanwhile.
+"""Unit events for users: when parameters are gathered and freed, gradients reduced, and units compute.
 
-An observation stands in front of methods of the objects that it looks at, one by one, and takes itself away again. The
-engine knows nothing of it: a model that is not observed runs the same code as if there were no observer.
+An observation wraps methods of single objects, and unwraps them at its end. The engine does not know of it: a model
+that is not observed runs the same code as without this file.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
 
 
 def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
-    """Call ``fn(event)`` for what happens to the units of ``model`` on this rank, until the observation is removed.
+    """Call ``fn(event)`` for each event of the units of ``model`` on this rank, until the observation is removed.
 
     ==================  ================================================================================================
     event               when
     ==================  ================================================================================================
-    ``unshard``         a gather of the unit's parameters is issued; not told when they are gathered already
-    ``reshard``         they have been freed; not told when the forward keeps them
-    ``post_backward``   all gradients that a backward gives the unit are in their bucket, and the unit is freed if it
-                        is to be; told at the end of the backward for a unit that it has not come to. In the backward
-                        of several forwards also when it is freed until the backward comes to an earlier one
-    ``forward``         from here to ``forward_end`` the unit computes, units inside it too
-    ``backward``        to ``backward_end``, the unit computes its gradients
-    ``unshard_wait``    to ``unshard_wait_end``, compute waits for the gather
-    ``write_grads``     to ``write_grads_end``, the unit's gradients are copied into their bucket, or kept (``no_sync``)
-    ``reduce``          to ``reduce_end``, a bucket is summed over ranks
-    ``reduce_wait``     to ``reduce_wait_end``, that is waited for, and the sums are given to the shards
-    ``copy_to_host``    to ``copy_to_host_end``, a reduced gradient is sent to host memory
-    ``copy_wait``       to ``copy_wait_end``, it is waited for
-    ``optimizer_step``  to ``optimizer_step_end``, an optimizer of these parameters steps
+    ``unshard``         an all-gather of the unit's parameters is issued; no event if they are already gathered
+    ``reshard``         they have been freed; no event if the forward keeps them
+    ``post_backward``   all gradients of the unit from this backward are in their bucket, and the unit is freed if it
+                        reshards; at the end of the backward for a unit that it has not reached. In the backward of
+                        several forwards, also when the unit is freed until the backward reaches an earlier forward
+    ``forward``         until ``forward_end`` the unit computes, including units inside it
+    ``backward``        until ``backward_end`` the unit computes its gradients
+    ``unshard_wait``    until ``unshard_wait_end`` compute waits for the all-gather
+    ``write_grads``     until ``write_grads_end`` the unit's gradients are copied to their bucket or kept (``no_sync``)
+    ``reduce``          until ``reduce_end`` a bucket is summed over ranks
+    ``reduce_wait``     until ``reduce_wait_end`` the sum is waited for and delivered to the shards
+    ``copy_to_host``    until ``copy_to_host_end`` the copy of a reduced gradient to host memory is issued
+    ``copy_wait``       until ``copy_wait_end`` that copy is waited for
+    ``optimizer_step``  until ``optimizer_step_end`` an optimizer of these parameters steps
     ==================  ================================================================================================
 
-    Times are those of the host: on a GPU the moments at which work is queued. ``fn`` runs in the middle of a pass, so
-    it should only take notes; what it raises comes out of the pass. Units that are wrapped later are not observed.
+    Times are host times: on a GPU the moments at which work is queued. ``fn`` runs inside a pass, so it should only
+    record events; its exceptions propagate out of the pass. Units wrapped later are not observed.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP, observe
@@ -61,7 +61,7 @@ def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
 
     Raises:
         TypeError: ``fn`` cannot be called.
-        ValueError: there is no unit in ``model``.
+        ValueError: ``model`` contains no unit.
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a function of one event, but is a {type(fn).__name__}.")
@@ -74,7 +74,7 @@ def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
 
 
 class Observation:
-    """What `observe` returns: ``remove()`` ends it, as does leaving the ``with`` block that it is used in."""
+    """Handle of `observe`: ``remove()``, or the end of its ``with`` block, ends the observation."""
 
     def __init__(self, units: Sequence[Unit], fn: Callable[[UnitEvent], object]) -> None:
         self._fn = fn
@@ -84,14 +84,14 @@ class Observation:
         self._roots: list[Root] = []
         self._in_forward: list[Unit] = []
         self._in_backward: set[Unit] = set()
-        self._told: set[Unit] = set()
+        self._reported: set[Unit] = set()  # units with a post_backward event in this backward
         self._stepping: Optimizer | None = None
         for unit in units:
             self._watch(unit)
         self._watch_optimizers()
 
     def remove(self) -> None:
-        """Tell no more events; the model then runs as if it had never been observed."""
+        """Stop reporting events; the model then runs as if it had never been observed."""
         undo, self._undo = self._undo, []
         for function in undo:
             function()
@@ -102,7 +102,7 @@ class Observation:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    # ---- where it looks
+    # ---- taps
 
     def _watch(self, unit: Unit) -> None:
         names: dict[str, Around] = {
@@ -126,7 +126,7 @@ class Observation:
             self._watch_made(unit, unit.root)
 
     def _watch_made(self, unit: Unit, root: Root) -> None:
-        """Watch what a unit has, and shares with others, since it is ready to run."""
+        """Watch the objects of a unit, and those it shares, that exist once it is ready to run."""
         for flat_param in unit.flat_params:
             if flat_param.grad.is_on_host:
                 self._tap(flat_param.grad, "add", self._on_interval, unit, "copy_to_host")
@@ -145,7 +145,7 @@ class Observation:
         self._undo.append(tap(owner, name, lambda method, *args, **kwargs: around(method, *first, *args, **kwargs)))
 
     def _watch_optimizers(self) -> None:
-        """Watch all optimizers, for torch has no other way; weakly, so that a forgotten observation ends."""
+        """Watch all optimizers, because torch only has global hooks; weakly, so that a dropped observation ends."""
         before, after = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
 
         def call(reference: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:
@@ -161,17 +161,17 @@ class Observation:
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
-    # ---- what it tells
+    # ---- events of a unit
 
-    def _tell(self, fqn: str, event: str, phase: Phase) -> None:
+    def _report(self, fqn: str, event: str, phase: Phase) -> None:
         self._fn(UnitEvent(fqn, event, phase, time.perf_counter()))
 
     def _on_interval(self, method: Any, unit: Unit, event: str, *args: Any, **kwargs: Any) -> Any:
-        self._tell(unit.fqn, event, Phase.POST_BACKWARD)
+        self._report(unit.fqn, event, Phase.POST_BACKWARD)
         try:
             return method(*args, **kwargs)
         finally:
-            self._tell(unit.fqn, event + END, Phase.POST_BACKWARD)
+            self._report(unit.fqn, event + END, Phase.POST_BACKWARD)
 
     def _on_materialize(self, method: Any, unit: Unit, root: Root, *args: Any) -> None:
         method(root, *args)
@@ -181,7 +181,7 @@ class Observation:
         made = method(unit, *args)
         if unit in self._units:
             self._in_forward.append(unit)
-            self._tell(unit.fqn, "forward", _before(unit))
+            self._report(unit.fqn, "forward", _before(unit))
         return made
 
     def _on_post_forward(self, method: Any, unit: Unit, *args: Any) -> Any:
@@ -195,51 +195,51 @@ class Observation:
     def _end_forward(self, unit: Unit) -> None:
         if self._in_forward and self._in_forward[-1] is unit:
             self._in_forward.pop()
-            self._tell(unit.fqn, "forward" + END, _before(unit))
+            self._report(unit.fqn, "forward" + END, _before(unit))
 
     def _on_begin_backward(self, method: Any, unit: Unit) -> None:
         method()
         if unit not in self._in_backward:
             self._in_backward.add(unit)
-            self._tell(unit.fqn, "backward", Phase.PRE_BACKWARD)
+            self._report(unit.fqn, "backward", Phase.PRE_BACKWARD)
 
     def _end_backward(self, unit: Unit) -> None:
         if unit in self._in_backward:
             self._in_backward.remove(unit)
-            self._tell(unit.fqn, "backward" + END, Phase.POST_BACKWARD)
+            self._report(unit.fqn, "backward" + END, Phase.POST_BACKWARD)
 
     def _on_unshard(self, method: Any, unit: Unit, **kwargs: Any) -> None:
         if not unit.is_gathered or unit.is_stale or kwargs.get("anew"):
-            self._tell(unit.fqn, "unshard", _before(unit))
+            self._report(unit.fqn, "unshard", _before(unit))
         method(**kwargs)
 
     def _on_wait_unshard(self, method: Any, unit: Unit) -> None:
-        self._tell(unit.fqn, "unshard_wait", _before(unit))
+        self._report(unit.fqn, "unshard_wait", _before(unit))
         method()
-        self._tell(unit.fqn, "unshard_wait" + END, _before(unit))
+        self._report(unit.fqn, "unshard_wait" + END, _before(unit))
 
     def _on_reshard(self, method: Any, unit: Unit) -> None:
         was_gathered = unit.is_gathered
         method()
         if was_gathered:
-            self._tell(unit.fqn, "reshard", Phase.POST_BACKWARD if _is_in_backward(unit) else Phase.FORWARD)
+            self._report(unit.fqn, "reshard", Phase.POST_BACKWARD if _is_in_backward(unit) else Phase.FORWARD)
 
     def _on_send_grads(self, method: Any, unit: Unit, *args: Any) -> None:
         self._on_interval(method, unit, "write_grads", *args)
 
     def _on_rest(self, method: Any, unit: Unit) -> None:
         method()
-        self._tell_post_backward(unit)
+        self._report_post_backward(unit)
 
-    def _tell_post_backward(self, unit: Unit) -> None:
+    def _report_post_backward(self, unit: Unit) -> None:
         self._end_backward(unit)
-        self._told.add(unit)
-        self._tell(unit.fqn, "post_backward", Phase.POST_BACKWARD)
+        self._reported.add(unit)
+        self._report(unit.fqn, "post_backward", Phase.POST_BACKWARD)
 
     def _on_end_backward(self, method: Any, unit: Unit, **kwargs: Any) -> None:
         method(**kwargs)
-        if unit.flat_params and unit not in self._told:
-            self._tell_post_backward(unit)
+        if unit.flat_params and unit not in self._reported:
+            self._report_post_backward(unit)
         self._end_backward(unit)
         self._forget(unit)
 
@@ -248,40 +248,40 @@ class Observation:
         method()
 
     def _forget(self, unit: Unit) -> None:
-        for units in (self._in_backward, self._told):
+        for units in (self._in_backward, self._reported):
             units.discard(unit)
 
-    # ---- what units share
+    # ---- events of shared objects
 
     def _on_launch(self, method: Any, bucket: Bucket) -> None:
-        self._tell_of(bucket.sources, "reduce")
+        self._report_of(bucket.sources, "reduce")
         method(bucket)
 
     def _on_deliver(self, method: Any, bucket: Bucket, transfer: Transfer) -> None:
-        self._tell_of(bucket.sources, "reduce_wait")
+        self._report_of(bucket.sources, "reduce_wait")
         method(bucket, transfer)
-        self._tell_of(bucket.sources, "reduce_wait" + END)
-        self._tell_of(bucket.sources, "reduce" + END)
+        self._report_of(bucket.sources, "reduce_wait" + END)
+        self._report_of(bucket.sources, "reduce" + END)
 
     def _on_hook(self, method: Any, source: GradSource, hook: Hook) -> None:
-        self._tell_of([source], "reduce")
+        self._report_of([source], "reduce")
         method(source, hook)
-        self._tell_of([source], "reduce" + END)
+        self._report_of([source], "reduce" + END)
 
-    def _tell_of(self, sources: Sequence[Any], event: str) -> None:
+    def _report_of(self, sources: Sequence[Any], event: str) -> None:
         units = dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)
         if units:
-            self._tell(", ".join(unit.fqn for unit in units), event, Phase.POST_BACKWARD)
+            self._report(", ".join(unit.fqn for unit in units), event, Phase.POST_BACKWARD)
 
     def _on_step(self, optimizer: Optimizer) -> None:
-        if self._stepping in (None, optimizer) and self._is_ours(optimizer):  # it may step others inside its own step
+        if self._stepping in (None, optimizer) and self._is_ours(optimizer):  # its step may step others
             self._stepping = optimizer
-            self._tell("", "optimizer_step", Phase.STEP)
+            self._report("", "optimizer_step", Phase.STEP)
 
     def _on_stepped(self, optimizer: Optimizer) -> None:
         if self._stepping is optimizer:
             self._stepping = None
-            self._tell("", "optimizer_step" + END, Phase.STEP)
+            self._report("", "optimizer_step" + END, Phase.STEP)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         shards: set[Tensor] = {stepped.shard for flat_param in self._unit_of for stepped in flat_param.stepped}

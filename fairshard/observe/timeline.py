@@ -1,14 +1,14 @@
-"""A training step as a picture: what each rank computed, gathered, reduced and copied, and when.
+"""Timeline of a training step: when each rank computed, gathered, reduced and copied.
 
-It is made of the events of `fairshard.nn.observe`, one list of them a rank. The lanes of a rank::
+The input is one list of `fairshard.nn.observe` events per rank. The lanes of a rank::
 
-    compute    forward and backward of the innermost unit at work; where it stands still, what it waits for
+    compute    forward and backward of the innermost active unit, or the wait that blocks it
     gather     from the issue of a unit's all-gather until the unit has waited for it
-    reduce     from the launch of a bucket's reduce-scatter until its sums are with the shards
-    copy       reduced gradients on their way to host memory
-    optimizer  its steps
+    reduce     from the launch of a bucket's reduce-scatter until its sums are delivered to the shards
+    copy       copies of reduced gradients to host memory
+    optimizer  optimizer steps
 
-A lane has as many rows as there were things in it at a time.
+A lane has one row for each interval that was open at the same time.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _COLORS = {
     "copy to host": "#7a6a5c",
     "optimizer step": "#4a4a4a",
 }
-_LETTER = 0.005  # of the whole width: a bar that is too narrow for its name has none
-_THIN = 0.002  # of the whole width: a bar that an edge would cover has none
+_LETTER = 0.005  # of the whole width, per letter: a bar too narrow for its name has no label
+_THIN = 0.002  # of the whole width: a bar this thin has no edge, which would cover it
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that went on from ``start`` to ``end``, in seconds, in ``row`` of ``lane``."""
+    """An interval from ``start`` to ``end``, in seconds, in ``row`` of ``lane``."""
 
     lane: str
     row: int
@@ -53,7 +53,7 @@ class Bar:
 
 
 def bars(events: Sequence[UnitEvent]) -> list[Bar]:
-    """What went on during the events of one rank, in the order of its start; what did not end, ends with the last."""
+    """Bars of the events of one rank, sorted by start; an interval without an end lasts until the last event."""
     found = sorted(
         [*_compute_bars(events), *_paired_bars(events), *_gather_bars(events)], key=lambda bar: (bar.start, bar.end)
     )
@@ -68,9 +68,9 @@ def bars(events: Sequence[UnitEvent]) -> list[Bar]:
 
 
 def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
-    """Write the events of every rank in Chrome's trace format, a process a rank, a thread a row of a lane.
+    """Write the events of every rank in Chrome's trace format: one process per rank, one thread per row of a lane.
 
-    ``chrome://tracing`` and ``ui.perfetto.dev`` show it. Times should begin near 0 on every rank.
+    ``chrome://tracing`` and ``ui.perfetto.dev`` open it. Times should begin near 0 on every rank.
     """
     entries: list[dict[str, Any]] = []
     for rank, events in enumerate(by_rank):
@@ -98,7 +98,7 @@ def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
 
 
 def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str) -> None:
-    """Draw the events of every rank into a PNG, rank below rank. Needs matplotlib (``fairshard[train]``)."""
+    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[train]``)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -138,13 +138,13 @@ def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str
 
 @dataclass
 class _OpenWork:
-    """What a rank is doing and has not ended; the last begun is at work, the others stand around it."""
+    """Open intervals of a rank, as a stack: the last one is active, the others enclose it."""
 
     began: float = 0.0
     stack: list[tuple[str, str]] = field(default_factory=list)
 
     def cut(self, at: float) -> Iterator[Bar]:
-        """What was at work until now; what is, from now on, begins."""
+        """Yield the bar of the active interval up to ``at``, and start the next bar there."""
         if self.stack and at > self.began:
             kind, fqn = self.stack[-1]
             yield Bar("compute", 0, kind, fqn, self.began, at)
@@ -169,7 +169,7 @@ def _compute_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
 
 
 def _paired_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
-    """Reductions, copies and steps: those of one name end in the order of their begin."""
+    """Bars of reductions, copies and steps; those of one name end in the order of their begin."""
     kinds = {**_ALONE, "reduce": ("reduce", "reduce")}
     begun: dict[tuple[str, str], list[float]] = {}
     for event in events:
@@ -195,7 +195,7 @@ def _gather_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
 
 
 def _rows(shown: Sequence[Sequence[Bar]]) -> list[tuple[str, int]]:
-    """``(lane, row)`` of all that is in use, lanes in their order."""
+    """``(lane, row)`` of all bars, lanes in their order."""
     places = {(bar.lane, bar.row) for one in shown for bar in one}
     return sorted(places, key=lambda place: (LANES.index(place[0]), place[1]))
 

@@ -1,21 +1,21 @@
-"""What happens to one unit at one moment of a training step, as `fairshard.nn.observe` tells it."""
+"""Event of one unit at one moment of a training step, reported by `fairshard.nn.observe`."""
 
 from enum import Enum
 from typing import NamedTuple
 
 END = "_end"
-"""An event that takes time is told twice: when it begins and, with this added to its name, when it has ended."""
+"""Suffix of the second event of a pair: an event with a duration is reported at its begin and at its end."""
 
 
 class Phase(Enum):
-    """The part of a training step that an event belongs to."""
+    """Part of a training step."""
 
     FORWARD = "forward"
-    """Up to the backward; what a backward computes again belongs to that."""
+    """Before the backward; a recomputation belongs to the backward."""
     PRE_BACKWARD = "pre_backward"
-    """The backward, as far as parameters are wanted for it."""
+    """The backward while it needs the unit's parameters."""
     POST_BACKWARD = "post_backward"
-    """The backward, as far as gradients are there and parameters are wanted no more."""
+    """The backward once the unit's gradients are ready and its parameters no longer needed."""
     STEP = "step"
     """The optimizer's step."""
 
@@ -23,9 +23,9 @@ class Phase(Enum):
 class UnitEvent(NamedTuple):
     """One event.
 
-    ``fqn`` is the unit's name in the whole model, empty for the outermost one; of a unit of several modules, and of a
-    bucket of several units, all their names joined by ``", "``. ``event`` says what happens, by a name of the table in
-    `fairshard.nn.observe`; ``phase`` in which part of the step; ``time`` when, in seconds of ``time.perf_counter()``.
+    ``fqn`` is the unit's name in the whole model, empty for the outermost one. A unit of several modules, or a bucket
+    of several units, has their names joined by ``", "``. ``event`` is a name from the table in `fairshard.nn.observe`;
+    ``time`` is in seconds of ``time.perf_counter()``.
     """
 
     fqn: str

@@ -1,4 +1,4 @@
-"""An optimizer that steps shards in host memory: by fused kernels, beside copies and backward where that helps."""
+"""An optimizer that steps shards in host memory with fused kernels, overlapped with copies and the backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ClipMode = Literal["wait", "speculate"]
 
 
 class CPUOptimizer(Optimizer):
-    """Steps the shards of a wrapped model with any elementwise torch optimizer, those in host memory on the CPU.
+    """Steps the shards of a sharded model with any elementwise torch optimizer; shards in host memory on the CPU.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -42,28 +42,28 @@ class CPUOptimizer(Optimizer):
     >>> optimizer.step()
     >>> optimizer.zero_grad()
 
-    Gradients that stay on the compute device (``cpu_offload=True, move_grads_to_cpu=False``) are fetched while the
-    shards before them are stepped. The numbers are those of the plain optimizer over the same shards, bit for bit.
+    Gradients that stay on the compute device (``cpu_offload=True, move_grads_to_cpu=False``) are fetched while earlier
+    shards are stepped. Results equal those of the plain optimizer over the same shards, bit for bit.
 
     With ``overlap=True``, a backward inside ``with optimizer.last_backward():`` steps each shard as soon as its
-    gradient is complete; `step` then waits for what is left. Hyperparameters and gradients must not change between.
+    gradient is complete; `step` then steps the rest. Hyperparameters and gradients must not change in between.
 
     Args:
-        model: a wrapped model, or a module that contains some.
-        optimizer_class: of torch's interface; its fused kernel is used where it has one.
+        model: a sharded model, or a module that contains sharded ones.
+        optimizer_class: a class with torch's interface; its fused kernel is used if it has one.
         params: parameters or param groups, as for any optimizer; all of ``model`` if None.
         clip_grad_norm: clip the norm of all gradients to this in every step, as ``model.clip_grad_norm_`` does.
         clip_mode: with ``overlap``, whether to step before the norm is known. ``"speculate"`` keeps a copy of each
-            shard and its state, and goes back to it when the norm says otherwise, or the loss scale does.
-        overlap: step during backward.
-        state_dtype: torch.bfloat16 halves the moments of what is stepped on the CPU, with stochastic rounding; None
+            shard and its state, and restores it if the gradients must be clipped or have overflowed.
+        overlap: step during the backward.
+        state_dtype: torch.bfloat16 halves the moments of shards stepped on the CPU, with stochastic rounding; None
             keeps them fp32.
-        offload_fraction: the part of the parameters, counted unit by unit, that is stepped on the CPU; the rest
-            stays, with its state, on the compute device. To be chosen before the first forward.
-        num_threads: CPU threads of a step; this rank's part of the host's CPUs if None.
+        offload_fraction: the fraction of the parameters, unit by unit, that is stepped on the CPU; the rest stays,
+            with its state, on the compute device. Must be chosen before the first forward.
+        num_threads: CPU threads of a step; this rank's share of the host's CPUs if None.
 
     Raises:
-        ShardOptimizerError: ``optimizer_class`` cannot work on 1-D shards.
+        ShardOptimizerError: ``optimizer_class`` cannot step 1-D shards.
         ValueError: the arguments contradict each other.
     """
 
@@ -89,15 +89,15 @@ class CPUOptimizer(Optimizer):
         self._flat_params = {stepped.shard: stepped for flat_param in self._lines for stepped in flat_param.stepped}
         if not self._flat_params:
             raise ValueError(
-                f"`model` must contain FullyShardedDataParallel units or be sharded, but {type(model).__name__} has "
-                "none and is not. Wrap or shard it first, and build the optimizer after."
+                f"`model` must be sharded or contain FullyShardedDataParallel units, but this {type(model).__name__} "
+                "has no units. Wrap or shard it first, then build the optimizer."
             )
         check_cpu_steps(optimizer_class, [unit for _, unit in units_below(model)])
         _keep_on_device(self._lines, offload_fraction)
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
-        self.state.update(self._template.state)  # some classes make it at once
+        self.state.update(self._template.state)  # some classes create state at once
         self._template.state.clear()
         self.clip_grad_norm = clip_grad_norm
         self.clip_mode = clip_mode
@@ -112,13 +112,14 @@ class CPUOptimizer(Optimizer):
         self._broken = ""
         allow_held_gradients(self)
 
-    # ---- what a torch optimizer does
+    # ---- the interface of torch optimizers
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all shards that have a gradient, or finish what `last_backward` has begun. **Collective** if it clips.
+        """Step all shards with a gradient, except those stepped by `last_backward`. **Collective** if it clips.
 
         Raises:
-            FairshardError: a step on the worker thread failed, or what an overlapped step relied on has changed.
+            FairshardError: a step on the worker thread failed, or gradients or hyperparameters of an overlapped step
+                have changed.
         """
         self._assert_whole()
         loss = None
@@ -135,19 +136,19 @@ class CPUOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step the parameters of another group too; shards must be of this optimizer's model."""
+        """Add a param group; its shards must belong to this optimizer's model."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             name = name_of_shard(param)
             if name is not None and param not in self._flat_params:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"The shards of a CPUOptimizer must belong to its `model`, but `{name}` is of another one. Build "
-                    "an optimizer for each model."
+                    f"The shards of a CPUOptimizer must belong to its `model`, but `{name}` belongs to another. "
+                    "Build an optimizer for each model."
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of all parameters, those that units hold on the compute device among them."""
+        """Drop or zero the gradients of all parameters, including those that units hold on the compute device."""
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
@@ -156,7 +157,7 @@ class CPUOptimizer(Optimizer):
                     flat_param.grad.zero(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; also ends the refusal to step after an interrupted overlapped backward."""
+        """Load the result of `state_dict`; also allows steps again after an interrupted overlapped backward."""
         super().load_state_dict(state_dict)
         if self.state_dtype is not None:
             for param, state in self.state.items():
@@ -171,9 +172,9 @@ class CPUOptimizer(Optimizer):
 
     @contextmanager
     def last_backward(self, scaler: Any = None) -> Iterator[None]:
-        """The backward inside is the last before `step`: shards are stepped as soon as their gradients are complete.
+        """Step each shard during the backward inside, the last before `step`, as soon as its gradient is complete.
 
-        The forward may be inside too. ``scaler`` is the `ShardedGradScaler` that scales the loss, if one does.
+        The forward may be inside too. ``scaler`` is the `ShardedGradScaler` of the loss, if any.
 
         Raises:
             ValueError: ``overlap`` is off, a scaler without ``clip_mode="speculate"``, or a model with ``nan_check``.
@@ -184,17 +185,17 @@ class CPUOptimizer(Optimizer):
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if scaler is not None and self.clip_mode != "speculate":
             raise ValueError(
-                '`last_backward(scaler)` needs `clip_mode="speculate"`, but it is "wait": whether a step overflowed is '
-                "known only after the backward, when its shards have been stepped already."
+                '`last_backward(scaler)` needs `clip_mode="speculate"`, but it is "wait": an overflow is known only '
+                "after the backward, when its shards have already been stepped."
             )
         if self._early is not None:
-            raise FairshardError("`last_backward` was entered twice without a step between. Call optimizer.step().")
+            raise FairshardError("`last_backward` was entered twice without a step in between. Call optimizer.step().")
         root = self._root()
         root.assert_idle("last_backward")
         if root.nan_check.is_on:
             raise ValueError(
-                "`last_backward` must not be used on a model with `nan_check=True`: that looks at gradients after the "
-                "backward, when shards have been stepped. Step after the backward while you look for NaN."
+                "`last_backward` must not be used on a model with `nan_check=True`, which checks gradients after the "
+                "backward, when shards have already been stepped. Step after the backward while you look for NaN."
             )
         transfers = root.shared.transfers
         early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
@@ -211,39 +212,39 @@ class CPUOptimizer(Optimizer):
         self._early = early
 
     def rollback(self) -> None:
-        """Undo what `last_backward` stepped, bit for bit; the gradients stay. Nothing to do when it stepped nothing.
+        """Undo the steps of `last_backward`, bit for bit; gradients stay. Does nothing without such steps.
 
         Raises:
-            FairshardError: ``clip_mode`` is not ``"speculate"``, so that no copy was kept.
+            FairshardError: ``clip_mode`` is not ``"speculate"``, so that there is no copy.
         """
         early, self._early = self._early, None
         if early is not None:
             early.undo()
 
     def assert_gradients_unchanged(self) -> None:
-        """Raise, by name, if a gradient that `last_backward` has stepped was edited since."""
+        """Raise, by name, if a gradient was edited after `last_backward` stepped with it."""
         if self._early is not None:
             self._early.check_gradients()
 
     def note_unscaled(self, inverse_scale: Tensor) -> None:
-        """The scaler has multiplied the gradients by ``inverse_scale``."""
+        """Record that the scaler multiplied the gradients by ``inverse_scale``."""
         if self._early is not None:
             self._early.note_unscaled(inverse_scale)
 
     # ---- for the scaler and the early steps
 
     def gradients(self) -> list[Tensor]:
-        """The gradient of each parameter that has one, wherever it is kept."""
+        """All gradients, on parameters or held by units."""
         grads = [self.grad_of(param) for group in self.param_groups for param in group["params"]]
         return [grad for grad in grads if grad is not None]
 
     def grad_of(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient of one parameter, wherever it is kept."""
+        """The gradient of one parameter, on it or held by its unit."""
         flat_param = self._flat_params.get(param)
         return param.grad if flat_param is None or flat_param.grad is None else flat_param.grad.value
 
     def step_of(self, param: nn.Parameter) -> ShardStep:
-        """What steps ``param``."""
+        """The `ShardStep` of ``param``."""
         if param not in self._steps:
             seed = self._parts.seed_of(param)
             self._steps[param] = ShardStep(self._template, self, self._parts, param, seed)
@@ -252,7 +253,7 @@ class CPUOptimizer(Optimizer):
     # ---- private
 
     def _step_all(self, done: Collection[nn.Parameter] = ()) -> None:
-        """Step all but ``done``: at once what has its gradient beside it, else each while the next is fetched."""
+        """Step all but ``done``: together if the gradient is on the parameter, otherwise while the next is fetched."""
         groups = []
         for group in self.param_groups:
             beside = []
@@ -282,7 +283,7 @@ class CPUOptimizer(Optimizer):
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
     def _clip(self) -> bool:
-        """Scale the gradients if their norm is too large; whether it was."""
+        """Scale the gradients if their norm is too large; returns whether it was."""
         if self.clip_grad_norm is None:
             return False
         units = self._root().units
@@ -308,7 +309,7 @@ class CPUOptimizer(Optimizer):
         return None
 
     def _agree(self, error: FairshardError | None) -> None:
-        """Raise ``error``; where clipping makes the ranks meet, raise on all of them if one has any."""
+        """Raise ``error``; with clipping, which is collective, all ranks raise if any of them has an error."""
         if self.clip_grad_norm is not None:
             root = self._root()
             comm = root.units[0].comm
@@ -316,7 +317,7 @@ class CPUOptimizer(Optimizer):
             failed = torch.tensor([float(error is not None)], device=root.device)
             comm.all_reduce(failed, "max").wait()
             if failed.item() and error is None:
-                error = FairshardError("The steps of another rank during the backward failed; its message says why.")
+                error = FairshardError("The steps of another rank during the backward failed; see its error.")
         if error is not None:
             raise error
 
@@ -333,8 +334,8 @@ class CPUOptimizer(Optimizer):
     def _assert_whole(self) -> None:
         if self._broken:
             raise FairshardError(
-                f"Some shards were stepped and others were not: {self._broken} Load model and optimizer from a "
-                'checkpoint. With clip_mode="speculate" such steps are undone instead.'
+                f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a "
+                'checkpoint. With clip_mode="speculate" such steps would be undone.'
             )
 
     def _assert_reduced(self) -> None:
@@ -343,7 +344,7 @@ class CPUOptimizer(Optimizer):
             if flat_param.has_accumulated:
                 raise FairshardError(
                     f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
-                    "no_sync() and no backward outside of it has followed. Run the last micro-batch without no_sync()."
+                    "no_sync() without a later backward outside it. Run the last micro-batch without no_sync()."
                 )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -364,7 +365,7 @@ def _check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: 
     if overlap and clip is not None and mode != "speculate":
         raise ValueError(
             '`overlap=True` with `clip_grad_norm` needs `clip_mode="speculate"`, but it is "wait": the norm is known '
-            "only after the backward, when shards have been stepped already."
+            "only after the backward, when shards have already been stepped."
         )
     if mode == "speculate" and not overlap:
         warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=3)
@@ -373,7 +374,7 @@ def _check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: 
 
 
 def _with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """``kwargs``, with the fused kernel asked for where the class has one and nothing speaks against it."""
+    """``kwargs`` with ``fused=True`` if the class supports it and ``kwargs`` choose no other implementation."""
     own = inspect.signature(optimizer_class.__init__).parameters
     others = ("fused", "foreach", "capturable", "differentiable")
     if "fused" in own and not any(name in kwargs for name in others):
@@ -382,7 +383,7 @@ def _with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> 
 
 
 def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:
-    """Leave the first units on the compute device: their gradients come last, with nothing to overlap with."""
+    """Keep the first units on the compute device: their gradients arrive last, with no backward left to overlap."""
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"`offload_fraction` must be between 0 and 1, but is {fraction}.")
     if fraction == 1.0:

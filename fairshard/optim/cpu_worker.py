@@ -1,4 +1,4 @@
-"""One thread that steps shards in the order in which they come, beside the thread that trains."""
+"""A thread that steps shards in order of submission, beside the training thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("fairshard")
 
 
 class CPUWorker:
-    """Runs jobs one after another. After one has failed, those behind it are skipped until `join` has told."""
+    """Runs jobs one after another. After a failure the following jobs are skipped until `join` reports it."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -27,23 +27,23 @@ class CPUWorker:
         self._has_failed = False
 
     def submit(self, what: str, job: Callable[[], None]) -> None:
-        """Let ``job`` run when those before it are done; ``what`` names it in errors."""
+        """Queue ``job``; ``what`` names it in errors."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="fairshard-cpu-optimizer")
         self._jobs.append((what, self._executor.submit(self._run, job)))
 
     def wait_until_left(self, number: int) -> None:
-        """Wait until at most ``number`` jobs run or wait."""
+        """Wait until at most ``number`` jobs are running or queued."""
         if len(self._jobs) > number:
-            self._jobs[-1 - number][1].exception()  # they end in order
+            self._jobs[-1 - number][1].exception()  # jobs end in order
 
-    def settle(self) -> None:
-        """Wait until no job runs or waits; failures are left to `join`."""
+    def wait_idle(self) -> None:
+        """Wait until no job is running or queued; `join` reports failures."""
         self.wait_until_left(0)
 
     def clear(self) -> None:
-        """Wait for all jobs and forget how they ended."""
-        self.settle()
+        """Wait for all jobs and discard their results and failures."""
+        self.wait_idle()
         self._jobs = []
         self._has_failed = False
 
@@ -51,7 +51,7 @@ class CPUWorker:
         """Wait for all jobs.
 
         Raises:
-            FairshardError: one failed; it names that one.
+            FairshardError: a job failed; the message names it.
         """
         jobs = self._jobs
         self.clear()
@@ -72,7 +72,7 @@ class CPUWorker:
 
 
 def default_num_threads(overlap: bool) -> int:
-    """This rank's part of the host's CPUs; one less, for the rank itself, when steps overlap with its backward."""
+    """This rank's share of the host's CPUs; one less if steps overlap with the backward, which needs a thread."""
     cpus = visible_cpus()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
     threads = max(1, cpus // ranks - (1 if overlap else 0))
@@ -82,7 +82,7 @@ def default_num_threads(overlap: bool) -> int:
 
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
-    """Let torch use ``number`` threads inside, whatever ``OMP_NUM_THREADS`` says, and as many as before after."""
+    """Set torch's number of threads inside the ``with`` block, whatever ``OMP_NUM_THREADS`` is."""
     before = torch.get_num_threads()
     if before == number:
         yield

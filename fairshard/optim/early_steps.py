@@ -1,4 +1,4 @@
-"""Steps taken while the backward still runs: begun shard by shard, checked at the end, undone if need be."""
+"""Steps taken while the backward still runs: shard by shard, checked at the end, undone if necessary."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fairshard.views.viewed_flat_param import OrigParam, Stepped
 
 
 class ShardOptimizer(Protocol):
-    """The optimizer, as its early steps see it."""
+    """The members of the optimizer that early steps use."""
 
     clip_mode: Any
     state_dtype: torch.dtype | None
     param_groups: list[dict[str, Any]]
 
     def grad_of(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient of ``param``, wherever it is kept."""
+        """The gradient of ``param``, on it or held by its unit."""
 
     def step_of(self, param: nn.Parameter) -> ShardStep:
-        """What steps ``param``."""
+        """The `ShardStep` of ``param``."""
 
 
 class EarlySteps:
-    """The shards that one backward has stepped, and what was assumed when it did.
+    """The shards that one backward has stepped, and the assumptions of those steps.
 
-    ``inverse_scale`` is what the scaler will multiply the gradients by; the steps see them multiplied already.
+    ``inverse_scale`` is the factor by which the scaler will multiply the gradients; the steps already apply it.
     """
 
     def __init__(self, optimizer: ShardOptimizer, worker: CPUWorker, inverse_scale: Tensor | None) -> None:
@@ -49,40 +49,40 @@ class EarlySteps:
         self._is_unscaled = False
 
     def take(self, flat_param: FlatParam) -> None:
-        """The gradient of one shard is complete: step it."""
+        """Step one shard, whose gradient is complete."""
         for stepped in flat_param.stepped:
             self._take(stepped)
 
     def _take(self, flat_param: Stepped) -> None:
         shard = flat_param.shard
         group = self._groups.get(shard)
-        # What computes on the shard itself (one rank) must not be changed under the backward's hands.
+        # A unit of one rank computes on the shard itself, which the backward still needs.
         if group is None or shard.device.type != "cpu" or flat_param.computes_on_shard:
             return
         if shard in self._taken:
             raise FairshardError(
-                f"The gradient of `{flat_param.name}` came a second time after it had been stepped. Run the backward "
-                "of this step outside of last_backward()."
+                f"The gradient of `{flat_param.name}` arrived a second time, after its shard had been stepped. Only "
+                "the last backward of a step may run inside last_backward()."
             )
         self._taken[shard] = None
         ready = now(flat_param.compute_device)
         self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group, ready))
 
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
-        """The backward is over: let all gradients of the model land, step those of this optimizer, wait for it."""
+        """After the backward: wait for all gradients of the model, step the remaining shards, wait for the steps."""
         for flat_param in flat_params:
-            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # else that one's step lands it
+            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # their steps wait themselves
                 flat_param.grad.land()
                 if flat_param.grad.value is not None:
                     self.take(flat_param)
-        self._worker.settle()
+        self._worker.wait_idle()
 
     def stepped(self) -> set[nn.Parameter]:
-        """What has been stepped and not undone."""
+        """Shards that have been stepped and not undone."""
         return set(self._taken)
 
     def abandon(self) -> str:
-        """Undo the steps after a failure; without copies to go back to, return what is to be said about them."""
+        """Undo the steps after a failure; if there are no copies to restore, return a sentence about the steps."""
         self._worker.clear()
         if self._speculates:
             self.undo()
@@ -92,7 +92,7 @@ class EarlySteps:
         return f"{len(self._taken)} of {len(self._groups)} shards had been stepped when the backward raised."
 
     def undo(self) -> None:
-        """Put every stepped shard and its state back as they were."""
+        """Restore every stepped shard and its state."""
         if not self._speculates:
             raise FairshardError('Only steps of clip_mode="speculate" can be undone: the others keep no copy.')
         self._worker.clear()
@@ -102,11 +102,11 @@ class EarlySteps:
         self._taken.clear()
 
     def note_unscaled(self, inverse_scale: Tensor) -> None:
-        """The gradients were multiplied by ``inverse_scale`` after they had been stepped."""
+        """Record that the scaler multiplied the gradients by ``inverse_scale`` after the steps."""
         if self._inverse_scale is None or not torch.equal(self._inverse_scale, inverse_scale.cpu()):
             raise FairshardError(
-                "The steps taken during the backward did not know the scale that the loss was multiplied by. Pass the "
-                "scaler: `with optimizer.last_backward(scaler):`."
+                "The steps taken during the backward did not know the scale of the loss. Pass the scaler: "
+                "`with optimizer.last_backward(scaler):`."
             )
         self._is_unscaled = True
         for shard, taken in self._taken.items():
@@ -114,7 +114,7 @@ class EarlySteps:
                 self._taken[shard] = _Taken.of(taken.flat_param, taken.grad)
 
     def check_unchanged(self) -> None:
-        """Raise, by name, if hyperparameters or gradients are not those that the steps were taken with."""
+        """Raise, by name, if hyperparameters or gradients have changed since the steps."""
         if self._inverse_scale is not None and not self._is_unscaled:
             raise FairshardError("last_backward(scaler) must be followed by scaler.step(optimizer), not a bare step.")
         for group, before in zip(self._optimizer.param_groups, self._settings, strict=True):
@@ -127,7 +127,7 @@ class EarlySteps:
         self.check_gradients()
 
     def check_gradients(self) -> None:
-        """Raise, by name, if a gradient is not the one that its shard was stepped with."""
+        """Raise, by name, if a gradient has changed since its shard was stepped."""
         for shard, taken in self._taken.items():
             if taken is None:
                 continue
@@ -139,7 +139,7 @@ class EarlySteps:
 
     def _step(self, flat_param: Stepped, group: dict[str, Any], ready: Event) -> None:
         shard = flat_param.shard
-        # A held gradient is read on another stream than the one that made it.
+        # A held gradient is read on a different stream than the one that produced it.
         flat_param.grad.transfers.wait(ready, counts=False)
         flat_param.grad.land(counts=False)
         grad = flat_param.grad.value
@@ -156,7 +156,10 @@ class EarlySteps:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A gradient as it was: ``largest`` of a DTensor, where it is, and ``[1]``, for torch does not count all writes."""
+    """A gradient at the time of its step.
+
+    ``largest`` is the index and value ``[1]`` of a DTensor's largest element, because torch does not count all writes.
+    """
 
     flat_param: Stepped
     grad: Tensor

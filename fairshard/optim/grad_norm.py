@@ -1,4 +1,4 @@
-"""Clipping gradients whose shards lie on many ranks."""
+"""Clipping of gradients that are sharded over ranks."""
 
 import math
 
@@ -12,18 +12,18 @@ from fairshard.utils.tensors import norm_of
 
 
 def exceeds(norm: Tensor, max_norm: float) -> bool:
-    """Whether gradients of this norm are scaled down; not when it is NaN."""
+    """Whether gradients of this norm are scaled down; False if it is NaN."""
     return bool(max_norm / (norm + 1e-6) < 1)
 
 
 @torch.no_grad()
 def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
-    """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return that norm.
+    """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
-    What units ignore has whole gradients, on each rank its own: the mean over ranks of what they contribute counts.
+    Ignored parameters have whole gradients that differ across ranks: their contribution is averaged over ranks.
 
     **Collective.** The norm is fp32 (fp64 for fp64 gradients), 0-d, on the compute device, equal on all ranks.
-    Nothing is changed when it is below ``max_norm``.
+    Gradients do not change if it is below ``max_norm``.
 
     Raises:
         MixedGroupsError: the units use several process groups.
@@ -42,7 +42,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
             if grad is not None:
                 grads += [own for one in flat_param.stepped if (own := one.grad.value) is not None]
                 parts += [grad[span.start : span.stop] for span in flat_param.layout.counted(unit.comm.rank)]
-    # From the shards, not the gradients: a rank without any must reduce in the same dtype as the others.
+    # From the shards, not the gradients: a rank without gradients must reduce in the same dtype as the others.
     is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
     dtype = torch.float64 if is_double else torch.float32
     total = torch.zeros((), dtype=dtype, device=units[0].device)
@@ -73,7 +73,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
 
 
 def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
-    """The norm of gradients of which each rank has its own: the mean of powers, or the largest. **Collective.**"""
+    """Norm of gradients that differ on each rank: from the mean of powers, or the largest. **Collective.**"""
     for comm in map(communicator, unit.groups.spanning()):
         if math.isinf(norm_type):
             comm.all_reduce(own, "max").wait()
@@ -85,12 +85,12 @@ def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
 
 
 def _check_groups(units: list[Unit]) -> None:
-    """Every gradient must be a mean over the same ranks: then all of them scale by one factor."""
+    """Check that all gradients are means over the same ranks, so that one factor scales them all."""
     first = units[0].groups.main.group
     for unit in units:
         if unit.groups.main.group is not first:
             raise MixedGroupsError(
                 "clip_grad_norm_ needs one process group for all units, but "
-                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or take the "
+                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or compute the "
                 "norms group by group."
             )

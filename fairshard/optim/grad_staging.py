@@ -1,4 +1,4 @@
-"""Host memory through which gradients come from the compute device to be stepped."""
+"""Host buffers through which gradients travel from the compute device to their step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fairshard.views.viewed_flat_param import Stepped
 
 
 class GradStaging:
-    """Two buffers in turn: one gradient is copied while the one before it is stepped."""
+    """Two alternating buffers: one gradient is copied while the previous one is stepped."""
 
     def __init__(self, worker: CPUWorker) -> None:
         self._worker = worker
@@ -20,9 +20,9 @@ class GradStaging:
         self._turn = 0
 
     def fetch(self, flat_param: Stepped | None, grad: Tensor) -> Callable[[], Tensor]:
-        """Start the copy of ``grad`` to host memory, if its unit holds it; the function returned waits for it.
+        """Start the copy of ``grad`` to host memory, if its unit holds it; returns a function that waits for the copy.
 
-        The buffer is used again two gradients later: first waits until the job before the last is done.
+        Each buffer is reused two gradients later, so this first waits until at most one job is left.
         """
         if flat_param is None or not flat_param.grad.is_held:
             return lambda: grad

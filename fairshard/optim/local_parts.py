@@ -1,7 +1,7 @@
-"""Parameters that are DTensors as optimizers step them here: this rank's elements, plain and 1-D.
+"""Step DTensor parameters through this rank's elements as plain 1-D tensors.
 
-torch's kernels are then called on plain tensors, the fused ones too that DTensors do not know, and without DTensors'
-host time. Optimizer state is kept, and shown, as DTensors.
+torch's kernels then run on plain tensors, without DTensor's host time; this includes fused kernels, which DTensors do
+not support. Optimizer state is kept, and shown, as DTensors.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from fairshard.views.viewed_flat_param import OrigParam, Stepped
 
 
 class LocalParts:
-    """What this rank has of the parameters ``stepped``; those that are no DTensors are left as they are."""
+    """This rank's elements of the parameters ``stepped``; plain parameters are used unchanged."""
 
     def __init__(self, stepped: Mapping[nn.Parameter, Stepped]) -> None:
         self._stepped = stepped
         self._plain: dict[nn.Parameter, nn.Parameter] = {}
 
     def origin_of(self, param: nn.Parameter) -> OrigParam | None:
-        """Where ``param`` comes from if it is a DTensor of a unit."""
+        """The `OrigParam` of ``param`` if it is a DTensor of a unit; otherwise None."""
         stepped = self._stepped.get(param) if isinstance(param, DTensor) else None
         return stepped if isinstance(stepped, OrigParam) else None
 
     def own(self, param: nn.Parameter, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, which has the shape of ``param``; ``[n]`` if that is a DTensor."""
+        """This rank's elements of ``value``, which has the shape of ``param``; ``[n]`` if ``param`` is a DTensor."""
         origin = self.origin_of(param)
         return value if origin is None else origin.own_of(value)
 
     def shown(self, param: nn.Parameter, own: Tensor) -> Tensor:
-        """What stands for `own` elements beside ``param``."""
+        """The value in optimizer state for this rank's elements ``own``: a DTensor if ``param`` is one."""
         origin = self.origin_of(param)
         return own if origin is None else origin.shown(own)
 
     def seed_of(self, param: nn.Parameter) -> int:
-        """What to draw random numbers with for ``param``: another one for each part; the same where all are whole."""
+        """Random seed of ``param``: different for each rank's part; equal on all ranks if the parameter is whole."""
         stepped = self._stepped.get(param)
         is_whole = isinstance(param, DTensor) and not any(placement.is_shard() for placement in param.placements)
         name = "" if stepped is None else f"{stepped.name} of rank {0 if is_whole else stepped.rank}"
         return zlib.crc32(name.encode())
 
     def enter(self, groups: list[dict[str, Any]], state: Any) -> tuple[list[dict[str, Any]], Any]:
-        """``groups`` and ``state`` as what steps them is to see them: themselves where there is no DTensor."""
+        """``groups`` and ``state`` with plain tensors in place of DTensors; unchanged without DTensors."""
         params = _params_of(groups)
         if not any(self.origin_of(param) for param in params):
             return groups, state
@@ -63,7 +63,7 @@ class LocalParts:
         return entered, plain_state
 
     def leave(self, groups: list[dict[str, Any]], plain_state: Any, state: Any) -> None:
-        """Take into ``state`` what the step has made of ``plain_state``."""
+        """Write the ``plain_state`` that the step left back into ``state``."""
         if plain_state is state:
             return
         for param in _params_of(groups):
@@ -91,7 +91,7 @@ class LocalParts:
         return plain
 
     def _kept(self, param: nn.Parameter, before: Any, own: Tensor) -> Tensor:
-        """The DTensor of ``own``: the one that there was, if it shows that."""
+        """A DTensor over ``own``: ``before`` if it already shows that memory."""
         if isinstance(before, DTensor) and self.own(param, before).data_ptr() == own.data_ptr() and own.numel():
             return before
         return self.shown(param, own)

@@ -1,4 +1,4 @@
-"""The step of one shard by any torch optimizer: one call of its kernel over one flat tensor."""
+"""Step one shard with any torch optimizer: one call of its kernel over one flat tensor."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fairshard.optim.local_parts import LocalParts
 from fairshard.utils.before_step import about_to_step
 from fairshard.utils.tensors import round_stochastically_
 
-# How often moments were rounded: the seed of the next time. Kept in the state, so that a resumed run repeats it.
+# Number of roundings of the moments, the seed of the next one. Part of the state, so that a resumed run repeats it.
 _ROUNDINGS = "num_roundings"
 
 
 class Twin:
-    """An optimizer of the wanted class that steps some parameters of ``owner``, whose state it works on.
+    """An optimizer of the user's class that steps some parameters of ``owner``, using the owner's state.
 
-    ``template`` is an optimizer of that class; ``parts`` says what is stepped of parameters that are DTensors.
+    ``template`` is an optimizer of that class; ``parts`` provides the local elements of DTensor parameters.
     """
 
     def __init__(self, template: Optimizer, owner: Optimizer, parts: LocalParts) -> None:
-        self._owner = weakref.proxy(owner)  # which holds this one
+        self._owner = weakref.proxy(owner)  # the owner holds this object
         self._parts = parts
         self._optimizer = object.__new__(type(template))
         self._optimizer.__dict__.update(template.__dict__)
-        # Without the profiler and the hooks around it, which belong to the owner's step.
+        # The profiler and the hooks around `step` belong to the owner's step: unwrap them.
         step = type(template).step
         self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        allow_held_gradients(self._optimizer)  # a subclass may call its base's step, with the hooks
+        allow_held_gradients(self._optimizer)  # a subclass may call its base's step, which has the hooks
 
     @torch.no_grad()
     def step(self, groups: list[dict[str, Any]]) -> None:
-        """Step the parameters of ``groups``, with their hyperparameters and the gradients that are on them."""
+        """Step the parameters of ``groups`` with their hyperparameters and ``.grad``."""
         about_to_step()
         entered, state = self._parts.enter(groups, self._owner.state)
         self._optimizer.param_groups, self._optimizer.state = entered, state
@@ -52,7 +52,7 @@ class Twin:
 
 
 class ShardStep:
-    """Steps one shard with the hyperparameters that its group has at that moment."""
+    """Steps one shard with the current hyperparameters of its group."""
 
     def __init__(
         self, template: Optimizer, owner: Optimizer, parts: LocalParts, shard: nn.Parameter, seed: int
@@ -66,7 +66,7 @@ class ShardStep:
 
     @torch.no_grad()
     def run(self, group: dict[str, Any], grad: Tensor, state_dtype: torch.dtype | None) -> None:
-        """Step with ``grad``, which is on the shard's device; ``state_dtype`` other than None stores moments so."""
+        """Step with ``grad``, on the shard's device; moments are stored in ``state_dtype`` unless it is None."""
         shard = self._shard
         own = {**group, "params": [shard]}
         kept, shard.grad = shard.grad, grad
@@ -79,25 +79,25 @@ class ShardStep:
             self._narrow(narrow, state_dtype)
         if any(value is not group.get(name) for name, value in own.items() if name != "params"):
             raise FairshardError(
-                "An optimizer that keeps counters in its param groups must step all shards at once, but this is a step "
-                "of one shard, which would raise them once a shard. Leave out overlap, state_dtype and held gradients."
+                "An optimizer with counters in its param groups must step all shards at once, but this steps one "
+                "shard, which would advance them once per shard. Leave out overlap, state_dtype and held gradients."
             )
 
     def save_image(self) -> None:
-        """Keep shard and state as they are now, bit for bit, for `restore_image`."""
+        """Copy shard and state, bit for bit, for `restore_image`."""
         if self._image is None:
             self._image = _Image()
         self._image.save(self._shard, self._owner.state.get(self._shard))
 
     def restore_image(self) -> None:
-        """Put back what `save_image` kept."""
+        """Restore the copy of `save_image`."""
         assert self._image is not None
         state = self._image.restore(self._shard, self._owner.state.get(self._shard))
         if state is None:
             self._owner.state.pop(self._shard, None)
 
     def _widen(self) -> dict[str, Tensor]:
-        """Let the kernel see moments in the shard's dtype; returns the stored ones."""
+        """Convert moments to the shard's dtype for the kernel; returns the stored ones."""
         state = self._owner.state.get(self._shard, {})
         narrow = {name: value for name, value in state.items() if self._is_moment(value)}
         for name, value in narrow.items():
@@ -105,7 +105,7 @@ class ShardStep:
         return narrow
 
     def _narrow(self, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Store the moments in ``dtype`` again, rounded at random: to nearest, small changes would never add up."""
+        """Store the moments in ``dtype`` with stochastic rounding; to nearest, small changes would be lost."""
         state = self._owner.state[self._shard]
         state[_ROUNDINGS] = state.get(_ROUNDINGS, 0) + 1
         generator = torch.Generator().manual_seed(hash((self._seed, state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF)
@@ -127,7 +127,7 @@ class ShardStep:
 
 
 class _Image:
-    """Copies of a shard and its state, in memory that is used again."""
+    """Copies of a shard and its state, in reused memory."""
 
     def __init__(self) -> None:
         self._shard: Tensor | None = None
@@ -147,7 +147,7 @@ class _Image:
 
     @torch.no_grad()
     def restore(self, shard: Tensor, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Write back, in place, and drop what came since; returns the state, None if there was none yet."""
+        """Write the copies back in place and drop newer state; returns the state, None if there was none."""
         assert self._shard is not None
         shard.copy_(self._shard)
         if self._state is None or state is None:

@@ -20,20 +20,20 @@ from fairshard.utils.messages import default_group
 
 
 class ShardedGradScaler(GradScaler):
-    """torch's ``GradScaler`` whose verdict is that of all ranks: a step is skipped on every one of them or on none.
+    """torch's ``GradScaler`` with one decision for all ranks: a step is skipped on all of them or on none.
 
-    Gradients may lie on the CPU, on a GPU, or on both. `unscale_` and `step` are **collective**.
+    Gradients may be on the CPU, on a GPU, or on both. `unscale_` and `step` are **collective**.
 
     >>> from fairshard.optim import ShardedGradScaler
     >>> scaler = ShardedGradScaler(init_scale=2.0**10)
 
     Args:
-        device: kind of the device that computes the loss; CUDA where there is a GPU if None.
+        device: type of the device that computes the loss; if None, CUDA if there is a GPU.
         init_scale: factor of the first loss.
-        backoff_factor: what the scale is multiplied by after an overflow ...
-        growth_factor: ... and after ``growth_interval`` steps without one.
+        backoff_factor: factor of the scale after an overflow.
+        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
         growth_interval: in steps.
-        enabled: False makes every method do what it would without a scaler.
+        enabled: False turns scaling off.
         process_group: the ranks that shard the model; the default group if None.
     """
 
@@ -58,12 +58,12 @@ class ShardedGradScaler(GradScaler):
         self._group = process_group
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step with unscaled gradients, unless those of any rank overflowed; returns what the step returns.
+        """Step with unscaled gradients, unless any rank's overflowed; returns the result of the step.
 
-        Steps that ``CPUOptimizer.last_backward(scaler)`` has taken on trust are undone then. **Collective.**
+        An overflow also undoes the steps of ``CPUOptimizer.last_backward(scaler)``. **Collective.**
 
         Raises:
-            RuntimeError: it was called twice without `update`, or with a closure.
+            RuntimeError: called twice without `update`, or with a closure.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
@@ -88,7 +88,7 @@ class ShardedGradScaler(GradScaler):
         return result
 
     def inverse_scale(self) -> Tensor:
-        """What the gradients are going to be multiplied by: 0-d fp32, on the CPU."""
+        """Factor by which the gradients will be multiplied: 0-d fp32, on the CPU."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None
@@ -97,7 +97,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply all gradients by ``inv_scale``; say on each of their devices whether any rank's overflowed."""
+        """Multiply all gradients by ``inv_scale``; returns whether any rank's overflowed."""
         check_scaler(optimizer)
         if isinstance(optimizer, CPUOptimizer):
             optimizer.assert_gradients_unchanged()
@@ -106,7 +106,7 @@ class ShardedGradScaler(GradScaler):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
         shown = [grad for grad in grads if isinstance(grad, DTensor)]
-        # Each rank has its own elements looked at here: a rank may have none, and must not wait in a DTensor's step.
+        # Check local elements: a rank may have none, and an operator on DTensors could wait for other ranks.
         grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         overflowed = found_inf.clone()
         for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in grads):
@@ -123,5 +123,5 @@ class ShardedGradScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_group"] = None  # process groups do not travel; the default one is taken
+        state["_group"] = None  # process groups cannot be pickled; the default one is used
         return state

@@ -1,4 +1,4 @@
-"""What a plan has instead of flat params and buckets: their bytes."""
+"""Sizes in bytes that stand in for flat params and buckets in a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Comms:
 
 
 class SourceBytes:
-    """A flat param as the bucketer sees it, in bytes."""
+    """Size of a flat param, with the attributes that the bucket planner reads."""
 
     def __init__(self, unit: PlannedUnit, index: int, flat: FlatSizes, device: str, num_ranks: int) -> None:
         self.unit = unit
@@ -39,18 +39,18 @@ class SourceBytes:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Of the buffer; one rank computes on the shard itself where the dtype allows it."""
+        """Bytes of the gather buffer; 0 if one rank computes on the shard itself."""
         on_shard = self.flat.layout.world_size == 1 and self.flat.compute_dtype == self.flat.param_dtype
         return 0 if on_shard and not self.config.master_on_cpu else self.flat.full_nbytes
 
     @property
     def grad_stays(self) -> bool:
-        """Whether the reduced gradient is kept on the device that computes."""
+        """Whether the reduced gradient stays on the compute device."""
         return not self.config.master_on_cpu or self.config.grad_home is not GradHome.HOST
 
 
 class BucketBytes:
-    """A bucket in bytes."""
+    """Sizes of a bucket and of the temporary buffers of its reduction."""
 
     def __init__(self, sources: Sequence[SourceBytes], device: str) -> None:
         self.sources = sources
@@ -61,17 +61,17 @@ class BucketBytes:
         self.missing = set(sources)
         self.is_open = False
         num_replicas = sources[0].comms.num_replicas
-        sums_in_order = device == "cpu" and world_size * num_replicas > 1  # gloo: rows are added up in fp32 or wider
+        sums_in_order = device == "cpu" and world_size * num_replicas > 1  # gloo: rows are summed in fp32 or wider
         self.sum_dtype = torch.promote_types(dtype, torch.float32) if sums_in_order else dtype
         self.sum_nbytes = self.width * self.sum_dtype.itemsize
         first = world_size if world_size > 1 else num_replicas
         self.received_nbytes = self.width * _num_rows(first) * dtype.itemsize if sums_in_order else 0
-        self.cast_nbytes = 0 if self.sum_dtype == dtype else self.sum_nbytes  # of a row, while it is added
-        # A sum over ranks is summed over replicas after, and is there until that is.
+        self.cast_nbytes = 0 if self.sum_dtype == dtype else self.sum_nbytes  # the cast of one row, while it is added
+        # The sum over ranks is summed over replicas next, and is kept until then.
         is_second = sums_in_order and world_size > 1 and num_replicas > 1
         self.replica_nbytes = self.sum_nbytes * (_num_rows(num_replicas) + 1) if is_second else 0
 
 
 def _num_rows(num_ranks: int) -> int:
-    """How many rows are received to be added up; the exchange of few ranks leaves the own one where it is."""
+    """Number of rows received for a sum; an exchange of at most 4 ranks does not copy the own row."""
     return num_ranks - 1 if num_ranks <= 4 else num_ranks

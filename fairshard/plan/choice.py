@@ -1,4 +1,4 @@
-"""Which modules of a tree a policy wraps, where modules and parameters may hang in several places."""
+"""Which modules of a tree a policy wraps; modules and parameters may be registered in several places."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fairshard.engine.tree import unit_of
 from fairshard.plan.policies import call_policy
 from fairshard.utils.names import join
 
-# Reads the weights of its children and never calls them: none of them can be a unit.
+# Reads the weights of its children without calling them, so that no child can be a unit.
 _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
 class ModuleTree:
-    """The modules below ``root`` that are not ``ignored``, and where they and their parameters hang.
+    """The modules below ``root`` that are not ``ignored``, and the places of modules and parameters.
 
     ``fqns`` has every module once, inner ones before outer ones. ``places[m]`` is the number of paths from the root
-    to ``m``, ``below[m][p]`` that from ``m`` to the parameter ``p``.
+    to ``m``; ``below[m][p]`` is the number of paths from ``m`` to the parameter ``p``.
     """
 
     def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
@@ -54,20 +54,20 @@ class ModuleTree:
         self.fqns[module] = fqn
 
     def children(self, module: nn.Module) -> list[nn.Module]:
-        """What hangs in ``module`` itself, in order; a module under two names is there twice."""
+        """Direct children of ``module``, in order; a child under two names appears twice."""
         return [child for child in module._modules.values() if child is not None and child not in self.ignored]
 
     def holds_all_of(self, module: nn.Module, param: nn.Parameter) -> bool:
-        """Whether every place of ``param`` lies below ``module``."""
+        """Whether every place of ``param`` is below ``module``."""
         return self.places[module] * self.below[module][param] == self.below[self.root][param]
 
     def replace(self, module: nn.Module, by: nn.Module) -> None:
-        """Hang ``by`` wherever ``module`` hangs."""
+        """Register ``by`` in every place of ``module``."""
         for holder, name in self._holders[module]:
             holder._modules[name] = by
 
     def find_unit(self, also: type[nn.Module] | None = None) -> str | None:
-        """The fqn of a module that is wrapped already, in a unit or in ``also``."""
+        """The fqn of a module that is already a unit or an instance of ``also``; None if there is none."""
         for module, fqn in self.fqns.items():
             if unit_of(module) is not None or (also is not None and isinstance(module, also)):
                 return fqn or "the module itself"
@@ -76,7 +76,7 @@ class ModuleTree:
 
 @dataclass(frozen=True)
 class Choice:
-    """A module to wrap; ``overrides`` are arguments that differ from those of the outer wrapper."""
+    """A module to wrap; ``overrides`` are arguments that differ from the outer wrapper's."""
 
     module: nn.Module
     overrides: dict[str, Any]
@@ -85,12 +85,12 @@ class Choice:
 class Chooser:
     """Asks a policy about the modules of a tree, inner ones first.
 
-    A module is not chosen, whatever the policy says, where a unit could not work: without parameters, without a
-    ``forward`` (``ModuleList``), as a child of ``MultiheadAttention``, or when it shares a parameter with modules
-    outside of it; that parameter then belongs to the unit around all of them.
+    Some modules cannot be units and are never chosen: those without parameters, without a ``forward``
+    (``ModuleList``), children of ``MultiheadAttention``, and modules that share a parameter with modules outside;
+    that parameter belongs to the unit around all of them.
 
     Raises:
-        TypeError: ``policy`` is no policy.
+        TypeError: ``policy`` is not a policy.
     """
 
     def __init__(self, tree: ModuleTree, policy: Any) -> None:
@@ -102,18 +102,18 @@ class Chooser:
         self._tied: list[str] = []
 
     def choose(self, include_root: bool = False) -> list[Choice]:
-        """The modules to wrap, inner ones first; ``include_root`` asks about the outermost one too."""
+        """The modules to wrap, inner ones first; with ``include_root`` the policy is asked about the outermost too."""
         self._ask(self._tree.root, include_root)
         if self._tied:
             warnings.warn(
-                f"A parameter belongs to one unit, but {', '.join(self._tied)} share one with other modules: they are "
-                "not wrapped on their own, and their parameters go to the unit around them.",
+                f"A parameter belongs to one unit, but {', '.join(self._tied)} share one with other modules. They are "
+                "not wrapped on their own; their parameters go to the unit around them.",
                 stacklevel=5,
             )
         return [Choice(module, self._chosen[module]) for module in self._tree.fqns if module in self._chosen]
 
     def take(self, classes: Collection[type[nn.Module]], overrides: Callable[[nn.Module], dict[str, Any]]) -> list[str]:
-        """Choose every instance of ``classes`` that holds parameters, before the policy is asked; their fqns."""
+        """Choose every instance of ``classes`` with parameters, before `choose`; returns their fqns."""
         fqns = []
         for module, fqn in self._tree.fqns.items():
             if module is not self._tree.root and isinstance(module, tuple(classes)) and self._can_be_unit(module):
@@ -155,7 +155,7 @@ class Chooser:
 def _questions(
     tree: ModuleTree, policy: Any
 ) -> tuple[Callable[[nn.Module, int, bool], bool], Callable[[nn.Module, int, bool], dict[str, Any] | None]]:
-    """Whether to look inside a module, and with which arguments to wrap it (None: not), by the policy's kind."""
+    """Two functions of a policy: whether to look inside a module, and its overrides (None: do not wrap)."""
     if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's objects
         found = policy._run_policy(tree.root, tree.ignored, {})
         return lambda *_: True, lambda module, *_: found.get(module)

@@ -1,8 +1,8 @@
-"""How much memory units will take, before there are any: a step of the engine, played through in bytes.
+"""Predicted memory of units: a simulation, in bytes, of one training step of the engine.
 
-What is played is what `Root`, `Unit` and the bucketer do: the order is recorded and looked ahead by, buckets are
-packed and wait for each other, in the same code. Assumed is what only a run can tell: every module is called once in
-each place, in the order of registration; gradients come in the reverse order; transfers take as long as they may.
+The simulation follows `Root`, `Unit` and the bucketer: the same code records the order, looks ahead, packs buckets and
+makes them wait for each other. It assumes what only a run can show: every module is called once in each place, in the
+order of registration; gradients arrive in reverse order; transfers take as long as possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd": partial(SGD, lr=0.1),
     "sgd-momentum": partial(SGD, lr=0.1, momentum=0.9),
 }
-"""Optimizers that a plan knows by name."""
+"""Optimizers that a plan accepts by name."""
 
 GATHERED, PARTS, WHOLE_GRADS = "gathered units", "parts kept for the backward", "whole gradients"
 BUCKETS, GRADS = "buckets", "gradients"
@@ -41,7 +41,7 @@ BUCKETS, GRADS = "buckets", "gradients"
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """A part of the predicted peak; ``on_host`` where it is kept in host memory by offload."""
+    """A part of the predicted peak; ``on_host`` if offload keeps it in host memory."""
 
     name: str
     nbytes: int
@@ -50,7 +50,7 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class BucketRow:
-    """A reduce-scatter of ``nbytes``, all ranks' shares together, that carries the gradients of ``units``."""
+    """A bucket of ``nbytes`` over all ranks, with the gradients of ``units``."""
 
     units: tuple[str, ...]
     nbytes: int
@@ -58,10 +58,10 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """What wrapping will come to on each rank of ``world_size``.
+    """Predicted units, buckets and memory on each of ``world_size`` ranks.
 
-    ``terms`` are what is live at the moment of the peak, ``peak_at``; activations, and temporary memory inside an
-    operator or the optimizer's step, are not among them.
+    ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
+    or the optimizer's step.
     """
 
     world_size: int
@@ -73,12 +73,12 @@ class WrapPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """The predicted peak on the device that computes; where that is the CPU, with what is offloaded."""
+        """Predicted peak on the compute device; on the CPU it includes offloaded memory."""
         return sum(term.nbytes for term in self.terms if not term.on_host or self.device == "cpu")
 
     @property
     def host_nbytes(self) -> int:
-        """What offload keeps in host memory beside it."""
+        """Bytes that offload keeps in host memory besides."""
         return 0 if self.device == "cpu" else sum(term.nbytes for term in self.terms if term.on_host)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class WrapPlan:
         return "\n\n".join("\n".join(lines) for lines in tables)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """The plan as plain data for JSON."""
         return {**asdict(self), "peak_nbytes": self.peak_nbytes, "host_nbytes": self.host_nbytes}
 
 
@@ -104,10 +104,10 @@ def plan_memory(
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer],
     device: str,
 ) -> WrapPlan:
-    """The plan of ``units``, outermost first, which `describe` explains.
+    """The plan of ``units``, outermost first; see `describe` for the arguments.
 
     Raises:
-        ValueError: an argument, or a unit's sharding strategy, cannot be planned for.
+        ValueError: an argument is invalid, or contradicts a unit's sharding strategy.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f'`device` must be "cpu" or "cuda", but is {device!r}.')
@@ -124,8 +124,8 @@ def plan_memory(
             f"{optimizer!r}."
         )
     step = _Step(units, world_size, num_replicas or 1, device)
-    step.play()
-    step.play()  # the first has recorded the order that the second looks ahead by
+    step.run()
+    step.run()  # looks ahead by the order that the first recorded
     sources = [source for every in step.sources.values() for source in every]
     return WrapPlan(
         world_size,
@@ -143,7 +143,7 @@ def _check_strategy(unit: PlannedUnit, world_size: int, num_replicas: int | None
     if strategy.is_hybrid != (num_replicas is not None):
         raise ValueError(
             "`num_replicas`, of groups of `world_size` ranks, must be given with hybrid strategies and no others, but "
-            f"is {num_replicas} where {where} has {strategy.name}."
+            f"is {num_replicas} and {where} has {strategy.name}."
         )
     if not isinstance(part, bool) and world_size % part:
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_strategy(unit: PlannedUnit, world_size: int, num_replicas: int | None
 
 
 def _lasting_terms(sources: Iterable[SourceBytes], make: Callable[[list[nn.Parameter]], Optimizer]) -> list[MemoryTerm]:
-    """What is there all through a step."""
+    """Memory that is live throughout a step."""
     nbytes: Counter[tuple[str, bool]] = Counter()
     for source in sources:
         on_cpu = source.config.master_on_cpu
@@ -167,7 +167,7 @@ def _lasting_terms(sources: Iterable[SourceBytes], make: Callable[[list[nn.Param
 
 
 def _state_nbytes(source: SourceBytes, make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
-    """Bytes of an optimizer's state for one shard: what a step on the meta device makes."""
+    """Bytes of an optimizer's state for one shard, created by a step on the meta device."""
     shard = nn.Parameter(torch.empty(source.shard_numel, dtype=source.flat.param_dtype, device="meta"))
     shard.grad = torch.empty_like(shard)
     optimizer = make([shard])
@@ -176,7 +176,7 @@ def _state_nbytes(source: SourceBytes, make: Callable[[list[nn.Parameter]], Opti
 
 
 class _Step:
-    """A training step, gradients dropped at its end, played in bytes that are live."""
+    """Simulation of the live bytes of a training step, with gradients dropped at its end."""
 
     def __init__(self, units: Sequence[PlannedUnit], world_size: int, num_replicas: int, device: str) -> None:
         self._root = units[0]
@@ -209,11 +209,11 @@ class _Step:
         self._at = self.peak_at = "between steps"
 
     def peak_terms(self) -> list[MemoryTerm]:
-        """What was live at the peak, beside what always is."""
+        """Memory live at the peak, besides the lasting terms."""
         return [MemoryTerm(name, nbytes) for name, nbytes in self._peak.items()]
 
-    def play(self) -> None:
-        """Forward, backward, and the gradients dropped."""
+    def run(self) -> None:
+        """Simulate a forward, a backward, and the drop of gradients."""
         self._order.begin()
         self._record.begin(is_common=True)
         self._forward(self._root)
@@ -336,7 +336,7 @@ class _Step:
             self._deliver(bucket)
             return
         self._add(BUCKETS, bucket.received_nbytes)
-        if self._device == "cuda":  # what is to be done after the transfer is queued now
+        if self._device == "cuda":  # the work after the transfer is queued now
             self._add(BUCKETS, bucket.sum_nbytes)
             self._deliver(bucket)
         self._flying.append(bucket)
@@ -353,7 +353,7 @@ class _Step:
         self._close(bucket)
 
     def _deliver(self, bucket: BucketBytes) -> None:
-        """The sum, so far among the buckets, becomes the gradients of shards, or is copied to where those are."""
+        """Turn the sum, counted with the buckets, into gradients of shards, or copy it to their memory."""
         for source in bucket.sources:
             if source.grad_stays and source.flat.param_dtype != bucket.sum_dtype:
                 self._add(GRADS, source.flat.grad_nbytes)

@@ -1,9 +1,9 @@
-"""Which modules are wrapped on their own: policies, and calling those of others in the way that they expect.
+"""Wrapping policies, ours and other libraries', which decide what modules become units.
 
-A policy is a function of ``module``, ``recurse`` and ``nonwrapped_numel``, the number of elements of parameters below
-``module`` that no inner wrapper has taken. It is first asked with ``recurse=True`` whether to look inside ``module``;
-where it says yes, and its children have been dealt with, it is asked with ``recurse=False`` whether to wrap it. Or a
-policy is an object, such as `ModuleWrapPolicy`, that looks at the module alone.
+A policy is a function of ``module``, ``recurse`` and ``nonwrapped_numel``, the number of parameter elements below
+``module`` that no inner wrapper has sharded. It is first called with ``recurse=True``: whether to look inside
+``module``. If so, it is called again after the children with ``recurse=False``: whether to wrap ``module``. A policy
+may also be an object, such as `ModuleWrapPolicy`, that decides by the module alone.
 
 Source: fairscale (``fairscale.nn.wrap``) and PyTorch's FSDP (``torch.distributed.fsdp.wrap``), whose names these are.
 """
@@ -30,11 +30,11 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: ModuleClasses | None = None,
     exclude_wrap_modules: ModuleClasses | None = None,
 ) -> bool:
-    """Wrap what holds at least ``min_num_params`` elements that are not wrapped yet.
+    """Wrap modules with at least ``min_num_params`` elements that are not wrapped yet.
 
-    ``force_leaf_modules`` are never looked into (default: ``MultiheadAttention``, which reads the weights of its
-    children without calling them), ``exclude_wrap_modules`` never wrapped (default: ``ModuleList`` and ``ModuleDict``,
-    which are never called).
+    The policy never looks inside ``force_leaf_modules`` (default: ``MultiheadAttention``, which reads the weights of
+    its children without calling them) and never wraps ``exclude_wrap_modules`` (default: ``ModuleList`` and
+    ``ModuleDict``, which are never called).
     """
     own: Any = size_based_auto_wrap_policy
     leaves = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -58,7 +58,7 @@ def default_auto_wrap_policy(
 ) -> bool:
     """fairscale's form of `size_based_auto_wrap_policy`.
 
-    With ``skip_params_check_for_root`` the outermost module is wrapped however small its rest is.
+    With ``skip_params_check_for_root`` the outermost module is always wrapped.
     """
     own: Any = default_auto_wrap_policy
     leaves = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -75,20 +75,20 @@ default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  
 def config_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, is_root: bool = False
 ) -> bool:
-    """Wrap modules that have an attribute ``wrapper_config``: a dict of arguments for their wrapper."""
+    """Wrap modules with an attribute ``wrapper_config``, a dict of arguments for their wrapper."""
     return recurse or wrapper_config(module) is not None
 
 
 def wrapper_config(module: nn.Module) -> Mapping[str, Any] | None:
-    """The arguments that the user has given ``module`` as its attribute ``wrapper_config``, if any.
+    """The attribute ``wrapper_config`` of ``module``, arguments for its wrapper; None if missing.
 
     Raises:
-        TypeError: it is not a dict.
+        TypeError: ``wrapper_config`` is not a dict.
     """
     config = vars(module).get("wrapper_config", getattr(type(module), "wrapper_config", None))
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(
-            f"`wrapper_config` of a module must be a dict of arguments for its wrapper, but that of a "
+            f"`wrapper_config` of a module must be a dict of arguments for its wrapper, but for a "
             f"{type(module).__name__} is {config!r}."
         )
     return config
@@ -97,14 +97,14 @@ def wrapper_config(module: nn.Module) -> Mapping[str, Any] | None:
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: ModuleClasses
 ) -> bool:
-    """Wrap the instances of ``transformer_layer_cls``, the blocks of a transformer."""
+    """Wrap instances of ``transformer_layer_cls``, the blocks of a transformer."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules of which ``lambda_fn`` is true."""
+    """Wrap modules for which ``lambda_fn`` is true."""
     return recurse or bool(lambda_fn(module))
 
 
@@ -116,16 +116,16 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Sequence[Callable[..., bool]]
 ) -> bool:
-    """Wrap what any of ``policies`` would."""
+    """Wrap modules that any of ``policies`` would wrap."""
     asked = [call_policy(policy, module, recurse, nonwrapped_numel) for policy in policies]
     return any(asked)
 
 
 class ModuleWrapPolicy:
-    """Wraps the instances of some classes, the blocks of a model.
+    """Wraps instances of the given classes, such as the blocks of a model.
 
     Raises:
-        TypeError: ``module_classes`` are not classes of modules.
+        TypeError: ``module_classes`` are not module classes.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -136,11 +136,11 @@ class ModuleWrapPolicy:
         self._classes = classes
 
     def overrides(self, module: nn.Module) -> dict[str, Any] | None:
-        """No arguments of its own for an instance of the classes; None for others, which are not wrapped."""
+        """An empty dict for an instance of the classes; None for other modules, which are not wrapped."""
         return {} if isinstance(module, self._classes) else None
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The same as a function, for `_or_policy`."""
+        """The policy as a function, for `_or_policy`."""
         return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
@@ -148,16 +148,16 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wraps what ``lambda_fn(module)`` says: False, True, or a dict of arguments that override the outer wrapper's."""
+    """Decides by ``lambda_fn(module)``: False, True, or a dict of arguments that override the outer wrapper's."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
 
     def overrides(self, module: nn.Module) -> dict[str, Any] | None:
-        """The arguments of the wrapper of ``module`` that differ from the outer one's; None: it is not wrapped.
+        """Arguments for the wrapper of ``module`` that differ from the outer wrapper's; None: do not wrap it.
 
         Raises:
-            ValueError: the function returned neither a bool nor a dict.
+            ValueError: ``lambda_fn`` returned neither a bool nor a dict.
         """
         answer = self._lambda_fn(module)
         if not isinstance(answer, (bool, dict)):
@@ -171,10 +171,10 @@ class CustomPolicy:
 def call_policy(
     policy: Callable[..., bool], module: nn.Module, recurse: bool, numel: int, is_root: bool = False
 ) -> bool:
-    """Ask a policy that is a function, by keyword, under the names that its signature has.
+    """Call a policy function by keyword, with the names in its signature.
 
     Raises:
-        TypeError: it does not take what policies are given.
+        TypeError: its signature cannot be read, or lacks the arguments of a policy.
     """
     arguments: dict[str, Any] = {"module": module, "recurse": recurse, "is_root": is_root}
     arguments.update(dict.fromkeys(_NUMEL_NAMES, numel))

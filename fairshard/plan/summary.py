@@ -1,4 +1,4 @@
-"""The units of a wrapped model as figures."""
+"""Sizes of the units of a wrapped model, and a table of them."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -15,7 +15,7 @@ from fairshard.utils.table import table
 
 @dataclass(frozen=True)
 class FlatSizes:
-    """The sizes of one flat param."""
+    """Sizes of one flat param."""
 
     layout: FlatLayout
     param_dtype: torch.dtype
@@ -34,15 +34,15 @@ class FlatSizes:
 
     @property
     def grad_nbytes(self) -> int:
-        """Bytes of the gradient of one rank's shard; 0 when frozen."""
+        """Bytes of the gradient of one rank's shard; 0 if frozen."""
         return self.shard_nbytes if self.requires_grad else 0
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit: ``numel`` parameters, ``shard_nbytes`` on each rank, ``full_nbytes`` while gathered.
+    """One unit: ``numel`` elements, ``shard_nbytes`` on each rank, ``full_nbytes`` while gathered.
 
-    ``grad_nbytes`` is the gradient of a rank's shard, in the shard's dtype.
+    ``grad_nbytes`` is the size of the gradient of a rank's shard, in the shard's dtype.
     """
 
     fqn: str
@@ -54,7 +54,7 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of this rank's shards, gradients and optimizer state, by where they are."""
+    """Bytes of this rank's shards, gradients and optimizer state, by kind of memory."""
 
     device: int
     pinned: int
@@ -62,7 +62,7 @@ class StateBytes:
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
-    """Where the state of ``model`` and ``optimizer`` is kept now; no communication."""
+    """Bytes of the current state of ``model`` and ``optimizer``, by kind of memory; no communication."""
     device, host = [], []
     for _, unit in units_below(model):
         for flat_param in unit.flat_params:
@@ -78,13 +78,13 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
 
 
 def copy_wait_s(model: nn.Module) -> float:
-    """Seconds that the host has waited for copies to and from its memory since ``model`` was first called."""
+    """Seconds for which the host has waited for copies to and from its memory since ``model`` was first called."""
     roots = {unit.root for _, unit in units_below(model) if unit.root is not None}
     return float(sum(root.shared.transfers.waited_s for root in roots))
 
 
 def unit_row(fqn: str, flats: Sequence[FlatSizes]) -> UnitRow:
-    """The row of a unit that holds ``flats``."""
+    """The row of a unit with the flat params ``flats``."""
     return UnitRow(
         fqn,
         sum(flat.layout.numel for flat in flats),
@@ -95,7 +95,7 @@ def unit_row(fqn: str, flats: Sequence[FlatSizes]) -> UnitRow:
 
 
 def unit_table(model: nn.Module) -> list[UnitRow]:
-    """A row for each unit below ``model``, outermost first; no communication."""
+    """One row per unit below ``model``, outermost first; no communication."""
     return [
         unit_row(
             fqn,
@@ -109,7 +109,7 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
 
 
 def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
-    """The units as a table, and a warning when one holds more than half of the model."""
+    """The units as a table, with a warning if one holds more than half of the model."""
     sums = [sum(figures) for figures in zip(*(astuple(row)[1:] for row in rows), strict=True)]
     cells: list[tuple[str, ...]] = [("unit", "parameters", "shard bytes", "full bytes", "gradient bytes")]
     for name, *figures in (*map(astuple, rows), ("all", *sums)):
@@ -119,7 +119,7 @@ def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
 
 
 def large_unit_warning(rows: Sequence[UnitRow]) -> str | None:
-    """What is wrong with a unit that holds more than half of the model, if one does."""
+    """Warning about a unit that holds more than half of the model; None if no unit does."""
     numel = sum(row.numel for row in rows)
     largest = max(rows, key=lambda row: row.numel)
     if 2 * largest.numel <= numel:

@@ -1,4 +1,4 @@
-"""The units that a policy makes of a module: planned without changing it, then wrapped."""
+"""The units that a policy makes of a module: first planned without changing it, then wrapped."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _FULL_PRECISION = {"mixed_precision": False, "compute_dtype": None, "buffer_dtyp
 
 @dataclass(eq=False)
 class PlannedUnit:
-    """A unit as it would be: ``slots`` are its parameters by flat param, ``steps`` what its forward comes to.
+    """A planned unit: ``slots`` are its parameters by flat param, ``steps`` the order of its forward.
 
-    ``steps`` holds parameters and inner units in the order of their registration.
+    ``steps`` holds parameters and inner units in the order of registration.
     """
 
     fqn: str
@@ -44,7 +44,7 @@ class PlannedUnit:
     steps: list[nn.Parameter | PlannedUnit] = field(default_factory=list)
 
     def flat_sizes(self, world_size: int) -> list[FlatSizes]:
-        """The sizes of its flat params when they are cut among ``world_size`` ranks, if they are cut at all."""
+        """Sizes of its flat params when sharded over ``world_size`` ranks (not sharded with NO_SHARD)."""
         if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
             world_size = 1
         sizes = []
@@ -61,13 +61,13 @@ class PlannedUnit:
 
 
 class UnitPlan:
-    """What ``policy`` makes of ``module`` with a wrapper's ``arguments``; None puts all into one unit.
+    """The units that ``policy`` makes of ``module`` with a wrapper's ``arguments``; None makes one unit.
 
-    ``units`` has the outermost first. Changes nothing, needs no process group, takes modules on any device.
+    ``units`` has the outermost first. Changes nothing, needs no process group, accepts modules on any device.
 
     Raises:
-        ValueError: the module holds a unit already, or a parameter cannot be sharded.
-        TypeError: a parameter's dtype cannot be sharded, or ``policy`` is no policy.
+        ValueError: the module already holds a unit, or a parameter cannot be sharded.
+        TypeError: a parameter's dtype cannot be sharded, or ``policy`` is not a policy.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class UnitPlan:
         wrapped = self._tree.find_unit()
         if wrapped is not None:
             raise ValueError(
-                f"`auto_wrap_policy` needs a module that holds no unit yet, but `{wrapped}` is wrapped already. Leave "
-                "the policy out to wrap by hand, or do not wrap inner modules before."
+                f"`auto_wrap_policy` needs a module without units, but `{wrapped}` is wrapped already. Leave the "
+                "policy out to wrap by hand, or do not wrap inner modules before."
             )
         check_not_sharded(module, ignored)
         config = self._config_with({})
@@ -108,7 +108,7 @@ class UnitPlan:
         for unit in reversed(self.units[1:]):
             wrapper = wrapper_cls(unit.module, **{**self._arguments, **unit.overrides})
             if unit.config.force_input_to_fp32 and unit.fqn in self.apart:
-                wrapper.register_forward_hook(_give_back_dtype, with_kwargs=True)
+                wrapper.register_forward_hook(_restore_dtype, with_kwargs=True)
             self._tree.replace(unit.module, wrapper)
 
     def _config_with(self, overrides: Mapping[str, Any]) -> UnitConfig:
@@ -153,22 +153,22 @@ def auto_wrap_children(
     world_size: int,
     ignored: Ignored,
 ) -> Ignored:
-    """Wrap what ``policy`` chooses inside ``module``, but not ``module`` itself, in place.
+    """Wrap the modules that ``policy`` chooses inside ``module``, but not ``module`` itself, in place.
 
-    ``arguments`` are those of the outer wrapper by name; inner ones get them too. Whatever cannot be sharded is found
-    before anything is changed.
+    ``arguments`` are the outer wrapper's by name; inner wrappers get them too. Errors are raised before anything
+    changes.
 
-    Returns: ``ignored`` as it is afterwards.
+    Returns: ``ignored``, updated for the wrapped modules.
 
     Raises:
-        ValueError: the module holds a unit already, or a parameter cannot be sharded.
-        TypeError: a parameter's dtype cannot be sharded, or ``policy`` is no policy.
+        ValueError: the module already holds a unit, or a parameter cannot be sharded.
+        TypeError: a parameter's dtype cannot be sharded, or ``policy`` is not a policy.
     """
     plan = UnitPlan(module, policy, {**arguments, "ignored_states": [*ignored.modules, *ignored.params]}, ignored)
     if plan.apart:
         warnings.warn(
-            f"Modules of classes that mixed precision leaves alone (`_module_classes_to_ignore`) are wrapped on their "
-            f"own without it: {', '.join(plan.apart)}.",
+            f"Modules of classes excluded from mixed precision (`_module_classes_to_ignore`) are wrapped on their own "
+            f"without it: {', '.join(plan.apart)}.",
             stacklevel=3,
         )
     rows = plan.rows(world_size)
@@ -181,11 +181,11 @@ def auto_wrap_children(
 
 
 def _in_full_precision(module: nn.Module) -> dict[str, Any]:
-    """BatchNorm takes inputs of any dtype; others get theirs in fp32, and give back the dtype that came."""
+    """Overrides for full precision. BatchNorm accepts any dtype; other modules get fp32, and outputs are cast back."""
     return {**_FULL_PRECISION, "force_input_to_fp32": not isinstance(module, _BatchNorm)}
 
 
-def _give_back_dtype(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+def _restore_dtype(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
     dtypes: list[torch.dtype] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a wrapper was asked for: resolved and validated once, frozen, shared by everything below it."""
+"""Resolved settings of a unit: validated once, frozen, shared by everything below it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ ORDER_CHECKS = ("always", "sampled", "off")
 
 
 class GradHome(Enum):
-    """Where the gradient of a shard is kept once it is reduced."""
+    """Where the reduced gradient of a shard is kept."""
 
-    SHARD = "on the shard, where the reduction left it"
+    SHARD = "on the shard, in the memory of the reduction"
     HOST = "on the shard, in host memory"
     HELD = "with the unit, on the compute device: torch refuses a ``.grad`` on another device than its parameter"
 
 
 @dataclass(frozen=True)
 class LateOptions:
-    """What each means is in the docstring of the wrapper. The defaults change nothing.
+    """Later options of the wrapper, described in its docstring. The defaults change nothing.
 
     Attributes:
-        keeps_across_passes: what a forward leaves gathered serves the next forward, unless an optimizer has stepped or
-            torch has counted a write to the shards; and the backward frees it after each of several forwards. Else
-            each forward gathers anew, and what a forward has left gathered stays so until all gradients are there.
+        keeps_across_passes: the next forward reuses parameters that a forward left gathered, unless an optimizer has
+            stepped or torch has counted a write to the shards; the backward frees them after each of several
+            forwards. If False, each forward gathers again, and parameters that a forward left gathered stay so until
+            all gradients are ready.
     """
 
     disable_reshard_on_root: bool = True
@@ -41,7 +42,7 @@ class LateOptions:
     keeps_across_passes: bool = False
 
     def settings(self) -> StateDictSettings | None:
-        """The form of state dicts that is asked for; None for the usual one."""
+        """The requested form of state dicts; None for the default."""
         if self.state_dict_device is None and not self.state_dict_on_rank_0_only:
             return None
         settings = default_settings()
@@ -57,7 +58,7 @@ DEFAULTS = LateOptions()
 class UnitConfig:
     """Settings of one unit; ``compute_dtype`` None means the parameters' own.
 
-    ``precision`` is what ``mixed_precision``, a flag or an object, and the dtypes beside it come to.
+    ``precision`` is resolved from ``mixed_precision``, a flag or an object, and the dtypes passed with it.
     """
 
     reshard_after_forward: bool | int
@@ -83,7 +84,7 @@ class UnitConfig:
 
     @property
     def master_on_cpu(self) -> bool:
-        """Whether the parameters that an optimizer steps are in host memory, apart from those that compute."""
+        """Whether the parameters that an optimizer steps are masters in host memory."""
         return self.cpu_offload or self.move_grads_to_cpu
 
     @property
@@ -94,24 +95,24 @@ class UnitConfig:
         return GradHome.HELD if self.cpu_offload else GradHome.SHARD
 
     def compute_dtype_of(self, param_dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
-        """The dtype in which parameters of ``param_dtype`` are gathered and compute; BatchNorm's keep their own."""
+        """The dtype in which parameters of ``param_dtype`` are gathered and compute; with ``keeps_dtype`` their own."""
         return param_dtype if keeps_dtype else self.compute_dtype or param_dtype
 
     def reduce_dtype_of(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of parameters that compute in ``compute_dtype`` travel."""
+        """The dtype in which gradients are reduced, for parameters that compute in ``compute_dtype``."""
         return self.precision.reduce_dtype or compute_dtype
 
     def grad_dtype_of(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of gradients of shards of ``param_dtype`` that were reduced in ``reduce_dtype``."""
+        """The dtype of the gradient of a shard of ``param_dtype``, reduced in ``reduce_dtype``."""
         return reduce_dtype if self.precision.keep_low_precision_grads else param_dtype
 
     def division_among(self, num_ranks: int) -> Division:
-        """By what gradients are divided so that they become means over ``num_ranks``."""
+        """The divisors that make gradients means over ``num_ranks``."""
         before = self.gradient_predivide_factor or 1.0
         return Division(before, num_ranks / before)
 
     def input_dtype(self, is_root: bool) -> torch.dtype | None:
-        """The dtype that floating inputs of a forward are cast to; None leaves them as they are."""
+        """The dtype to which floating inputs of a forward are cast; None does not cast."""
         precision = self.precision
         if precision.param_dtype is None:
             return torch.float32 if self.force_input_to_fp32 else None
@@ -121,10 +122,10 @@ class UnitConfig:
 
 
 def check_param_dtype(config: UnitConfig, dtype: torch.dtype, fqn: str) -> None:
-    """Raise unless a parameter of ``dtype`` can be computed with under ``config``.
+    """Check that a parameter of ``dtype`` can compute under ``config``.
 
     Raises:
-        TypeError: it is not floating, or not fp32 under mixed precision.
+        TypeError: ``dtype`` is not floating, or not fp32 under mixed precision.
         ValueError: a ``compute_dtype`` other than the parameter's own, without mixed precision.
     """
     if not dtype.is_floating_point:

@@ -1,8 +1,8 @@
-"""What users say with an object instead of a flag: how to shard, when to gather ahead, in which precision.
+"""Option objects of FSDP1: sharding strategy, prefetch, offload and precision.
 
 PyTorch's classes of the same names (``torch.distributed.fsdp``) are accepted wherever these are.
 
-Source: PyTorch's FSDP, whose names and defaults these are.
+Source: PyTorch's FSDP, for names and defaults.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """What is cut among which ranks, and for how long.
+    """What is sharded over which ranks, and when whole parameters are freed.
 
     =====================  =======================================  ==================================
-    name                   cut among the ranks                      whole parameters are freed
+    name                   sharded over the ranks                   whole parameters are freed
     =====================  =======================================  ==================================
     FULL_SHARD             parameters, gradients, optimizer state   after forward and after backward
     SHARD_GRAD_OP          the same                                 after backward, but not in no_sync
     NO_SHARD               nothing; gradients are averaged          never, as with DDP
-    HYBRID_SHARD           as FULL_SHARD in a group of ranks,       as FULL_SHARD
-                           of which there are several replicas
+    HYBRID_SHARD           as FULL_SHARD within a group of ranks;   as FULL_SHARD
+                           several groups hold replicas
     _HYBRID_SHARD_ZERO2    as HYBRID_SHARD                          as SHARD_GRAD_OP
     =====================  =======================================  ==================================
     """
@@ -50,7 +50,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When the backward starts to gather the next unit: before or after the current one computes its gradients."""
+    """When the backward starts to gather the next unit: before or after it computes the current unit's gradients."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -65,16 +65,15 @@ class CPUOffload:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtype what is done; shards and optimizer state keep the dtype that the module was wrapped in.
+    """Dtypes of compute, gradients and buffers; shards and optimizer state keep the dtype of the wrapped module.
 
     Attributes:
-        param_dtype: parameters are gathered and compute in it; their own dtype if None.
-        reduce_dtype: gradients travel in it; ``param_dtype`` if None.
-        buffer_dtype: floating buffers are seen in it by forward and backward; as they are if None.
-        keep_low_precision_grads: gradients of shards keep the dtype they were reduced in, for an optimizer that can
-            use them.
+        param_dtype: dtype in which parameters are gathered and compute; their own if None.
+        reduce_dtype: dtype in which gradients are reduced; ``param_dtype`` if None.
+        buffer_dtype: dtype of floating buffers during forward and backward; their own if None.
+        keep_low_precision_grads: gradients of shards keep ``reduce_dtype``, for an optimizer that can use them.
         cast_forward_inputs: floating inputs of this unit's forward are cast to ``param_dtype``.
-        cast_root_forward_inputs: those of the outermost unit are, whatever ``cast_forward_inputs`` says.
+        cast_root_forward_inputs: inputs of the outermost unit are cast, even without ``cast_forward_inputs``.
         _module_classes_to_ignore: modules that ``auto_wrap_policy`` wraps on their own without mixed precision.
     """
 
@@ -107,7 +106,7 @@ Option = TypeVar("Option", ShardingStrategy, BackwardPrefetch, CPUOffload, Mixed
 
 
 def adopt(value: Any, cls: type[Option]) -> Any:
-    """``value`` as ``cls`` if it is PyTorch's class of that name, else as it is."""
+    """``value`` converted to ``cls`` if it is of PyTorch's class of that name; otherwise unchanged."""
     theirs = type(value)
     if theirs.__name__ != cls.__name__ or not theirs.__module__.startswith("torch.distributed."):
         return value

@@ -1,8 +1,8 @@
-"""What users of `fully_shard` say with an object: in which precision, and where what is kept.
+"""Option objects of `fully_shard`: precision and offload.
 
 PyTorch's classes of the same names (``torch.distributed.fsdp``) are accepted wherever these are.
 
-Source: PyTorch's FSDP2, whose names and defaults these are.
+Source: PyTorch's FSDP2, for names and defaults.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fairshard.settings.fsdp1 import MixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtype what is done; shards, their gradients and optimizer state keep the dtype of the parameters.
+    """Dtypes of compute and gradients; shards, their gradients and optimizer state keep the parameters' dtype.
 
     Attributes:
-        param_dtype: parameters are gathered and compute in it; their own dtype if None.
-        reduce_dtype: gradients travel, and add up in accumulation, in it; ``param_dtype`` if None.
-        output_dtype: floating outputs of each module that is sharded are cast to it; None leaves them.
-        cast_forward_inputs: floating inputs of each module that is sharded are cast to ``param_dtype``.
+        param_dtype: dtype in which parameters are gathered and compute; their own if None.
+        reduce_dtype: dtype in which gradients are reduced and accumulated; ``param_dtype`` if None.
+        output_dtype: floating outputs of each sharded module are cast to it; None does not cast.
+        cast_forward_inputs: floating inputs of each sharded module are cast to ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -42,7 +42,7 @@ class MixedPrecisionPolicy:
 
     @property
     def precision(self) -> MixedPrecision:
-        """What the policy comes to for one unit."""
+        """The policy as a `MixedPrecision` for one unit."""
         casts = self.cast_forward_inputs and self.param_dtype is not None
         return MixedPrecision(
             param_dtype=self.param_dtype,
@@ -54,24 +54,24 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is kept in host memory."""
+    """No offload: nothing is kept in host memory."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Shards, their gradients and optimizer state are kept in host memory; parameters are gathered from there.
 
-    ``pin_memory`` is accepted: host memory is pinned where a GPU is, and as much as there is room for.
+    ``pin_memory`` is accepted without effect: with a GPU, host memory is always pinned as far as limits allow.
     """
 
     pin_memory: bool = True
 
 
 def adopt_policy(name: str, given: Any, cls: type[Any]) -> Any:
-    """``given``, an object of ``cls`` or of PyTorch's class of the same name, or one below it, as one of ours.
+    """Convert ``given``, an object of ``cls``, of PyTorch's class of that name, or of a subclass, to our class.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``given`` is of another type.
     """
     if isinstance(given, cls):
         return given

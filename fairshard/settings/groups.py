@@ -1,4 +1,4 @@
-"""Which ranks a unit is cut among, and which ranks hold the same piece."""
+"""Process groups of a unit: the ranks that it is sharded over, and the ranks that hold replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MISSING = "MISSING"
 
 
 class SavedGroup:
-    """The group that a shard was cut for; ``group`` is None after unpickling, until it is set or needed."""
+    """The group that a shard was cut for; after unpickling, ``group`` is None until it is set or resolved."""
 
     def __init__(self, group: ProcessGroup | None, rank: int, world_size: int) -> None:
         self.group = group
@@ -32,19 +32,18 @@ class SavedGroup:
         self.world_size = world_size
 
     def resolve(self) -> ProcessGroup:
-        """The group; after unpickling the one that was set, else the default one.
+        """The group; after unpickling, the one that was set or the default group.
 
         Raises:
-            ValueError: it has another size, or this process another rank in it, than the shard was cut for.
+            ValueError: its size, or this process's rank in it, differs from the shard's.
         """
         group = self.group or default_group()
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if (rank, world_size) != (self.rank, self.world_size):
             raise ValueError(
-                f"A pickled model must be used by the rank that its shards were cut for, which is {self.rank} of "
-                f"{self.world_size}, but this is rank {rank} of {world_size}. Set `model.process_group`, or after "
-                "fully_shard call `model.set_device_mesh(mesh)`; or save with state_dict() and load into a newly "
-                "wrapped model."
+                f"A pickled model must be used by the rank of its shards, {self.rank} of {self.world_size}, but this "
+                f"is rank {rank} of {world_size}. Set `model.process_group`, or after fully_shard call "
+                "`model.set_device_mesh(mesh)`; or save with state_dict() and load into a newly wrapped model."
             )
         self.group = group
         return group
@@ -57,7 +56,7 @@ class SavedGroup:
 
 
 class OwnRank(SavedGroup):
-    """The group of this rank alone, among which nothing is cut."""
+    """The group of this rank alone, for parameters that are not sharded."""
 
     def __init__(self) -> None:
         super().__init__(None, 0, 1)
@@ -76,7 +75,7 @@ class OwnRank(SavedGroup):
 
 @dataclass
 class UnitGroups:
-    """The groups of a unit. ``shard``: its parameters are cut among these ranks. ``replicas``: these hold the same."""
+    """Groups of a unit: ``shard``, the ranks that it is sharded over; ``replicas``, the ranks with the same shard."""
 
     shard: SavedGroup
     replicas: SavedGroup | None = None
@@ -84,11 +83,11 @@ class UnitGroups:
 
     @property
     def main(self) -> SavedGroup:
-        """The group that users know: of the ranks it is cut among, or, where it is not cut, of the replicas."""
+        """The group shown to users: the shard group, or the replicas if the unit is not sharded."""
         return self.replicas if isinstance(self.shard, OwnRank) and self.replicas is not None else self.shard
 
     def set(self, group: Groups) -> None:
-        """Use ``group`` after unpickling: as `find_groups` takes it."""
+        """Use ``group`` after unpickling; in the form of `find_groups`."""
         if isinstance(group, ProcessGroup):
             self.main.group = group
         else:
@@ -96,11 +95,11 @@ class UnitGroups:
             self.shard.group, self.replicas.group = group
 
     def spanning(self) -> list[ProcessGroup]:
-        """The groups through which, one after the other, something reaches all ranks of the unit."""
+        """The groups that together span all ranks of the unit, if used one after the other."""
         return [group.resolve() for group in dict.fromkeys((self.main, self.replicas)) if group is not None]
 
     def communicators(self) -> Communicators:
-        """What the unit talks through. **Collective** the first time for a group."""
+        """Communicators of the unit. **Collective** on the first use of a group."""
         shard = communicator(self.shard.resolve())
         replicas = None if self.replicas is None else communicator(self.replicas.resolve())
         if replicas is not None and replicas.world_size == 1:
@@ -115,7 +114,7 @@ def find_groups(
     device_mesh: DeviceMesh | None,
     reduce_group: ProcessGroup | None,
 ) -> UnitGroups:
-    """The groups that a wrapper's arguments mean. **Collective** the first time for hybrid strategies without groups.
+    """The groups that the arguments describe. **Collective** at first for hybrid strategies without groups.
 
     Raises:
         ValueError: the arguments do not fit the strategy or each other.
@@ -134,7 +133,7 @@ def find_groups(
         return UnitGroups(_saved(shard), _saved(replicas))
     if isinstance(process_group, (tuple, list)):
         raise ValueError(
-            f"`process_group` must be one group for {strategy.name}, but is {len(process_group)} of them. Pass a "
+            f"`process_group` must be one group for {strategy.name}, but is {len(process_group)} groups. Pass a "
             "pair only with ShardingStrategy.HYBRID_SHARD."
         )
     group = default_group() if process_group is None else process_group
@@ -144,24 +143,24 @@ def find_groups(
         return UnitGroups(OwnRank(), _saved(group))
     if reduce_group is not None and dist.get_process_group_ranks(reduce_group) != dist.get_process_group_ranks(group):
         raise ValueError(
-            "`process_group_reduce_scatter` must have the ranks of `process_group`, in its order, but has "
-            f"{dist.get_process_group_ranks(reduce_group)} where that has {dist.get_process_group_ranks(group)}."
+            "`process_group_reduce_scatter` must have the ranks of `process_group`, in the same order, "
+            f"{dist.get_process_group_ranks(group)}, but has {dist.get_process_group_ranks(reduce_group)}."
         )
     return UnitGroups(_saved(group), None, None if reduce_group is None else _saved(reduce_group))
 
 
 def check_pairs(groups: Iterable[UnitGroups]) -> None:
-    """Raise unless all units of a model, if one is hybrid, are hybrid over the same pair of groups.
+    """Check that if one unit of a model is hybrid, all units are hybrid over the same pair of groups.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the pairs differ.
     """
     every = list(groups)
     if any(_is_pair(own) for own in every):
         pairs = {(own.shard.group, own.replicas.group if own.replicas else None) for own in every}
         if len(pairs) > 1:
             raise ValueError(
-                "All units of a model must share the pair of groups where one is sharded in a hybrid way, but here are "
+                "If one unit of a model uses hybrid sharding, all units must share its pair of groups, but there are "
                 f"{len(pairs)} different ones. Pass the same `process_group` tuple, or the same `device_mesh`, to all."
             )
 
@@ -180,7 +179,7 @@ def _groups_of(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
     if mesh.ndim != wanted:
         raise ValueError(
             f"`device_mesh` must have {wanted} dimension{'s' * (wanted - 1)} for {strategy.name}, but has {mesh.ndim}. "
-            "For hybrid sharding the first is that of the replicas, the second that of the shards."
+            "For hybrid sharding the first dimension holds replicas, the second shards."
         )
     return (mesh.get_group(1), mesh.get_group(0)) if strategy.is_hybrid else mesh.get_group()
 
@@ -217,9 +216,9 @@ def _groups_by_node() -> tuple[ProcessGroup, ProcessGroup]:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or device_count()
         if not per_node or size % per_node:
             raise ValueError(
-                "Hybrid sharding without groups needs ranks that are spread evenly over the nodes, but there are "
-                f"{size} ranks and {per_node} a node (LOCAL_WORLD_SIZE, which torchrun sets). Pass `process_group` or "
-                "`device_mesh`."
+                "Hybrid sharding without groups needs ranks spread evenly over the nodes, but there are "
+                f"{size} ranks and {per_node} per node (LOCAL_WORLD_SIZE, which torchrun sets). Pass `process_group` "
+                "or `device_mesh`."
             )
         own = world.rank()
         first = own - own % per_node
@@ -234,7 +233,9 @@ _parts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = weakr
 
 
 def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
-    """This rank's part of ``size`` consecutive ranks of ``comm``; None for a flag, or all. **Collective** at first.
+    """The group of ``size`` consecutive ranks of ``comm`` with this rank; None for a bool, one rank, or all ranks.
+
+    **Collective** on the first use of a size.
 
     Raises:
         ValueError: ``size`` does not divide the number of ranks.

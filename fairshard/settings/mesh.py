@@ -1,4 +1,4 @@
-"""The mesh that DTensors of a unit lie on: shared by deepcopy; pickle leaves its groups behind."""
+"""The mesh of a unit's DTensors: shared by deepcopy, pickled without its groups."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fairshard.utils.device import default_device_type
 from fairshard.utils.messages import default_group
 
-# Weak on both sides: a mesh holds its group, which would stay for good, with its threads.
+# Weak on both sides: a mesh holds its group, which would otherwise live forever with its threads.
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks in one dimension; the same mesh for all that use it at a time."""
+    """The 1-D mesh of all ranks; one object as long as anything uses it."""
     group = default_group()
     mesh = _known_mesh(group)
     if mesh is None:
@@ -32,18 +32,18 @@ def _known_mesh(group: ProcessGroup) -> DeviceMesh | None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise unless ``mesh`` is one to shard over, or to hold replicas and to shard over, and has this rank.
+    """Check that ``mesh`` is 1-D (shards) or 2-D (replicas, shards) and contains this rank.
 
     Raises:
-        TypeError: it is no mesh.
-        ValueError: it has more dimensions, or other ranks.
+        TypeError: it is not a mesh.
+        ValueError: it has more dimensions, or lacks this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"`mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh.")
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"`mesh` must have one dimension, or two for hybrid sharding (replicas, shards), but has {mesh.ndim}. Pass "
-            "the part of it that is data parallel."
+            "its data-parallel part."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -53,14 +53,14 @@ def check_mesh(mesh: Any) -> None:
 
 
 class SavedMesh:
-    """A ``mesh``; after unpickling one of the same ranks that has no groups until `connect` gives it some."""
+    """A ``mesh``; after unpickling, a mesh of the same ranks without groups until `connect`."""
 
     def __init__(self, mesh: DeviceMesh, is_connected: bool = True) -> None:
         self.mesh = mesh
         self.is_connected = is_connected
 
     def connect(self, groups: tuple[ProcessGroup, ...]) -> None:
-        """Talk through ``groups``, one for each dimension. No communication."""
+        """Use ``groups``, one per dimension. No communication."""
         old = self.mesh
         names = old.mesh_dim_names or tuple(f"dim_{index}" for index in range(old.ndim))
         if old.ndim == 1:
@@ -77,7 +77,7 @@ class SavedMesh:
 
 
 def _restored(mesh: DeviceMesh) -> SavedMesh:
-    """``mesh``, unpickled: through the default group if that is what it spans, else it waits for its groups."""
+    """Unpickle ``mesh``: on the default group if it spans all ranks, otherwise without groups."""
     if not dist.is_initialized() or mesh.mesh.tolist() != list(range(dist.get_world_size())):
         return SavedMesh(mesh, is_connected=False)
     group = default_group()

@@ -1,4 +1,4 @@
-"""Arguments of a door, checked against each other and filled in: from them to the settings of a unit."""
+"""From the arguments of a door to the settings of a unit: check them against each other and fill in defaults."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def resolve(
     order_check: str = "sampled",
     nan_check: bool = False,
 ) -> UnitConfig:
-    """Check the arguments of the wrapper against each other and fill in what depends on others.
+    """Check the arguments of the wrapper against each other and fill in dependent defaults.
 
     Raises:
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: arguments contradict each other.
     """
     cpu_offload = adopt(cpu_offload, CPUOffload)
@@ -76,8 +76,8 @@ def resolve(
     _check_precision(precision, force_input_to_fp32, flags["cpu_offload"] or move_grads_to_cpu)
     if use_orig_params and precision.keep_low_precision_grads:
         raise ValueError(
-            "`keep_low_precision_grads=True` must not go with `use_orig_params=True`: gradients of original parameters "
-            "are in the parameters' dtype. Leave one of the two out."
+            "`keep_low_precision_grads=True` excludes `use_orig_params=True`: gradients of original parameters are in "
+            "the parameters' dtype. Leave one of the two out."
         )
     if order_check not in ORDER_CHECKS:
         raise ValueError(f"`order_check` must be one of {', '.join(ORDER_CHECKS)}, but is {order_check!r}.")
@@ -106,13 +106,13 @@ def resolve(
 
 
 _KEYWORDS = (
-    "fairscale's order of positional arguments holds here: pass those of PyTorch's FSDP by keyword, as in "
+    "Positional arguments are in fairscale's order: pass those of PyTorch's FSDP by keyword, as in "
     "`FullyShardedDataParallel(module, sharding_strategy=..., cpu_offload=..., mixed_precision=...)`."
 )
 
 
 def _strategy(strategy: Any, reshard: Any) -> tuple[ShardingStrategy, bool | int]:
-    """The strategy, and whether parameters are freed after the forward, or among how many ranks they are cut then."""
+    """The strategy, and whether the forward frees parameters, or over how many ranks it reshards them."""
     strategy = adopt(strategy, ShardingStrategy)
     if not isinstance(reshard, int):
         raise TypeError(f"`reshard_after_forward` must be a bool or a number of ranks, but is {reshard!r}. {_KEYWORDS}")
@@ -143,20 +143,20 @@ def _strategy(strategy: Any, reshard: Any) -> tuple[ShardingStrategy, bool | int
 def _precision(
     mixed: Any, compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool, buffer_dtype: torch.dtype | None
 ) -> MixedPrecision:
-    """What the arguments on precision come to; ``reduce_dtype`` None means that of compute."""
+    """Resolve the arguments on precision; ``reduce_dtype`` None means the compute dtype."""
     if not isinstance(mixed, (bool, MixedPrecision)):
         raise TypeError(f"`mixed_precision` must be True, False or a MixedPrecision, but is {mixed!r}. {_KEYWORDS}")
     if isinstance(mixed, MixedPrecision):
         if compute_dtype is not None or fp32_reduce_scatter or buffer_dtype is not None:
             raise ValueError(
-                "A MixedPrecision object must say everything about precision, but `compute_dtype`, `buffer_dtype` or "
-                "`fp32_reduce_scatter` was passed beside it. Set its `param_dtype`, `buffer_dtype` and `reduce_dtype`."
+                "A MixedPrecision object must hold all settings of precision, but `compute_dtype`, `buffer_dtype` or "
+                "`fp32_reduce_scatter` was passed too. Set its `param_dtype`, `buffer_dtype` and `reduce_dtype`."
             )
         return mixed
     if fp32_reduce_scatter and not mixed:
         raise ValueError(
-            "`fp32_reduce_scatter=True` must go with `mixed_precision=True`, but that is False. Without mixed "
-            "precision gradients travel in the parameters' own dtype: leave `fp32_reduce_scatter` out."
+            "`fp32_reduce_scatter=True` needs `mixed_precision=True`, but that is False. Without mixed precision "
+            "gradients are reduced in the parameters' own dtype: leave `fp32_reduce_scatter` out."
         )
     for name, dtype in (("compute_dtype", compute_dtype), ("buffer_dtype", buffer_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -178,8 +178,8 @@ def _precision(
 def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_stepped_on_cpu: bool) -> None:
     if precision.keep_low_precision_grads and is_stepped_on_cpu:
         raise ValueError(
-            "`keep_low_precision_grads=True` must not go with `cpu_offload` or `move_grads_to_cpu`: an optimizer on "
-            "the CPU steps fp32 masters with fp32 gradients. Leave it out: gradients are then cast as they arrive."
+            "`keep_low_precision_grads=True` excludes `cpu_offload` and `move_grads_to_cpu`: an optimizer on the CPU "
+            "steps fp32 masters with fp32 gradients. Leave it out: gradients are then cast as they arrive."
         )
     idle = []
     if precision.param_dtype is not None and force_input_to_fp32:
@@ -195,11 +195,11 @@ def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_st
 def late_options(
     *, state_dict_device: torch.device | str | None, compute_device: torch.device, **flags: Any
 ) -> LateOptions:
-    """The options, checked.
+    """Check the later options of the wrapper.
 
     Raises:
         TypeError: a flag is not True or False.
-        ValueError: state dicts are asked for on a device where the model does not compute.
+        ValueError: ``state_dict_device`` is neither the CPU nor the compute device.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -207,17 +207,17 @@ def late_options(
     device = None if state_dict_device is None else torch.device(state_dict_device)
     if device is not None and device.type != "cpu" and device.type != compute_device.type:
         raise ValueError(
-            f"`state_dict_device` must be the CPU or where the module is, {compute_device.type}, but is {device}. "
+            f"`state_dict_device` must be the CPU or the module's device, {compute_device.type}, but is {device}. "
             "Leave it out, or move the module first."
         )
     return LateOptions(state_dict_device=device, **flags)
 
 
 def offload_of(cpu_offload: Any, move_params_to_cpu: bool | None) -> Any:
-    """``cpu_offload``, or what its later name says.
+    """The value of ``cpu_offload``, or of its later name ``move_params_to_cpu`` if given.
 
     Raises:
-        TypeError: the later name's value is not True, False or None.
+        TypeError: ``move_params_to_cpu`` is not True, False or None.
         ValueError: the two contradict each other.
     """
     if move_params_to_cpu is None:

@@ -1,4 +1,4 @@
-"""Which state dicts a model gives and takes: three forms, and where their values lie; FSDP1's names and defaults."""
+"""Forms of state dicts, with FSDP1's names and defaults: whole, local or sharded, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StateDictType(Enum):
-    """The three forms of a state dict."""
+    """Form of a state dict."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -17,7 +17,7 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """Base of the configs for state dicts of models; ``offload_to_cpu`` puts values into host memory."""
+    """Base of the configs for model state dicts; ``offload_to_cpu`` puts values into host memory."""
 
     offload_to_cpu: bool = False
     use_dtensor: bool = False
@@ -25,24 +25,24 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """For whole values; ``rank0_only`` gives them, and takes them, on rank 0 alone."""
+    """Whole values; with ``rank0_only`` only rank 0 saves and loads them."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """For values of which each rank has its run."""
+    """Sharded values: each rank has its run."""
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """For shards as they are."""
+    """This rank's shards, unchanged."""
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Base of the configs for state dicts of optimizers."""
+    """Base of the configs for optimizer state dicts."""
 
     offload_to_cpu: bool = True
     use_dtensor: bool = False
@@ -50,26 +50,26 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """For whole values; ``rank0_only`` as in `FullStateDictConfig`."""
+    """Whole values; ``rank0_only`` as in `FullStateDictConfig`."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For values of which each rank has its run."""
+    """Sharded values: each rank has its run."""
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For state of shards as it is."""
+    """State of this rank's shards, unchanged."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """What is in force for a unit."""
+    """The form of state dicts set for a unit, with its configs."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -84,16 +84,16 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def default_settings() -> StateDictSettings:
-    """Whole values on every rank."""
+    """Default settings: whole values on every rank."""
     return resolve_settings(StateDictType.FULL_STATE_DICT, None, None)
 
 
 def resolve_settings(state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any) -> StateDictSettings:
-    """Settings of ours from enums and configs of ours or of torch's, checked against each other.
+    """Settings from enums and configs of ours or torch's, checked against each other.
 
     Raises:
-        TypeError: ``state_dict_type`` is not one.
-        RuntimeError: a config belongs to another type of state dict, or asks for what there is not.
+        TypeError: ``state_dict_type`` is not a `StateDictType`.
+        RuntimeError: a config belongs to another type of state dict, or has an unsupported option.
     """
     wanted = StateDictType.__members__.get(getattr(state_dict_type, "name", ""))
     if wanted is None:

@@ -1,14 +1,14 @@
-"""The shards that fairscale's FullyShardedDataParallel gives, with what it says of them, put together again.
+"""Reassemble parameters from the shards and metadata of fairscale's FullyShardedDataParallel.
 
-`local_metadata_dict` lists every unit with its backing parameters, and of each the original names, shapes and this
+`local_metadata_dict` lists every unit with its backing parameters, and for each the original names, shapes and this
 rank's padding::
 
     unit "layers.0"   flat_param_0   names  fc.weight (2, 3)   fc.bias (2,)         8 elements on 3 ranks
         rank 0  | w w w |    the shard ``layers.0.flat_param_0`` of each rank has 3 elements,
-        rank 1  | w w w |    of which the last ``padding`` (here 0, 0, 1) are none of the parameter's
+        rank 1  | w w w |    of which the last ``padding`` (here 0, 0, 1) belong to no parameter
         rank 2  | b b . |
 
-A unit whose ranks hold all of it (its process group had one rank) is taken once, if they agree.
+A unit that every rank holds whole (its process group had one rank) is read once, if all ranks agree.
 
 Source: the format is that of fairscale 0.4.13, `local_metadata_dict`.
 """
@@ -36,8 +36,11 @@ _WRAPPER = re.compile(r"(^|\.)_(fsdp_wrapped|fpw)_module(?=\.|$)")
 
 @dataclass(frozen=True)
 class BackingParam:
-    """What a unit registered instead of some parameters, or one parameter itself; the same on every rank but
-    ``padding``, which is how many elements at the end of this rank's shard are none of a parameter's."""
+    """A parameter that a unit registered in place of original ones, or an original one itself.
+
+    Equal on every rank except for ``padding``, the number of elements at the end of this rank's shard that belong to
+    no original parameter.
+    """
 
     key: str
     names: tuple[str, ...]
@@ -46,15 +49,15 @@ class BackingParam:
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each parameter."""
+        """Number of elements of each original parameter."""
         return [prod(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank gave; ``source`` is its file, or its place in a list, for messages.
+    """One rank's weights and metadata; ``source`` is its file, or its index in a list, for messages.
 
-    ``rank`` is known of our own, where parameters are cut.
+    ``rank`` is known for shards of ours with more than one rank; None otherwise.
     """
 
     source: str
@@ -66,11 +69,11 @@ class Shard:
 
     @property
     def paddings(self) -> tuple[int, ...]:
-        """Padding of each backing parameter; none of them shrinks from a rank to the next."""
+        """Padding of each backing parameter; it never shrinks from one rank to the next."""
         return tuple(param.padding for param in self.params)
 
     def values(self, param: int) -> Tensor:
-        """The shard of a backing parameter, without its padding; 1-D."""
+        """The shard of a backing parameter without its padding; 1-D."""
         values = self.weights[self.params[param].key].reshape(-1)
         return values[: values.numel() - self.params[param].padding]
 
@@ -81,13 +84,14 @@ def consolidate(
     """Whole parameters and buffers, in host memory, from the shards of all ranks; and the names of the buffers.
 
     Raises:
-        ValueError: there are none, or not one description for each.
-        CheckpointError: they are not the shards of all ranks of one model; unless ``strict``, parameters may lack.
+        ValueError: there are no shards, or not one description per shard.
+        CheckpointError: they are not the shards of all ranks of one model; unless ``strict``, parameters may be
+            missing.
     """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
-            f"Weights and metadata must be given for every rank, but those of {len(shard_weights)} and of "
-            f"{len(shard_metadata)} ranks are."
+            f"Weights and metadata must be given for every rank, but there are weights of {len(shard_weights)} and "
+            f"metadata of {len(shard_metadata)} ranks."
         )
     shards = in_order_of_ranks(
         [
@@ -105,10 +109,10 @@ def _allocate(like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def parse(source: str, found: Mapping[str, Any], strict: bool = True) -> Shard:
-    """One rank's weights and metadata; unless ``strict``, weights that the metadata describe may lack.
+    """Parse one rank's weights and metadata; unless ``strict``, weights that the metadata describe may be missing.
 
     Raises:
-        CheckpointError: they are not what fairscale gives.
+        CheckpointError: they are not in fairscale's format.
     """
     try:
         return _parse(source, found["shard_weights"], found["shard_metadata"], strict)
@@ -142,7 +146,7 @@ def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any],
     all_names = [name for param in params for name in param.names]
     if len(set(all_names)) != len(all_names):
         raise ValueError("two parameters in it have one name")
-    # a buffer that is not persistent has a name here and no value
+    # a non-persistent buffer has a name here but no value
     buffers = tuple(name for name in map(_clean, metadata["buffer_names"]) if name in tensors)
     rank = own["rank"] if own.get("world size", 1) > 1 else None
     return Shard(source, tensors, tuple(params), buffers, aliases, rank)
@@ -160,8 +164,8 @@ def _parse_param(prefix: str, name: str, param: Mapping[str, Any]) -> BackingPar
 def _parse_alias(first: str, other: str, names: set[str], strict: bool) -> dict[str, str]:
     """{other name of a tied weight: first name}.
 
-    fairscale writes the two modules in this order, but each with the *other's* last word: ``emb.kernel`` and
-    ``head.weight`` for ``emb.weight`` and ``head.kernel``. It shows when the two differ.
+    fairscale writes the two names in this order, but with their last words swapped: ``emb.kernel`` and ``head.weight``
+    for ``emb.weight`` and ``head.kernel``. The swap matters only if the last words differ.
     """
     first_owner, _, other_word = first.rpartition(".")
     other_owner, _, first_word = other.rpartition(".")
@@ -171,15 +175,15 @@ def _parse_alias(first: str, other: str, names: set[str], strict: bool) -> dict[
     if first not in names and not strict:
         return {}
     if first not in names:
-        raise ValueError(f"`{other}` is tied to `{first}`, which is none of its parameters")
+        raise ValueError(f"`{other}` is tied to `{first}`, which is not one of its parameters")
     return {other: first}
 
 
 def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards of all ranks, sorted by rank where they or their padding tell it, else as given.
+    """The shards sorted by rank, if their ranks or paddings are known and distinct; otherwise in the given order.
 
     Raises:
-        CheckpointError: they are of several models, or one is there twice.
+        CheckpointError: they are of several models, one is repeated, or numbers in file names contradict the order.
     """
     first = shards[0]
     for shard in shards[1:]:
@@ -192,7 +196,7 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
     ranks = [shard.rank for shard in shards if shard.rank is not None]
     if len(ranks) == len(shards):
         if len(set(ranks)) < len(ranks):
-            raise CheckpointError(f"Each shard must be given once, but those given are of ranks {ranks}.")
+            raise CheckpointError(f"Each shard must be given once, but the given shards are of ranks {ranks}.")
         return [shard for _, shard in sorted(zip(ranks, shards, strict=True), key=lambda pair: pair[0])]
     if len({shard.paddings for shard in shards}) == len(shards):
         return sorted(shards, key=lambda shard: shard.paddings)
@@ -206,7 +210,7 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _numbers_fall(one: str, other: str) -> bool:
-    """Whether two paths differ in one number only, and it is smaller in ``other``."""
+    """Whether two paths differ only in one number, which is smaller in ``other``."""
     ones, others = re.split(r"(\d+)", one), re.split(r"(\d+)", other)
     if len(ones) != len(others):
         return False
@@ -220,10 +224,10 @@ def _repeated(shards: Sequence[Shard]) -> str:
 
 
 def whole_values(shards: Sequence[Shard], allocate: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
-    """Parameters and buffers under their names, in memory that ``allocate`` gives for tensors like those it is given.
+    """Whole parameters and buffers by name, in memory from ``allocate``, which gets meta tensors of them.
 
     Raises:
-        CheckpointError: the shards are not those of all ranks in order.
+        CheckpointError: the shards are not of all ranks, in order.
     """
     first = shards[0]
     like = {
@@ -260,17 +264,17 @@ def _check_agree(shards: Sequence[Shard], index: int) -> None:
         if not torch.equal(shard.values(index), shards[0].values(index)):
             raise CheckpointError(
                 f"`{shard.params[index].key}` is whole in every shard, and must be equal in all, but {shard.source} "
-                f"has other values than {shards[0].source}. Parameters of its own on each rank (experts) cannot be "
-                "put together."
+                f"has other values than {shards[0].source}. Parameters that differ on each rank (experts) cannot be "
+                "combined."
             )
 
 
 def _check_shards(shards: Sequence[Shard], index: int, layout: FlatLayout) -> None:
-    """A parameter's shards must be those of a line cut among as many ranks as there are files, in this order."""
+    """Check that the shards of a parameter are a line cut over one rank per file, in this order."""
     key = shards[0].params[index].key
     numels = [shard.values(index).numel() for shard in shards]
     if sum(numels) != layout.numel:
-        what = "one at least is missing" if sum(numels) < layout.numel else "there are too many"
+        what = "at least one is missing" if sum(numels) < layout.numel else "there are too many"
         raise CheckpointError(
             f"The shards of all ranks must be given, but the {len(shards)} files from {shards[0].source} to "
             f"{shards[-1].source} hold {sum(numels)} elements of `{key}`, which has {layout.numel}: {what}."
@@ -278,27 +282,27 @@ def _check_shards(shards: Sequence[Shard], index: int, layout: FlatLayout) -> No
     for rank, shard in enumerate(shards):
         if numels[rank] != layout.filled(rank):
             raise CheckpointError(
-                f"Shards must be given in the order of ranks, but {shard.source} stands in the place of rank {rank}, "
-                f"which has {layout.filled(rank)} elements of `{key}`, and has {numels[rank]}."
+                f"Shards must be given in the order of ranks, but {shard.source} is in the place of rank {rank} and "
+                f"has {numels[rank]} elements of `{key}`, not {layout.filled(rank)}."
             )
         if shard.weights[key].dtype != shards[0].weights[key].dtype:
-            raise CheckpointError(f"`{key}` must have one dtype, but has another in {shard.source}.")
+            raise CheckpointError(f"`{key}` must have one dtype, but {shard.source} has another.")
 
 
 def tied(shard: Shard, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """{other name: first name}: what the metadata say, and what is in the weights beside it.
+    """{other name: first name} of tied weights, from the metadata and from weights that share memory.
 
-    Of a tied weight that was not flattened the metadata know one name; the other stands for the same memory.
+    The metadata have only one name of a tied weight that was not flattened; its other name shares the memory.
 
     Raises:
-        CheckpointError: a weight is neither described nor tied to one that is.
+        CheckpointError: a weight is neither described nor tied to a described one.
     """
     aliases = dict(shard.aliases)
     first_name = {_memory(shard.weights[param.key]): param.names[0] for param in shard.params if len(param.names) == 1}
     described = {param.key for param in shard.params} | values.keys() | aliases.keys()
     for name in shard.weights.keys() - described:
         if (first := first_name.get(_memory(shard.weights[name]))) is None:
-            raise CheckpointError(f"{shard.source} holds `{name}`, but its metadata say nothing of it.")
+            raise CheckpointError(f"{shard.source} holds `{name}`, but its metadata do not describe it.")
         aliases[name] = first
     return dict(sorted(aliases.items()))
 

@@ -1,4 +1,4 @@
-"""The form of the state dicts of a model: set for all its units at once."""
+"""The form of a model's state dicts, set for all its units at once."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the form of the state dicts of all units in ``module``, and of their optimizers; returns the last.
+    """Set the form of the state dicts of all units in ``module`` and of their optimizers; returns the previous form.
 
     Raises:
         RuntimeError: a config does not belong to the form.
-        AssertionError: the units have had different forms set.
+        AssertionError: the units had different forms.
     """
     settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
     _check_door(module, settings)
@@ -48,7 +48,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """`set_state_dict_type` for the ``with`` block; what was in force before is so again after it."""
+    """`set_state_dict_type` for the ``with`` block; the end restores the previous form."""
     before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
@@ -58,10 +58,10 @@ def state_dict_type(
 
 
 def common_settings(module: nn.Module) -> StateDictSettings:
-    """The settings that all units below ``module`` share; the defaults if there are none.
+    """The settings of all units below ``module``; the defaults without units.
 
     Raises:
-        StateDictTypesDifferError: they have different ones.
+        StateDictTypesDifferError: the units' settings differ.
     """
     units: list[tuple[str, Unit]] = units_below(module)
     if not units:
@@ -78,12 +78,12 @@ def common_settings(module: nn.Module) -> StateDictSettings:
 
 
 def _check_door(module: nn.Module, settings: StateDictSettings) -> None:
-    """Raise if what `fully_shard` has sharded is to give its state in another form than the one that it has."""
+    """Raise if units of `fully_shard` are asked for a form other than DTensors, the only one they have."""
     for fqn, unit in units_below(module):
         if unit.members is not None and settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
             raise FairshardError(
-                f"The state dict of what `fully_shard` has sharded, `{fqn or 'root'}`, must stay one of DTensors, but "
-                f"{settings.state_dict_type.name} is asked for. For whole values call "
+                f"The state dict of `{fqn or 'root'}`, sharded by `fully_shard`, must hold DTensors, but "
+                f"{settings.state_dict_type.name} was requested. For whole values call "
                 "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)), and load_state_dict takes them as they are."
+                "options=StateDictOptions(full_state_dict=True)); load_state_dict accepts them."
             )

@@ -1,4 +1,4 @@
-"""Showing the parameters of units under their own names, whole or as spans, for as long as a ``with`` block lasts."""
+"""Show the parameters of units under their own names, whole or as spans, inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fairshard.views.viewed_flat_param import Stepped
 class Showing:
     """How parameters are shown.
 
-    ``writeback``: this rank's span of what they hold at the end goes into its shard, and what was written to the
-    spans of other ranks is lost unless those write the same. ``from_first``: they are whole on rank 0 alone, and
-    with ``writeback`` its values go into the shards of all ranks; the others keep showing shards, or with
-    ``meta_elsewhere`` tensors of the same shapes without memory. ``offload_to_cpu``: they are in host memory.
-    ``with_grads``: gradients too, in the same way.
+    ``writeback``: at the end, each rank writes its own span of the values into its shard; writes to other ranks'
+    spans are lost unless those ranks write the same. ``from_first``: only rank 0 has whole values, and with
+    ``writeback`` they go into the shards of all ranks; the other ranks show shards, or with ``meta_elsewhere`` meta
+    tensors of the whole shapes. ``offload_to_cpu``: the values are in host memory. ``with_grads``: gradients are
+    shown in the same way.
     """
 
     writeback: bool = False
@@ -39,9 +39,9 @@ class Showing:
 
 @contextmanager
 def summon(units: list[Unit], how: Showing) -> Iterator[None]:
-    """`show` all of ``units`` at once; what is written to a unit of one rank is kept in any case. **Collective.**
+    """`show` all ``units``, and the owners of parameters that they share. **Collective.**
 
-    With those that own what ``units`` share of others.
+    Units of one rank are always written back.
     """
     with ExitStack() as stack:
         for unit in with_owners(units):
@@ -51,15 +51,15 @@ def summon(units: list[Unit], how: Showing) -> Iterator[None]:
 
 
 def with_owners(units: Sequence[Unit]) -> list[Unit]:
-    """``units``, each once, and the units that own parameters which modules of theirs use too."""
+    """``units``, each once, and the owners of parameters that they share."""
     return list(dict.fromkeys([*units, *(owner for unit in units for owner in unit.origin.shared.owners)]))
 
 
 @contextmanager
 def show(unit: Unit, how: Showing) -> Iterator[None]:
-    """Register the whole parameters of ``unit``, in the precision of its shards, under their own names.
+    """Register the whole parameters of ``unit``, in the dtype of its shards, under their own names.
 
-    After an exception nothing is written back. **Collective.**
+    An exception skips the write-back. **Collective.**
     """
     with _summoned(unit), ExitStack() as stack:
         for flat_param in unit.flat_params:
@@ -69,7 +69,7 @@ def show(unit: Unit, how: Showing) -> Iterator[None]:
 
 @contextmanager
 def show_spans(unit: Unit) -> Iterator[None]:
-    """Register what this rank owns of each parameter of ``unit``, as `SpanTensor`: views of the shards."""
+    """Register this rank's span of each parameter of ``unit`` as a `SpanTensor`, a view of the shard."""
     with _summoned(unit), ExitStack() as stack:
         for flat_param in unit.flat_params:
             stack.enter_context(_registered(flat_param, [as_parameter(flat_param, s) for s in spans_of(flat_param)]))
@@ -77,7 +77,7 @@ def show_spans(unit: Unit) -> Iterator[None]:
 
 
 def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor] | list[DTensor]:
-    """This rank's run of each parameter, as views of ``values`` ``[S]``, or of the shard; a DTensor is its own."""
+    """This rank's run of each parameter as views of ``values`` ``[S]`` (default: the shard); a DTensor is itself."""
     values = flat_param.shard.detach() if values is None else values
     if isinstance(values, DTensor):
         return [values]
@@ -86,9 +86,9 @@ def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTens
 
 
 def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload_to_cpu: bool) -> list[Tensor]:
-    """Whole parameters of ``values`` ``[S]`` of every rank, each in new memory. **Collective.**
+    """Gather ``values`` ``[S]`` of every rank into whole parameters, each in new memory. **Collective.**
 
-    With ``first_only`` on rank 0 alone, and nothing elsewhere.
+    With ``first_only``, only on rank 0; other ranks return an empty list.
     """
     device = torch.device("cpu") if offload_to_cpu else flat_param.compute_device
     if isinstance(values, DTensor):
@@ -115,7 +115,7 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
 
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """This rank's shard ``[S]`` of the whole parameters that rank 0 has; the others pass none. **Collective.**"""
+    """This rank's shard ``[S]`` of rank 0's whole parameters; other ranks pass an empty list. **Collective.**"""
     if isinstance(flat_param.shard, DTensor):
         whole = values[0] if values else torch.empty(flat_param.shard.shape, dtype=dtype)
         like = flat_param.shard
@@ -127,7 +127,7 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
 
 
 def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
-    """``value`` as what a module registers."""
+    """``value`` as a parameter to register in a module."""
     return nn.Parameter(value, requires_grad=flat_param.requires_grad)
 
 
@@ -148,7 +148,7 @@ def _summoned(unit: Unit) -> Iterator[None]:
 
 @contextmanager
 def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    with ExitStack() as stack:  # which undoes all of it, even if undoing one parameter raises
+    with ExitStack() as stack:  # undoes everything, even if undoing one parameter raises
         stack.callback(flat_param.unregister())
         for slot, param in zip(flat_param.slots, params, strict=True):
             stack.callback(slot.expose(param))
@@ -165,7 +165,7 @@ class _Whole:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Register the parameters; take them back at the end."""
+        """Register the parameters inside the ``with`` block."""
         flat_param, how = self._flat_param, self._how
         values = self._gather(flat_param.shard.detach())
         self._params = [as_parameter(flat_param, value) for value in values]
@@ -207,7 +207,7 @@ class _Whole:
         return True
 
     def _keep_grads(self, had_grads: bool) -> None:
-        """Write gradients back; those of which some are gone count as zeros, and all gone as none."""
+        """Write gradients back; a missing one counts as zeros, and if all are missing the shard's is dropped."""
         flat_param = self._flat_param
         if not flat_param.requires_grad:
             return
@@ -220,15 +220,15 @@ class _Whole:
 
 
 def _without_memory(flat_param: FlatParam) -> list[nn.Parameter]:
-    """Stand-ins on the meta device: modules with their own way to load do on this rank what they do on rank 0."""
+    """Parameters on the meta device: modules with custom loading then run the same code as on rank 0."""
     dtype = flat_param.shard.dtype
     return [as_parameter(flat_param, torch.empty(s.shape, dtype=dtype, device="meta")) for s in flat_param.slots]
 
 
 def _update(kept: Tensor, new: Tensor) -> None:
-    """Write ``new`` over ``kept``, unless they are equal bit for bit.
+    """Copy ``new`` to ``kept``, unless they are equal bit for bit.
 
-    A write counts as a change of the weights between a forward and its backward, or of gradients that wait for more.
+    A write counts as a change of weights between a forward and its backward, or of gradients being accumulated.
     """
     if not torch.equal(kept.detach().view(torch.uint8), new.to(kept.device).view(torch.uint8)):
         kept.copy_(new)

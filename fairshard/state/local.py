@@ -1,4 +1,4 @@
-"""Local state dicts: this rank's shards and buffers as they are, with a description of what they are shards of."""
+"""Local state dicts: this rank's shards and buffers, with a description of the parameters behind the shards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LAYOUT_KEY = "_fairshard_layout"
 
 
 def local_state_dict(module: nn.Module, offload_to_cpu: bool = False) -> dict[str, Tensor]:
-    """This rank's shards and the persistent buffers below ``module``, copied. No communication.
+    """Copies of this rank's shards and persistent buffers below ``module``. No communication.
 
-    ``_fairshard_layout`` is the description, JSON as bytes, so that the dict holds nothing but tensors.
+    ``_fairshard_layout`` holds the description as bytes of JSON, so that the dict contains only tensors.
     """
     state: dict[str, Tensor] = OrderedDict()
     for name, value in _local_entries(module).items():
@@ -31,15 +31,15 @@ def local_state_dict(module: nn.Module, offload_to_cpu: bool = False) -> dict[st
 
 
 def layout_bytes(module: nn.Module) -> Tensor:
-    """The description of what this rank's shards below ``module`` are shards of: JSON as ``uint8``."""
+    """Description of the parameters behind this rank's shards below ``module``: JSON as ``uint8``."""
     return torch.tensor(list(json.dumps(_describe(module)).encode()), dtype=torch.uint8)
 
 
 def check_layout(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise if ``state`` was made of other shards than those below ``module``.
+    """Check that ``state`` was made from the same shards as those below ``module``.
 
     Raises:
-        RuntimeError: naming the first difference.
+        RuntimeError: they differ; the message names the first difference.
     """
     if problems := _differences(module, state):
         raise _mismatch(problems)
@@ -47,11 +47,11 @@ def check_layout(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict: bool) -> _IncompatibleKeys:
-    """Copy what `local_state_dict` returned back into the shards and buffers. No communication.
+    """Copy the result of `local_state_dict` back into the shards and buffers. No communication.
 
     Raises:
-        RuntimeError: it is of another rank or wrapping, or with ``strict`` a name is missing or unexpected; nothing
-            is changed then.
+        RuntimeError: ``state`` is from another rank or wrapping, or with ``strict`` a name is missing or unexpected;
+            nothing has changed.
     """
     entries = _local_entries(module)
     missing = [name for name in entries if name not in state]
@@ -73,7 +73,7 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict
 
 
 def local_metadata(module: nn.Module) -> dict[str, Any]:
-    """What this rank's shards below ``module`` are shards of, as fairscale describes it. No communication."""
+    """Description of this rank's shards below ``module``, in fairscale's format. No communication."""
     units = [(fqn, unit, part) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
     described = [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units]
     described[0]["shared_param_info"] += _shared_beside(module, units)
@@ -93,7 +93,7 @@ def _mismatch(problems: list[str]) -> RuntimeError:
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
-    """Rank and world size, and what each shard is cut from, in the names below ``module``."""
+    """Rank, world size, and the parameters behind each shard, by their names below ``module``."""
     described: dict[str, Any] = {}
     for fqn, unit in units_below(module):
         described.setdefault("rank", unit.group.rank)
@@ -108,7 +108,7 @@ def _describe(module: nn.Module) -> dict[str, Any]:
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """The first difference between what ``state`` was made of and what ``module`` is."""
+    """The first difference between the shards of ``state`` and of ``module``; empty if they match."""
     if LAYOUT_KEY not in state:
         return []
     try:
@@ -124,7 +124,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
                 there, here = next(
                     (a, b) for a, b in zip([*there, "nothing more"], [*here, "nothing more"], strict=False) if a != b
                 )
-            return [f"its {name} is {there} where this one's is {here}"]
+            return [f"its {name} is {there} while this model's is {here}"]
     return []
 
 
@@ -144,7 +144,7 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _ignored(module: nn.Module) -> dict[str, Tensor]:
-    """What no unit has sharded, under every name."""
+    """Parameters that no unit has sharded, under every name."""
     sharded = {one.shard for _, unit in units_below(module) for fp in unit.flat_params for one in fp.stepped}
     return {
         join(fqn, name): param
@@ -186,7 +186,7 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
 
 
 def _shared_beside(module: nn.Module, units: list[tuple[str, Unit, nn.Module]]) -> list[tuple[str, str]]:
-    """The names, below ``module``, of parameters of one unit that modules outside of it use."""
+    """Pairs of names, below ``module``, of a unit's parameters that modules outside it share."""
     fqns = {id(part): fqn for fqn, part in walk(module)}
     shared = []
     for fqn, unit, wrapper in units:
@@ -200,7 +200,7 @@ def _shared_beside(module: nn.Module, units: list[tuple[str, Unit, nn.Module]]) 
 
 
 def _swapped(first: str, other: str) -> tuple[str, str]:
-    """Two names of a tied weight as fairscale writes them: each with the other's last word."""
+    """Two names of a tied weight in fairscale's form: each with the last word of the other."""
     first_owner, _, first_word = first.rpartition(".")
     other_owner, _, other_word = other.rpartition(".")
     return join(first_owner, other_word), join(other_owner, first_word)

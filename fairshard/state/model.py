@@ -1,7 +1,7 @@
-"""State dicts of a model with units in it: whole, sharded, or local to this rank.
+"""State dicts of a model with units: whole, sharded, or local to this rank.
 
-Whole and sharded ones go unit by unit through ``nn.Module``'s own machinery: while a wrapper's part is collected or
-loaded, its parameters are registered under their own names, whole or as this rank's runs of them, so that modules
+Whole and sharded state dicts go unit by unit through ``nn.Module``'s own machinery. While a wrapper's part is
+collected or loaded, its parameters are registered under their own names, whole or as this rank's runs. So modules
 with their own ``_save_to_state_dict`` or ``_load_from_state_dict``, and hooks on both, work as they do unwrapped.
 """
 
@@ -28,14 +28,14 @@ from fairshard.utils.span_tensor import SpanTensor
 
 
 def takes_from_first(config: StateDictConfig) -> bool:
-    """Whether whole values are on rank 0 alone."""
+    """Whether only rank 0 has the whole values."""
     return isinstance(config, FullStateDictConfig) and config.rank0_only
 
 
 def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """The state of what ``wrapper`` wraps, under unwrapped names. **Collective** unless sharded.
+    """State dict of the wrapped module, under unwrapped names. **Collective** unless sharded.
 
-    Unless ``keep_vars``, the tensors are the caller's own: no later step, load or reshard changes them.
+    Unless ``keep_vars``, the caller owns the tensors: no later step, load or reshard changes them.
     """
     before = {} if destination is None else dict(destination)
     wrapped = wrapper._modules["module"]
@@ -57,7 +57,7 @@ def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: 
 
 
 def _clean_names(prefix: str, added: list[str], state: Any) -> None:
-    """Take out of the names ``added`` to ``state`` what torch.compile put there; their order stays."""
+    """Remove torch.compile's parts from the names ``added`` to ``state``; the order stays."""
 
     def clean(name: str) -> str:
         return prefix + clean_tensor_name(name[len(prefix) :]) if name.startswith(prefix) else name
@@ -73,7 +73,7 @@ def _clean_names(prefix: str, added: list[str], state: Any) -> None:
 
 
 def _own(wrapper: nn.Module, unit: Unit, added: list[str], state: Any) -> None:
-    """Copy those of the values ``added`` to ``state`` that are memory of the model."""
+    """Copy the values ``added`` to ``state`` that share memory with the model."""
     offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
     live = {_memory(fp.shard.detach()) for each in with_owners([unit]) for fp in each.flat_params}
     for part in modules_of(wrapper):
@@ -90,7 +90,7 @@ def _memory(value: Tensor) -> int:
 
 @contextmanager
 def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
-    """Show what the modules of ``unit`` use: its own parameters, and those of others that it shares."""
+    """Show the parameters that the modules of ``unit`` use: its own, and those it shares with other units."""
     settings = unit.state_dict_settings
     config = settings.state_dict_config
     from_first = takes_from_first(config)
@@ -103,20 +103,20 @@ def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
 
 
 class Loading:
-    """Loads a state dict into a tree of units: what the hooks of ``load_state_dict`` share.
+    """Loads a state dict into a tree of units; shared by the hooks of ``load_state_dict``.
 
-    ``nn.Module.load_state_dict`` walks the tree itself and asks no child to load; a wrapper is told through its
-    hooks before its part begins and after it ends.
+    ``nn.Module.load_state_dict`` walks the tree itself and does not call it on children. A wrapper's hooks run before
+    and after its part.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._stack: ExitStack | None = None
         self._prefix = ""
-        self.is_shared = False  # what rank 0 has is there already
+        self.is_shared = False  # rank 0's state is already on this rank
 
     def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Show the unit's parameters, and name the entries of ``state`` as the wrapper's tree has them."""
+        """Show the unit's parameters, and rename the entries of ``state`` to the names of the wrapper's tree."""
         self.abandon()
         self._prefix = prefix
         settings = self._unit.state_dict_settings
@@ -134,7 +134,7 @@ class Loading:
         self._stack.enter_context(_showing(self._unit, writeback=True))
 
     def end(self, keys: _IncompatibleKeys) -> None:
-        """Write the loaded values into the shards; name what was missing or unexpected without the wrapper."""
+        """Write the loaded values into the shards; strip the wrapper from missing and unexpected names."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
@@ -146,13 +146,13 @@ class Loading:
             ]
 
     def abandon(self) -> None:
-        """Undo `begin` after a load that raised in between; the shards stay as they were."""
+        """Undo `begin` after a load that raised; the shards do not change."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.__exit__(RuntimeError, RuntimeError("the load was interrupted"), None)
 
     def clean(self, text: str) -> str:
-        """``text`` with the names of this part as they are without the wrapper."""
+        """``text`` with the names of this part stripped of the wrapper."""
         return re.sub(rf"(?<![\w.]){re.escape(self._prefix)}module\.", self._prefix, text)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,11 +160,11 @@ class Loading:
 
 
 class _Names:
-    """Names of a wrapper's part as its tree has them: with those of torch.compile, which are nowhere else."""
+    """Maps clean names of a wrapper's part to names in its tree, which contain torch.compile's parts."""
 
     def __init__(self, wrapper: nn.Module) -> None:
         own = [path for path, part in paths_of(wrapper) if COMPILED in part._modules]
-        # torch's checkpoint wrapper has hooks of its own, which put in its name
+        # torch's checkpoint wrapper has its own hooks, which add its part of the name
         self._compiled = [".".join(p for p in path.split(".") if clean_tensor_name(p) or p == COMPILED) for path in own]
 
     def __call__(self, name: str) -> str:
@@ -177,12 +177,12 @@ class _Names:
 
 
 def share_state(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: str) -> None:
-    """Let every rank have what rank 0 has in ``state``, and of parameters a tensor of the shape, without memory.
+    """Broadcast rank 0's entries of ``state`` below ``prefix``; sharded parameters become meta tensors.
 
-    **Collective.** Values are those that begin with ``prefix``.
+    **Collective.**
 
     Raises:
-        MixedGroupsError: there is not one rank 0 for all units.
+        MixedGroupsError: the units use several process groups, each with its own rank 0.
     """
     comm = unit.comm
     root = unit.root
@@ -190,8 +190,8 @@ def share_state(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: s
     assert root is not None
     if any(other.comm is not comm for other in root.units):
         raise MixedGroupsError(
-            "A state dict on rank 0 alone must be for a model on one process group, but the units of this one use "
-            "several, each with a rank 0 of its own. Load it on every rank."
+            "A state dict on rank 0 alone needs a model on one process group, but the units of this one use several, "
+            "each with its own rank 0. Load it on every rank."
         )
     whole = {id(param) for other in root.units for param in other.origin.ignored.params}
     sharded = {
@@ -222,9 +222,9 @@ def load_module_state_dict(
     state: Mapping[str, Any],
     load: Callable[[Any], _IncompatibleKeys],
 ) -> _IncompatibleKeys:
-    """``load(state)``, with the unwrapped names in its error, and nothing left undone by it. **Collective.**
+    """Call ``load(state)``; its errors show unwrapped names, and are raised on all ranks. **Collective.**
 
-    If it raises on one rank, it raises on all.
+    After an error all `loadings` are abandoned.
     """
     assert unit.comm is not None
     error: Exception | None = None
@@ -250,7 +250,7 @@ def load_module_state_dict(
 
 
 def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
-    """A shallow copy of ``state``, with the versions of modules in it under the names of the wrapper's tree."""
+    """Shallow copy of ``state``; its metadata (module versions) get the names of the wrapper's tree."""
     copied: Any = OrderedDict(state)
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:

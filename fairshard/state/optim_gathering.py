@@ -1,4 +1,4 @@
-"""Optimizer state under original names: gathered whole or described as spans."""
+"""Optimizer state under original names: whole, or as spans of this rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ States = dict[nn.Parameter, dict[str, Any]]
 class GatheredOptimState:
     """The state of ``optim``, which steps ``params``, under original names.
 
-    ``saved`` is what its ``state_dict()`` returned, asked for if None. What ranks hold is compared by `check`.
+    ``saved`` is the result of its ``state_dict()``, called if None. `check` compares the state across ranks.
     """
 
     def __init__(self, params: OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
@@ -41,15 +41,15 @@ class GatheredOptimState:
                 self._others[key] = value
         if self._others:
             warnings.warn(
-                f"Optimizer state {list(self._others)} is of no parameter of the model: it is copied as it is.",
+                f"Optimizer state {list(self._others)} belongs to no parameter of the model: it is copied unchanged.",
                 stacklevel=4,
             )
 
     def check(self) -> GatheredOptimState:
-        """Compare across ranks what there is to gather; returns itself. **Collective.**
+        """Compare the state across ranks before gathering it; returns itself. **Collective.**
 
         Raises:
-            ValueError: on all ranks, if the state of a shard has neither the shard's shape nor is one value, or if a
+            ValueError: on all ranks, if the state of a shard neither has the shard's shape nor is one value, or if a
                 rank lacks state that rank 0 has.
         """
         comms = self.params.comms
@@ -58,7 +58,7 @@ class GatheredOptimState:
         return self
 
     def described(self, comm: Communicator) -> dict[str, str]:
-        """What must be equal on all ranks of one group, of the state that is sharded over it: `problem_among`."""
+        """Description of the state sharded over ``comm``; must be equal on its ranks (see `problem_among`)."""
         described: dict[str, str] = {}
         for named in self.params:
             if named.flat_param is not None and named.flat_param.comm is comm:
@@ -68,7 +68,7 @@ class GatheredOptimState:
         return described
 
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
-        """Whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
+        """State with whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
         state: dict[str, Any] = {}
         for named in self.params:
             own = self._states.get(named.param)
@@ -81,7 +81,7 @@ class GatheredOptimState:
         return {} if is_left_out else self._with_groups(state)
 
     def sharded(self, offload_to_cpu: bool, copies: bool = True) -> dict[str, Any]:
-        """Values of which this rank holds its run; without ``copies``, the optimizer's own. No communication."""
+        """State with this rank's runs of the values; without ``copies``, views of the state. No communication."""
         state: dict[str, Any] = {}
         for named in self.params:
             own = self._states.get(named.param)
@@ -95,7 +95,7 @@ class GatheredOptimState:
         return self._with_groups(state)
 
     def _gather(self, named: NamedParam, value: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Any]:
-        """``value`` for each original parameter; nothing where rank 0 alone has it."""
+        """``value`` for each original parameter; empty if only rank 0 gets it."""
         flat_param = named.flat_param
         if flat_param is None or not _is_run(value):
             return [_copied(value, offload_to_cpu) for _ in named.names]
@@ -116,7 +116,7 @@ class GatheredOptimState:
         return {**gathered, "param_groups": groups}
 
     def _keys_of(self, optim: Optimizer) -> dict[nn.Parameter, Any]:
-        """What each parameter goes by in the saved state: its number, or its name (torchrec's optimizers)."""
+        """Key of each parameter in the saved state: its number, or its name (torchrec's optimizers)."""
         params = [param for group in optim.param_groups for param in group["params"]]
         for param in params:
             self.params.of(param)
@@ -127,14 +127,14 @@ class GatheredOptimState:
         unknown = [key for key in saved if key not in names.values()]
         if unknown:
             raise ValueError(
-                f"The names in an optimizer's param groups must be those of `model.named_parameters()`, but "
-                f"{unknown[0]!r} is not among them. Build the named optimizer from the wrapped model's."
+                f"The names in an optimizer's param groups must be among `model.named_parameters()`, but "
+                f"{unknown[0]!r} is not. Build the named optimizer from the wrapped model's parameters."
             )
         return {param: names[param] for param in params}
 
 
 def problem_among(every: list[dict[str, str]]) -> ValueError | None:
-    """What is wrong with optimizer state, as each rank of a group has `described` it."""
+    """The error of optimizer state that the ranks of a group have `described`; None if it is consistent."""
     for rank, own in enumerate(every):
         for key, kind in own.items():
             if kind.startswith("!"):
@@ -158,10 +158,10 @@ def _is_run(value: Any) -> bool:
 
 
 def _describe(value: Any, shard: nn.Parameter) -> str:
-    """What must be the same on all ranks; after ``!``, what is wrong with ``value``."""
+    """Description of ``value`` that must be equal on all ranks; if it begins with ``!``, a problem."""
     if isinstance(value, Tensor):
         if value.dim() and value.shape != shard.shape:
-            return f"!has shape {tuple(value.shape)} where the shard has {tuple(shard.shape)}"
+            return f"!has shape {tuple(value.shape)} while the shard has {tuple(shard.shape)}"
         return f"{value.dtype} by element" if _is_run(value) else f"{value.item()} ({value.dtype})"
     if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
         return f"!is a {type(value).__name__} of tensors"
@@ -175,7 +175,7 @@ def _copied(value: Any, offload_to_cpu: bool) -> Any:
 
 
 def _own_runs(named: NamedParam, value: Any) -> list[Any]:
-    """``value`` as it is for each original parameter."""
+    """This rank's run of ``value`` for each original parameter."""
     if named.flat_param is None or not _is_run(value):
         return [value for _ in named.names]
     return list(spans_of(named.flat_param, value))

@@ -1,4 +1,4 @@
-"""The two ways in which optimizer state dicts name parameters: by number, as torch does, or by name."""
+"""Keys of optimizer state dicts: numbers, as in torch, or parameter names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairshard.state.optim_params import OptimParams, ids_of
 
 
 class OptimStateKeyType(Enum):
-    """What the keys of optimizer state are."""
+    """Kind of the keys of optimizer state."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -22,11 +22,11 @@ class OptimStateKeyType(Enum):
 def rekey(
     saved: dict[str, Any], key_type: Any, model: nn.Module, optim: Optimizer | None, optim_input: Any
 ) -> dict[str, Any]:
-    """``saved`` with the keys of ``key_type``; itself if it has them already. ``model`` is not wrapped.
+    """``saved`` with keys of ``key_type``; ``saved`` itself if it already has them. ``model`` is not wrapped.
 
     Raises:
-        TypeError: ``key_type`` is none.
-        ValueError: the keys are of both types, or one is of no parameter.
+        TypeError: ``key_type`` is not an `OptimStateKeyType`.
+        ValueError: the keys are of both kinds, or one belongs to no parameter.
     """
     wanted = OptimStateKeyType.__members__.get(getattr(key_type, "name", ""))
     if wanted is None:
@@ -55,8 +55,8 @@ def rekey(
     unknown = [key for key in [*saved["state"], *used] if key not in new_keys]
     if unknown:
         raise ValueError(
-            f"Every key of optimizer state must be a parameter of `model`, but {unknown[0]!r} is not; it has "
-            f"{len(new_keys)} parameters. Pass the unwrapped model whose optimizer the state is for."
+            f"Every key of optimizer state must be a parameter of `model`, which has {len(new_keys)}, but "
+            f"{unknown[0]!r} is not. Pass the unwrapped model that the state belongs to."
         )
     rekeyed: dict[str, Any] = {"state": {new_keys[key]: value for key, value in saved["state"].items()}}
     if "param_groups" in saved:

@@ -1,4 +1,4 @@
-"""Optimizer state under original names, whole or in spans, made into the state of shards."""
+"""Convert optimizer state under original names, whole or in spans, to the state of shards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.views.viewed_flat_param import Stepped
 
-# What torch's optimizers keep as one value, and not for each element, in 0-dim tensors.
+# State that torch's optimizers keep as one value per parameter, in 0-dim tensors.
 SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 class Source(Enum):
-    """Who has the state that is loaded."""
+    """The ranks that have the state to load."""
 
     EVERY_RANK = auto()
     FIRST_RANK = auto()
@@ -36,7 +36,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """A tensor that rank 0 has."""
+    """Placeholder of a tensor that only rank 0 has."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class _Elsewhere:
 
 
 class ShardedOptimState:
-    """Makes state dicts that an optimizer of a sharded model loads. **Collective** to make."""
+    """Makes state dicts that an optimizer of a sharded model can load. **Collective** to construct."""
 
     def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK, adopts: bool = False) -> None:
         self._params = OptimParams(model)
@@ -52,14 +52,14 @@ class ShardedOptimState:
         self._adopts = adopts
 
     def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
-        """The state of the parameters in ``groups``, under their numbers or under ``key_of`` each.
+        """The state of the parameters in ``groups``, under their numbers or their ``key_of``.
 
-        Tensor values of ``saved`` are whole, or spans that hold what this rank owns. State is new memory, unless
-        ``adopts`` was set and the spans lie in one shard: then it is that shard.
-        **Collective** if rank 0 alone has them, or if they are DTensors.
+        Tensor values of ``saved`` are whole, or spans that this rank owns. State is new memory, unless ``adopts`` was
+        set and the spans lie in one shard: then it is that shard.
+        **Collective** if only rank 0 has the values, or if they are DTensors.
 
         Raises:
-            ValueError: ``saved`` is no optimizer state, or its entries do not make up the state of one shard.
+            ValueError: ``saved`` is not optimizer state, or its entries do not combine into the state of one shard.
         """
         made: dict[str, Any] = {}
         error: Exception | None = None
@@ -73,7 +73,7 @@ class ShardedOptimState:
         return made
 
     def _make(self, saved: Any, values: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None) -> Any:
-        """`make`, where ``values`` may be the skeleton of ``saved``."""
+        """Do the work of `make`; ``values`` is ``saved``, or its skeleton from rank 0."""
         _check_form(values)
         own = {param: self._params.of(param) for group in groups for param in group}
         self._scalars = self._find_scalars(values["state"])
@@ -90,7 +90,7 @@ class ShardedOptimState:
                     state[keys[named.param]] = self._state_of(named, entries, given)
         for key in values["state"].keys() - known:
             warnings.warn(
-                f"Optimizer state `{key}` is of no parameter of the model: it is copied as it is.", stacklevel=3
+                f"Optimizer state `{key}` belongs to no parameter of the model: it is copied unchanged.", stacklevel=3
             )
             state[key] = copy.deepcopy(values["state"][key])
         made: dict[str, Any] = {"state": state}
@@ -99,11 +99,11 @@ class ShardedOptimState:
         return made
 
     def _skeleton(self, saved: Any) -> Mapping[str, Any]:
-        """What rank 0 has, but for the elements of sharded state, on every rank."""
+        """Broadcast rank 0's state to every rank, without the elements of sharded state."""
         if len(self._params.comms) != 1:
             raise MixedGroupsError(
-                "Optimizer state on rank 0 alone must be for a model on one process group, but the units of this one "
-                "use several, each with a rank 0 of its own. Load it on every rank."
+                "Optimizer state on rank 0 alone needs a model on one process group, but the units of this one use "
+                "several, each with its own rank 0. Load it on every rank."
             )
         comm = self._params.comms[0]
         own: Any = None
@@ -115,7 +115,7 @@ class ShardedOptimState:
         return skeleton
 
     def _find_scalars(self, saved: Mapping[Any, Any]) -> set[str]:
-        """The state that is one value, by what it is for parameters that are more than one element."""
+        """Names of state that is one value: 0-dim for a parameter that is not 0-dim itself."""
         found: set[str] = set()
         for name, entry in saved.items():
             named = self._params.find(name) if isinstance(name, str) else None
@@ -159,7 +159,7 @@ class ShardedOptimState:
         return state
 
     def _place(self, flat_param: Stepped, values: list[Any], dtype: torch.dtype) -> Tensor:
-        """This rank's shard ``[S]`` of ``values``, on the shard's device; a missing one counts as zeros."""
+        """This rank's shard ``[S]`` of ``values``, on the shard's device; missing values are zeros."""
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
         shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
@@ -178,7 +178,7 @@ class ShardedOptimState:
         return shard.copy_(scatter_params(flat_param, wholes, dtype))
 
     def _groups(self, saved: Iterable[Any], groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
-        """The saved hyperparameters of each of ``groups``, with its own keys."""
+        """The saved hyperparameters of each of ``groups``, with the keys of its parameters."""
         saved = list(saved)
         of_param: dict[nn.Parameter, set[int]] = {}
         for number, group in enumerate(saved):
@@ -196,17 +196,17 @@ class ShardedOptimState:
             if not settings and index < len(saved) and len(saved) == len(groups) and not saved[index]["params"]:
                 settings = [{key: value for key, value in saved[index].items() if key != "params"}]
             if len(settings) != 1:
-                problem = "none of its parameters is" if not settings else "they differ between its parameters"
+                problem = "they differ between its parameters" if settings else "none of its parameters was saved"
                 raise ValueError(
-                    f"The hyperparameters of each param group must be saved, but of group {index} {problem}"
-                    f"{' in the saved groups' if not settings else ''}. Give the optimizer the groups that it had."
+                    f"Each param group must have saved hyperparameters, but for group {index} {problem}. Build the "
+                    "optimizer with the groups that were saved."
                 )
             made.append({**copy.deepcopy(settings[0]), "params": [keys[param] for param in params]})
         return made
 
 
 def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:
-    """The shard ``[S]`` of which ``values`` are this rank's runs, if they are of one."""
+    """The shard ``[S]`` whose runs are ``values``; None if they are not the runs of one shard."""
     if isinstance(flat_param.shard, DTensor):
         own = values[0]
         return own if isinstance(own, DTensor) and are_placed_alike(own, flat_param.shard) else None
@@ -218,7 +218,7 @@ def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:
 
 
 def _with_clean_names(saved: Any) -> Any:
-    """``saved`` with its state under names without what wrappers add to them."""
+    """``saved`` with its state under names stripped of wrappers."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         return saved
     state = {clean_tensor_name(key) if isinstance(key, str) else key: own for key, own in saved["state"].items()}
@@ -237,7 +237,7 @@ def _check_form(saved: Any) -> None:
 
 
 def _entry(saved: Mapping[Any, Any], names: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """The state saved under one of the names of an original parameter; None if that is empty."""
+    """The state saved under one of the names of an original parameter; None if missing or empty."""
     return next((saved[name] for name in names if saved.get(name)), None)
 
 
@@ -246,18 +246,18 @@ def _shapes(values: list[Any]) -> list[torch.Size]:
 
 
 def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> bool:
-    """Whether tensor state is one value for each element: by its shape, for 0-dim parameters by what torch calls it."""
+    """Whether tensor state has one value per element: known by shape, or by name if all parameters are 0-dim."""
     if any(shapes):
         return True
     return bool(shapes) and not any(named.shapes) and key not in SCALARS
 
 
 def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:
-    """The dtype of tensor state that is there for some parameters, after a look at its shapes."""
+    """The common dtype of tensor state, which some parameters may lack; also checks its shapes."""
     tensors = [value for value in values if isinstance(value, (Tensor, _Elsewhere))]
     if any(isinstance(value, _Elsewhere) and not value.is_whole for value in tensors):
         raise ValueError(
-            f"State that rank 0 alone has must be whole, but `{key}` of {_these(named)} is sharded. Use "
+            f"State on rank 0 alone must be whole, but `{key}` of {_these(named)} is sharded. Use "
             "flatten_sharded_optim_state_dict on every rank."
         )
     found = {value.dtype for value in tensors}
@@ -267,28 +267,28 @@ def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype
     for name, shape, value in zip(named.first_names, named.shapes, values, strict=True):
         if value is not None and value.shape != shape:
             raise ValueError(
-                f"State `{key}` must have its parameter's shape, but that of `{name}` has {tuple(value.shape)} where "
-                f"the parameter has {tuple(shape)}."
+                f"State `{key}` must have its parameter's shape, but for `{name}` has {tuple(value.shape)} while the "
+                f"parameter has {tuple(shape)}."
             )
     return found.pop()
 
 
 def _common_value(named: NamedParam, key: str, values: list[Any]) -> Any:
-    """A value that all parameters of a unit share: a step count, say. Those without elements may lack it."""
+    """A value shared by all parameters of a unit, such as a step count; empty parameters may lack it."""
     found = zip(named.first_names, named.shapes, values, strict=True)
     of_param = {name: value for name, shape, value in found if shape.numel() or value is not None}
     missing = [f"`{name}`" for name, value in of_param.items() if value is None]
     if missing:
         raise ValueError(
-            f"State `{key}` must be there for all parameters of a unit, but is not for {', '.join(missing)}: one value "
-            f"holds for all of {_these(named)}."
+            f"State `{key}` must be present for all parameters of a unit, but is missing for {', '.join(missing)}: one "
+            f"value is shared by {_these(named)}."
         )
     first_name, first = next(iter(of_param.items()))
     for name, value in of_param.items():
         if type(value) is not type(first) or not _equal(value, first):
             raise ValueError(
                 f"State `{key}` must be equal for all parameters of a unit, but is {first} for `{first_name}` and "
-                f"{value} for `{name}`. Wrap them apart, or set flatten_parameters=False."
+                f"{value} for `{name}`. Wrap them separately, or set flatten_parameters=False."
             )
     return first.detach().clone() if isinstance(first, Tensor) else copy.deepcopy(first)
 

@@ -1,4 +1,4 @@
-"""What an optimizer of a sharded model steps, under the names of the model as if it were not sharded."""
+"""The parameters that an optimizer of a sharded model steps, under the names of the unsharded model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ Groups = list[list[nn.Parameter]]
 
 @dataclass(frozen=True)
 class NamedParam:
-    """A parameter that an optimizer sees: a shard of several original ones or of one, or one that is whole.
+    """A parameter that an optimizer sees: the shard of one or several original parameters, or a whole parameter.
 
-    ``flat_param`` is what it is the shard of. ``names`` has all names of each original parameter; state goes by the
-    first.
+    ``flat_param`` is the owner of the shard. ``names`` has all names of each original parameter; state uses the first.
     """
 
     param: nn.Parameter
@@ -34,22 +33,22 @@ class NamedParam:
 
     @property
     def first_names(self) -> list[str]:
-        """The name by which the state of each original parameter goes."""
+        """Name of each original parameter in state dicts."""
         return [names[0] for names in self.names]
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """The shape of each original parameter."""
+        """Shape of each original parameter."""
         return [slot.shape for slot in self.flat_param.slots] if self.flat_param else [self.param.shape]
 
 
 class OptimParams:
-    """All parameters of ``model``, sharded or not. **Collective** the first time for a model."""
+    """All parameters of ``model``, sharded or not. **Collective** on the first use of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.roots = roots_below(model)
-        self._places: dict[str, int] = {}  # of names, in the order of the unwrapped model
+        self._places: dict[str, int] = {}  # index of each name in the unwrapped model
         self._by_param: dict[nn.Parameter, NamedParam] = {}
         self._by_name: dict[str, NamedParam] = {}
         fqns = {id(module): fqn for fqn, module in walk(model)}
@@ -58,7 +57,7 @@ class OptimParams:
             for flat_param in unit.flat_params:
                 for stepped in flat_param.stepped:
                     names = []
-                    for slot in stepped.slots:  # other units may share it, before this one or outside of ``model``
+                    for slot in stepped.slots:  # units outside of ``model`` may share it
                         inside = [pair for pair in slot.owners if id(pair[0]) in fqns]
                         inside.sort(key=lambda pair: places[id(pair[0])])
                         names.append([(fqns[id(part)], name) for part, name in inside])
@@ -90,33 +89,33 @@ class OptimParams:
         return iter(self._by_param.values())
 
     def of(self, param: Any) -> NamedParam:
-        """The entry of what an optimizer holds.
+        """The entry of a parameter that an optimizer holds.
 
         Raises:
-            ValueError: it is not a parameter of the model.
+            ValueError: ``param`` is not a parameter of the model.
         """
         found = self._by_param.get(param) if isinstance(param, nn.Parameter) else None
         if found is None:
             shape = tuple(param.shape) if isinstance(param, Tensor) else param
             raise ValueError(
-                f"An optimizer's parameters must be those of `model`, but one of shape {shape} is not. Build the "
+                f"An optimizer's parameters must belong to `model`, but one of shape {shape} does not. Build the "
                 "optimizer after wrapping, from the parameters of the same model."
             )
         return found
 
     def find(self, name: str) -> NamedParam | None:
-        """The entry that an original name belongs to."""
+        """The entry of an original name."""
         return self._by_name.get(clean_tensor_name(name))
 
     def in_order(self, names: Iterable[str]) -> list[str]:
-        """``names`` as the unwrapped model has them, so that they number its optimizer's parameters."""
+        """``names`` in the order of the unwrapped model, which numbers its optimizer's parameters."""
         return sorted(names, key=lambda name: self._places.get(name, len(self._places)))
 
     def groups_of(self, optim: Optimizer | None, optim_input: Any = None) -> Groups:
-        """The parameters of each param group of ``optim``, or of what one was built from; all of the model's if None.
+        """The parameters of each group of ``optim`` or of ``optim_input``; if both are None, all in one group.
 
         Raises:
-            TypeError, ValueError, KeyError: ``optim_input`` is nothing an optimizer could be built from.
+            TypeError, ValueError, KeyError: an optimizer could not be built from ``optim_input``.
         """
         if optim_input is not None:
             return _groups_of_input(optim_input)
@@ -126,20 +125,20 @@ class OptimParams:
 
 
 def ids_of(groups: Groups) -> dict[nn.Parameter, int]:
-    """The number by which each parameter goes in an optimizer's state dict."""
+    """Number of each parameter in an optimizer's state dict."""
     return {param: index for index, param in enumerate(param for group in groups for param in group)}
 
 
 def _groups_of_input(optim_input: Any) -> Groups:
     warnings.warn(
-        "`optim_input` is deprecated: pass `optim`, whose param groups are always those that are meant.",
+        "`optim_input` is deprecated: pass `optim`, whose param groups cannot be wrong.",
         FutureWarning,
         stacklevel=5,
     )
     if isinstance(optim_input, (Tensor, dict, str)) or not isinstance(optim_input, Iterable):
         raise TypeError(
             "`optim_input` must be an iterable of parameters or of param groups, but is "
-            f"{type(optim_input).__name__}. Pass what the optimizer was built from, or `optim`."
+            f"{type(optim_input).__name__}. Pass the optimizer's own input, or `optim`."
         )
     entries: Sequence[Any] = list(optim_input)
     if not entries:

@@ -1,1 +1,1 @@
-"""Tensors, groups and devices: everything here has never heard of ``nn.Module``."""
+"""Tools for tensors, process groups and devices; nothing here depends on ``nn.Module``."""

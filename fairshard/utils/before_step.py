@@ -1,4 +1,4 @@
-"""Who must know before an optimizer changes tensors: a background save that still reads them, say."""
+"""Notification before an optimizer changes tensors, for example to a background save that still reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _num_steps = 0
 
 
 def add_before_step(key: int, method: Callable[[], Any]) -> None:
-    """Call what ``method()`` returns before any optimizer steps; ``method`` is a weak reference to it."""
+    """Register ``method``, a weak reference to a bound method, to be called before any optimizer step."""
     _listeners[key] = method
 
 
@@ -22,12 +22,12 @@ def remove_before_step(key: int) -> None:
 
 
 def num_steps() -> int:
-    """How many steps of optimizers have begun in this process."""
+    """Number of optimizer steps that have begun in this process."""
     return _num_steps
 
 
 def about_to_step() -> None:
-    """Tell all who must know; an optimizer that steps part of its parameters by itself calls it."""
+    """Notify all listeners; optimizers that step part of their parameters outside ``step`` call this."""
     global _num_steps
     _num_steps += 1
     for key, reference in list(_listeners.items()):

@@ -1,7 +1,7 @@
-"""A run of elements of an n-dimensional tensor as boxes: what `torch.distributed.checkpoint` saves and loads.
+"""A run of elements of an n-dimensional tensor as boxes, which `torch.distributed.checkpoint` saves and loads.
 
-A flat span seldom is one box. It is at most ``2n - 1`` of them: the end of a row, whole rows, the beginning of a
-row, and so on inward. For shape ``(4, 5)`` and the span ``[3, 17)``::
+A flat span is rarely one box, but at most ``2n - 1`` boxes: the end of a row, whole rows, the beginning of a row, and
+so on inward. For shape ``(4, 5)`` and the span ``[3, 17)``::
 
     . . . a a      a: offsets (0, 3), sizes (1, 2), elements  0..2  of the span
     b b b b b      b: offsets (1, 0), sizes (2, 5), elements  2..12
@@ -18,7 +18,7 @@ from fairshard.utils.span import Span, overlap, part
 
 @dataclass(frozen=True)
 class Box:
-    """A contiguous box of a tensor: where it begins, how large it is, and which elements of the run it holds."""
+    """A contiguous box of a tensor: its offsets, its sizes, and the elements of the run that it holds."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -26,10 +26,10 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], span: Span) -> list[Box]:
-    """The boxes that together hold the elements ``span`` of a flattened tensor of ``shape``, in their order.
+    """The boxes that together hold the elements ``span`` of a flattened tensor of ``shape``, in order.
 
-    ``span`` of each box counts from the start of the run. An empty tensor is one empty box, so that it is saved at
-    all; an empty run of another is none.
+    ``span`` of each box counts from the start of the run. An empty tensor has one empty box, so that it is saved; an
+    empty run of a non-empty tensor has no boxes.
     """
     if not prod(shape):
         return [Box((0,) * len(shape), tuple(shape), Span(0, 0))]
@@ -37,7 +37,7 @@ def boxes_of(shape: Sequence[int], span: Span) -> list[Box]:
 
 
 def _boxes(shape: tuple[int, ...], span: Span, origin: int) -> list[Box]:
-    """As `boxes_of`, for a tensor whose first element is number ``origin`` of the line that spans count on."""
+    """As `boxes_of`, for a tensor whose first element is element ``origin`` of the line of the spans."""
     if not span.numel:
         return []
     if not shape:

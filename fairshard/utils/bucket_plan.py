@@ -1,4 +1,4 @@
-"""Which gradients share a bucket, and how many buckets have memory at a time: arithmetic, without tensors."""
+"""Arithmetic of buckets, without tensors: which gradients share one, and how many have memory at a time."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ SourceT = TypeVar("SourceT", bound=PlannedSource)
 
 
 def pack(order: Sequence[SourceT], bucket_cap_mb: float) -> list[list[SourceT]]:
-    """Which gradients of ``order`` share a bucket: those of one kind that follow each other, up to the cap."""
+    """Group ``order`` into buckets: consecutive gradients of one kind share a bucket up to the cap."""
     packed: list[list[SourceT]] = []
     filling: dict[tuple[object, ...], tuple[list[SourceT], int]] = {}
     for source in order:
@@ -38,5 +38,5 @@ def pack(order: Sequence[SourceT], bucket_cap_mb: float) -> list[list[SourceT]]:
 
 
 def is_crowded(nbytes: int, flying: Sequence[int], bucket_cap_mb: float) -> bool:
-    """Whether memory for a bucket must wait for that of one under way: two are, or more than two caps' worth."""
+    """Whether a bucket must wait for memory: two are in flight, or all together would exceed two caps."""
     return len(flying) >= _MAX_IN_FLIGHT or nbytes + sum(flying) > 2 * bucket_cap_mb * MB

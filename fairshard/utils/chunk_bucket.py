@@ -1,4 +1,4 @@
-"""A bucket that chunks are copied into as they come: fairscale's way through the bucketer."""
+"""A bucket into which chunks are copied as they arrive, for fairscale's interface of the bucketer."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from fairshard.utils.collectives import communicator, exchange_tag
 
 
 class ChunkBucket:
-    """Chunks that came through the public interface, copied side by side; room for ``capacity`` columns."""
+    """Chunks from the public interface, copied side by side; room for ``capacity`` columns."""
 
     def __init__(self, group: ProcessGroup, like: Tensor, capacity: int) -> None:
         self._comm = communicator(group)
@@ -20,7 +20,7 @@ class ChunkBucket:
 
     @property
     def room(self) -> int:
-        """How many columns are free."""
+        """Number of free columns."""
         return self._data.size(1) - self._used
 
     def add(self, chunks: Sequence[Tensor], callback: Callable[[Tensor], object] | None) -> None:

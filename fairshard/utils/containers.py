@@ -16,9 +16,9 @@ _SEEN = (Tensor, PackedSequence, *_PLAIN)
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
     """``container`` with ``fn`` applied to every tensor in it.
 
-    Looks into tuples (named ones too), lists, sets, dictionaries of every kind (``OrderedDict``, ``defaultdict``,
-    Hugging Face's ``ModelOutput``), dataclasses and ``PackedSequence``; each comes back as its own type. Objects
-    of other types are returned as they are.
+    Handles tuples (named ones too), lists, sets, all kinds of dictionaries (``OrderedDict``, ``defaultdict``, Hugging
+    Face's ``ModelOutput``), dataclasses and ``PackedSequence``; each keeps its type. Objects of other types are
+    returned unchanged.
     """
     if isinstance(container, Tensor):
         return fn(container)
@@ -39,7 +39,7 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
 
 
 def is_transparent(container: Any) -> bool:
-    """Whether `apply_to_tensors` sees every tensor of ``container``: nothing in it is of an unknown type."""
+    """Whether `apply_to_tensors` reaches every tensor of ``container``: it contains no unknown types."""
     if isinstance(container, _SEEN):
         return True
     if isinstance(container, Mapping):
@@ -52,7 +52,7 @@ def is_transparent(container: Any) -> bool:
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Positional and keyword arguments as ``(keys, values)``: ``values`` ends with those that ``keys`` name."""
+    """Positional and keyword arguments as ``(keys, values)``; ``values`` ends with the keyword values."""
     return tuple(kwargs), (*args, *kwargs.values())
 
 
@@ -71,7 +71,7 @@ def unpack_kwargs(keys: tuple[str, ...], values: tuple[Any, ...]) -> tuple[tuple
 def cast_inputs_to_fp16(
     *args: Any, dtype: torch.dtype = torch.float16, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every floating tensor cast to ``dtype``, differentiably; others are left alone."""
+    """The arguments with every floating tensor cast to ``dtype``, differentiably; others are unchanged."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -94,6 +94,6 @@ def _map_dataclass(fn: Callable[[Tensor], Any], container: Any) -> Any:
     fields = [f.name for f in dataclasses.fields(container) if hasattr(container, f.name)]
     mapped = object.__new__(type(container))
     mapped.__dict__.update(getattr(container, "__dict__", {}))
-    for name in fields:  # not through __init__: init=False fields and __post_init__ must not matter
+    for name in fields:  # bypass __init__: the copy must not depend on init=False fields or __post_init__
         object.__setattr__(mapped, name, apply_to_tensors(fn, getattr(container, name)))
     return mapped

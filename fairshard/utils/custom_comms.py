@@ -1,9 +1,9 @@
-"""Gathers and reductions that the user brings, in place of those of ``collectives.py``.
+"""User-defined gathers and reductions in place of those of ``collectives.py``.
 
-What is sent and what comes is in memory that ``allocate`` gives; one copy leads there, and one from there to where
-the engine computes, so that an ``allocate`` may give the same memory every time.
+Inputs and outputs are in memory from ``allocate``. The engine copies into and out of it, so ``allocate`` may return the
+same memory every time.
 
-Source: PyTorch's FSDP2, whose interfaces these are; its own subclasses are taken as they are.
+Source: PyTorch's FSDP2, for the interfaces; its own subclasses are accepted too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_nam
 
 
 class Comm(ABC):
-    """How memory for communication is made; `AllGather` and `ReduceScatter` say what is done with it."""
+    """Allocator of memory for communication; base of `AllGather` and `ReduceScatter`."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A contiguous tensor of ``size``, whose contents do not matter; called on the stream that uses it."""
+        """A contiguous tensor of ``size`` with any contents; called on the stream that uses it."""
 
 
 class AllGather(Comm):
-    """What `FSDPModule.set_custom_all_gather` takes."""
+    """All-gather for `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
     def __call__(
@@ -41,12 +41,12 @@ class AllGather(Comm):
         """Fill ``output_tensor`` ``[world_size * S]`` with ``input_tensor`` ``[S]`` of each rank, in rank order.
 
         ``input_tensor`` is this rank's part of ``output_tensor``, from `allocate`. Always called with ``async_op``
-        False; what it returns is waited for if it is not None. **Collective.**
+        False; a result other than None is waited for. **Collective.**
         """
 
 
 class ReduceScatter(Comm):
-    """What `FSDPModule.set_custom_reduce_scatter` takes."""
+    """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
 
     @abstractmethod
     def __call__(
@@ -54,13 +54,13 @@ class ReduceScatter(Comm):
     ) -> Any:
         """Fill ``output_tensor`` ``[S]`` with this rank's part of ``input_tensor`` ``[world_size * S]``, reduced.
 
-        Both are from `allocate`. ``op`` is always ``ReduceOp.SUM``, ``async_op`` False; what it returns is waited for
-        if it is not None. **Collective.**
+        Both are from `allocate`. ``op`` is always ``ReduceOp.SUM`` and ``async_op`` False; a result other than None is
+        waited for. **Collective.**
         """
 
 
 class Ready(Transfer):
-    """What a stream has been given to do: ends when it has."""
+    """Transfer that ends when the work queued on a stream has ended."""
 
     __slots__ = ("_done",)
 
@@ -69,7 +69,7 @@ class Ready(Transfer):
         self._done = done
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for it."""
         self._done.wait()
 
 
@@ -83,7 +83,7 @@ class CustomGather(RowGather):
         self._custom = custom
 
     def start(self, tag: int) -> Transfer:
-        """Gather, in program order; ``tag`` is of no use."""
+        """Gather, in program order; ``tag`` is not used."""
         comm, buffer = self.comm, self.buffer
         if comm.world_size == 1:
             return Transfer(result=buffer)
@@ -97,7 +97,7 @@ class CustomGather(RowGather):
 
 
 class CustomReduce(Communicator):
-    """``comm``, with a `ReduceScatter` in place of its own."""
+    """``comm`` with a `ReduceScatter` in place of its own."""
 
     def __init__(self, comm: Communicator, custom: ReduceScatter) -> None:
         GroupMessages.__init__(self, comm.group)
@@ -121,7 +121,7 @@ class CustomReduce(Communicator):
 
 
 class GroupAllGather(AllGather):
-    """The group's own all-gather, in memory of its backend's own."""
+    """The group's all-gather, in memory from its backend's allocator."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -133,12 +133,12 @@ class GroupAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Gather."""
+        """Gather with the group's own method."""
         return getattr(group, GATHER)(output_tensor, input_tensor)
 
 
 class GroupReduceScatter(ReduceScatter):
-    """The group's own reduce-scatter, in memory of its backend's own."""
+    """The group's reduce-scatter, in memory from its backend's allocator."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -150,15 +150,15 @@ class GroupReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Sum."""
+        """Sum with the group's own method."""
         return getattr(group, SCATTER)(output_tensor, input_tensor)
 
 
 def check_allocates(group: ProcessGroup, device: torch.device) -> None:
-    """Raise unless the backend of ``group`` gives memory of its own on ``device``.
+    """Check that the backend of ``group`` can allocate memory on ``device``.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it cannot.
     """
     name = backend_name(group, device)
     allocates = False

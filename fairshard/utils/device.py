@@ -1,7 +1,7 @@
-"""What differs between CPU and CUDA: streams, memory figures. The only file that names ``torch.cuda``.
+"""Differences between CPU and CUDA: streams, events, memory figures. The only file that names ``torch.cuda``.
 
-On CPU a stream is the program itself: entering one does nothing, waiting for one returns at once, and what is
-asynchronous there (a collective) is waited for through its `fairshard.utils.collectives.Transfer`.
+On CPU a stream is the program itself: entering one does nothing, and waiting for one returns at once. Collectives,
+which are asynchronous there too, are waited for through their `fairshard.utils.collectives.Transfer`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 _NOTHING = contextlib.nullcontext()
 _CGROUP_CPUS = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_MEMORY = (  # version 2, version 1; "max" is no number, and means no limit
+_CGROUP_MEMORY = (  # version 2, version 1; "max" means no limit
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
@@ -28,7 +28,7 @@ class Stream:
 
     @classmethod
     def of(cls, cuda: Any) -> "Stream":
-        """The user's own CUDA stream; of None that of the program."""
+        """Wrap the user's CUDA stream; None is the program itself."""
         stream = cls(torch.device("cpu"))
         stream._cuda = cuda
         return stream
@@ -43,7 +43,7 @@ class Stream:
             self._cuda.wait_event(event.cuda)
 
     def record(self) -> "Event":
-        """The moment when all work given to this stream so far is done."""
+        """Event that passes when all work queued on this stream so far is done."""
         return Event() if self._cuda is None else Event(self._cuda.record_event())
 
 
@@ -65,7 +65,7 @@ class Event:
         return self.cuda is None or bool(self.cuda.query())
 
     def synchronize(self) -> None:
-        """Make the host wait: afterwards what was copied to host memory before this moment can be read there."""
+        """Make the host wait; afterwards it can read copies to host memory that were queued before the event."""
         if self.cuda is not None:
             self.cuda.synchronize()
 
@@ -74,12 +74,12 @@ _PASSED = Event()
 
 
 def now(device: torch.device) -> Event:
-    """The moment when all work given to the current stream of ``device`` so far is done."""
+    """Event that passes when all work queued on the current stream of ``device`` so far is done."""
     return Event(torch.cuda.current_stream(device).record_event()) if device.type == "cuda" else _PASSED
 
 
 def default_device_type() -> str:
-    """``"cuda"`` where a GPU can be used, else ``"cpu"``."""
+    """``"cuda"`` if a GPU can be used, otherwise ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -99,14 +99,14 @@ def device_count() -> int:
 
 
 def host_register(data: Tensor) -> bool:
-    """Pin the memory of ``data``, which starts at a page, as it is; False where the limit of locked memory is hit.
+    """Pin the memory of ``data``, which starts at a page, in place; False if the limit of locked memory is reached.
 
     `host_unregister` must be called before that memory is freed.
     """
     if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
         return True
     with contextlib.suppress(RuntimeError):
-        torch.zeros((), device="cuda")  # takes the error that CUDA keeps for the next launch
+        torch.zeros((), device="cuda")  # clears the error that CUDA keeps for the next launch
     return False
 
 
@@ -116,7 +116,7 @@ def host_unregister(address: int) -> None:
 
 
 def visible_cpus() -> int:
-    """CPUs this process may run on: its affinity mask, and the control group's quota where there is one."""
+    """Number of CPUs this process may use, by its affinity mask and its control group's quota."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CGROUP_CPUS.read_text().split()
@@ -126,7 +126,7 @@ def visible_cpus() -> int:
 
 
 def free_host_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its control group where that is less."""
+    """Bytes that this process may still allocate: of the machine, or of its control group if less."""
     with open("/proc/meminfo") as file:
         entries = dict(line.split(":") for line in file)
     free = int(entries["MemAvailable"].split()[0]) * 1024
@@ -137,7 +137,7 @@ def free_host_memory() -> int:
 
 
 def set_device(device: torch.device) -> None:
-    """Make ``device`` the current one of its kind; nothing to do on CPU."""
+    """Make ``device`` the current one of its type; no effect on CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -160,11 +160,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def gpu_rng_state() -> Tensor | None:
-    """The random number generator of the current GPU; None without one."""
+    """State of the current GPU's random number generator; None without a GPU."""
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
 def set_gpu_rng_state(saved: Tensor | None) -> None:
-    """Set it, if there is a GPU and a state for it."""
+    """Restore the state, if there is a GPU and ``saved`` is not None."""
     if saved is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved)

@@ -1,4 +1,4 @@
-"""DTensors and whole tensors: which part of the one is the other's on this rank."""
+"""Conversions between DTensors and whole tensors: this rank's part of a whole tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fairshard.utils.span_tensor import SpanTensor
 
 
 def part_of(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of ``whole``, placed as ``like``, which has its shape; a view, no communication.
+    """This rank's part of ``whole`` as a DTensor placed like ``like``, of the same shape; a view, no communication.
 
     Raises:
-        ValueError: ``like`` is placed in a way that does not tell which part that is.
+        ValueError: ``like`` has a placement other than Shard and Replicate.
     """
     local, mesh = whole.detach(), like.device_mesh
     for mesh_dim, placement in enumerate(like.placements):
@@ -30,18 +30,18 @@ def part_of(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def placed_as(source: Tensor, like: DTensor) -> DTensor:
-    """``source`` as a DTensor placed as ``like``. **Collective** if it is one that is placed otherwise.
+    """``source`` as a DTensor placed like ``like``. **Collective** if it is a DTensor with another placement.
 
     Raises:
-        ValueError: the shapes differ, or ``source`` is a run of elements, of which this rank may need others.
+        ValueError: the shapes differ, or ``source`` is a span tensor, which may lack elements that this rank needs.
     """
     if source.shape != like.shape:
         raise ValueError(f"Shapes must be equal, but {tuple(source.shape)} would go into {tuple(like.shape)}.")
     if isinstance(source, SpanTensor):
         raise ValueError(
-            "What is loaded into a DTensor must be whole or a DTensor, but is a run of elements, as "
-            "FullyShardedDataParallel's sharded state has them. Load it through torch.distributed.checkpoint or "
-            "fairshard.checkpoint, which read what is needed."
+            "A value loaded into a DTensor must be whole or a DTensor, but is a run of elements from "
+            "FullyShardedDataParallel's sharded state. Load it through torch.distributed.checkpoint or "
+            "fairshard.checkpoint, which read the elements needed."
         )
     if isinstance(source, DTensor):
         if are_placed_alike(source, like):
@@ -56,7 +56,7 @@ def are_placed_alike(a: DTensor, b: DTensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """What this rank has of ``tensor``: of a DTensor or a span tensor its part, else all; the same memory."""
+    """This rank's memory of ``tensor``: its part of a DTensor or span tensor, otherwise the tensor itself."""
     if isinstance(tensor, DTensor):
         local: Tensor = tensor._local_tensor
         return local.detach()

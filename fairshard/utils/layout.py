@@ -1,4 +1,4 @@
-r"""Where each parameter of a flat line lies, and what each rank owns of it.
+r"""Position of each parameter on a flat line, and the parts that each rank owns.
 
 The parameters of one flat param are laid end to end and padded to ``world_size * shard_numel`` elements. Rank
 ``r`` owns row ``r`` of the line seen as ``[world_size, shard_numel]``::
@@ -9,7 +9,7 @@ The parameters of one flat param are laid end to end and padded to ``world_size 
               row 1: weight[8:16]                                  several flat params side by side,
               row 2: weight[16:18] bias[0:3] pad                   each in its own columns
 
-All of it is integers: tested without a process group, used by the shards, the buckets and the state dicts.
+All arithmetic is on integers: shards, buckets and state dicts use it, and tests need no process group.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from fairshard.utils.span import Span, cut, overlap, part
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements that lies both in one parameter and in one row.
+    """A run of elements in the overlap of one parameter and one row.
 
     ``source`` counts from the parameter's first element, ``target`` from the row's first column; both have the
     same length.
@@ -35,7 +35,7 @@ class Piece:
 
 
 class FlatLayout:
-    """Parameters of given sizes laid end to end on a line that is cut among ``world_size`` ranks."""
+    """Parameters of given sizes laid end to end on a line that is sharded over ``world_size`` ranks."""
 
     def __init__(self, numels: Sequence[int], world_size: int) -> None:
         self.numels = tuple(numels)
@@ -46,15 +46,15 @@ class FlatLayout:
         self.offsets = tuple(accumulate(self.numels, initial=0))[:-1]
 
     def param_span(self, index: int) -> Span:
-        """Where parameter ``index`` lies on the line."""
+        """Span of parameter ``index`` on the line."""
         return Span(0, self.numels[index]).shift(self.offsets[index])
 
     def filled(self, rank: int) -> int:
-        """How many leading elements of row ``rank`` are parameters; the rest is padding."""
+        """Number of leading elements of row ``rank`` that belong to parameters; the rest is padding."""
         return overlap(part(rank, self.shard_numel), Span(0, self.numel)).numel
 
     def counted(self, rank: int) -> list[Span]:
-        """What of row ``rank`` is no other rank's too: together the rows have each element of a parameter once."""
+        """Spans of row ``rank`` to count in sums over ranks, so that each element of a parameter counts once."""
         return [Span(0, self.filled(rank))]
 
     @cached_property
@@ -66,19 +66,19 @@ class FlatLayout:
 
     @cached_property
     def padding(self) -> tuple[Piece, ...]:
-        """The rows' columns that no parameter fills (``index`` -1); they are zero wherever they travel."""
+        """Columns of the rows that no parameter fills (``index`` -1); they are zero in every transfer."""
         return tuple(self._cut(-1, Span(self.numel, self.padded_numel)))
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """For every parameter, the lengths of the runs into which the rows cut it."""
+        """For every parameter, the lengths of its runs in the rows."""
         runs: list[list[int]] = [[] for _ in self.numels]
         for piece in self.pieces:
             runs[piece.index].append(piece.source.numel)
         return tuple(map(tuple, runs))
 
     def pieces_of(self, rank: int) -> list[Piece]:
-        """What rank ``rank`` owns, parameter by parameter."""
+        """The pieces that rank ``rank`` owns, parameter by parameter."""
         return [piece for piece in self.pieces if piece.row == rank]
 
     def _cut(self, index: int, span: Span) -> list[Piece]:

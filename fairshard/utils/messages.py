@@ -1,4 +1,4 @@
-"""Process groups, and what their ranks tell each other beside training: objects, numbers, rows for rank 0."""
+"""Process groups, and messages between their ranks outside of training: objects, numbers, rows for rank 0."""
 
 import datetime
 import weakref
@@ -26,24 +26,24 @@ class GroupMessages:
     """One process group: this rank's place in it, and messages between its ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both for ever
+        self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both forever
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group; whoever uses a communicator keeps its group alive."""
+        """The process group; users of a communicator keep its group alive."""
         group = self._group()
         if group is None:
             raise FairshardError("The process group of a model was destroyed while the model was in use.")
         return group
 
     def send_to_first(self, runs: list[Tensor]) -> None:
-        """Send ``runs`` to rank 0, which is in `receive_on_first` meanwhile."""
+        """Send ``runs`` to rank 0, which calls `receive_on_first`."""
         self._exchange([dist.P2POp(dist.isend, run, None, self.group, tag, 0) for tag, run in enumerate(runs)])
 
     def receive_on_first(self, runs: list[Tensor], targets: list[list[Tensor]]) -> None:
-        """Fill ``targets``, by rank, with the runs that others send and with this rank's own; no other memory."""
+        """Fill ``targets``, by rank, with the other ranks' runs and this rank's own, without extra memory."""
         for target, run in zip(targets[0], runs, strict=True):
             target.copy_(run)
         self._exchange(
@@ -61,7 +61,7 @@ class GroupMessages:
 
     @explained
     def scatter_rows(self, row: Tensor, line: Tensor | None) -> None:
-        """Fill ``row`` from that of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""
+        """Fill ``row`` with this rank's row of ``line`` ``[world_size, *row.shape]`` on rank 0. **Collective.**"""
         if self.world_size == 1:
             assert line is not None
             row.copy_(line[0])
@@ -70,9 +70,9 @@ class GroupMessages:
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int) -> None:
-        """Let all ranks have what rank 0 has in ``tensors``, which agree in shape and dtype. **Collective.**
+        """Broadcast rank 0's ``tensors``, which have equal shapes and dtypes on all ranks. **Collective.**
 
-        They may be anywhere, and travel as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
+        They may be on any device, and travel as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
         """
         values = [tensor for tensor in tensors if tensor.numel()]
         lines = [value.detach().contiguous() for value in values]
@@ -93,7 +93,7 @@ class GroupMessages:
         for value, line in zip(values, lines, strict=True):
             if self.rank == 0 or value.is_contiguous():
                 continue
-            if 0 in value.stride():  # expanded: it has less memory than elements
+            if 0 in value.stride():  # expanded: it has fewer stored elements than numel
                 value.data = line
             else:
                 value.copy_(line)
@@ -108,7 +108,7 @@ class GroupMessages:
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """``value`` of every rank, pickled. **Collective**; for messages about errors, never on the fast path."""
+        """``value`` of every rank, pickled. **Collective**; for error messages, never on the fast path."""
         return gather_objects(value, self.group)
 
 
@@ -134,12 +134,12 @@ def default_group() -> ProcessGroup:
     """The default process group.
 
     Raises:
-        ValueError: there is none yet.
+        ValueError: it is not initialised.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "torch.distributed must be initialised before a module is wrapped, but there is no default process "
-            "group. Call torch.distributed.init_process_group(...) first (torchrun sets what it needs)."
+            "group. Call torch.distributed.init_process_group(...) first (torchrun sets its environment)."
         )
     group = dist.group.WORLD
     assert group is not None
@@ -147,7 +147,7 @@ def default_group() -> ProcessGroup:
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
-    """Name of the backend that ``group`` uses for tensors of ``device``; None where it has none."""
+    """Name of the backend that ``group`` uses for tensors of ``device``; None if it has none."""
     config = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return config.get(device.type)
 
@@ -156,11 +156,11 @@ _host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.
 
 
 def host_group() -> ProcessGroup | None:
-    """A gloo group of all ranks for work beside training: its collectives meet no other. **Collective** at first.
+    """A separate gloo group of all ranks for work beside training. **Collective** on the first call.
 
-    None where torch.distributed is not initialised: there is one process then. It is connected within the timeout of
-    the default group, for a rank may be gone already; after that ranks wait for each other as long as gloo does by
-    default, for one may have much more to write than another.
+    None if torch.distributed is not initialised: then there is one process. Connecting uses the timeout of the default
+    group, because a rank may already be gone; after that, gloo's default applies, because one rank may write much
+    longer than another.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -173,14 +173,14 @@ def host_group() -> ProcessGroup | None:
 
 
 def timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
-    """How long an operation may take; None where the backend does not say."""
+    """Timeout of an operation; None if the backend does not report it."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
 @explained
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """``value`` of every rank of ``group``, pickled; of this process alone if None. **Collective.**"""
+    """``value`` of every rank of ``group``, pickled; only of this process if ``group`` is None. **Collective.**"""
     if group is None:
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -201,7 +201,7 @@ def gather_scalars(
 
 
 def _pairs(bucket: Tensor, lines: list[Tensor], start: int) -> list[tuple[Tensor, Tensor]]:
-    """Runs of ``bucket``, and of ``lines`` laid end to end, of which the bucket is to hold the bytes from ``start``."""
+    """Pairs of runs: of ``bucket``, and of the bytes from ``start`` of ``lines`` laid end to end that go there."""
     pairs = []
     offset = -start  # of a line, from the bucket's start
     for line in lines:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def moved(old: str, new: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of module ``old``, which is empty: names are those of module ``new``, with a warning.
+    """A ``__getattr__`` for the empty module ``old`` that finds names in module ``new``, with a warning.
 
     Raises:
         AttributeError: module ``new`` has no such name.
@@ -20,7 +20,7 @@ def moved(old: str, new: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(new), name)
         warnings.warn(
-            f"`{old}` has moved to `{new}`, and the old path goes with the next release. Import `{name}` from there.",
+            f"`{old}` has moved to `{new}`; the next release removes the old path. Import `{name}` from there.",
             DeprecationWarning,
             stacklevel=2,
         )

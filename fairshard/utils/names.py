@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-COMPILED = "_orig_mod"  # torch.compile's, which unlike torch's checkpoint wrapper leaves it in state dicts
+COMPILED = "_orig_mod"  # of torch.compile, which leaves it in state dicts, unlike torch's checkpoint wrapper
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
 
 
 def renamed(name: str, before: str, after: str) -> str:
-    """What ``name``, in a unit called ``before``, is called when that is called ``after``."""
+    """``name``, inside a unit called ``before``, after the unit is renamed to ``after``."""
     for old, new in zip(before.split(", "), after.split(", "), strict=False):
         if not old:
             return join(new, name)
@@ -17,10 +17,10 @@ def renamed(name: str, before: str, after: str) -> str:
 
 
 def join(prefix: str, name: str) -> str:
-    """``prefix.name``, or the one that is not empty."""
+    """``prefix.name``, or the non-empty one of the two."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def clean_tensor_name(name: str) -> str:
-    """The name of a parameter or buffer without what wrappers added to it."""
+    """The name of a parameter or buffer without the parts added by wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -1,4 +1,4 @@
-"""Checks of process groups, and cutting a tensor among ranks the way ``torch.chunk`` does."""
+"""Checks of process groups, and cutting a tensor like ``torch.chunk``."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:
 
 
 def validate_process_group(device: torch.device, process_group: ProcessGroup) -> None:
-    """Raise unless ``process_group`` can move tensors of ``device``; no communication.
+    """Check that ``process_group`` can transfer tensors of ``device``; no communication.
 
     Raises:
         TypeError: ``process_group`` is not a process group of this rank.
@@ -41,10 +41,10 @@ def validate_process_group(device: torch.device, process_group: ProcessGroup) ->
 
 
 def check_is_group(process_group: Any) -> None:
-    """Raise unless ``process_group`` is a process group of this rank.
+    """Check that ``process_group`` is a process group of this rank.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not.
     """
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(

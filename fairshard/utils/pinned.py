@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies from and to by itself, pinned at its exact size.
+"""Pinned host memory of exact size, which a GPU can copy from and to asynchronously.
 
-torch's own pinned allocator rounds up to powers of two, up to twice what was asked for. Here the memory is
-ordinary, starts at a page, and is registered with the driver as it is.
+torch's pinned allocator rounds up to powers of two, up to twice the request. Here ordinary page-aligned memory is
+registered with the driver.
 """
 
 import mmap
@@ -20,7 +20,7 @@ _has_warned = False
 def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
     """Uninitialised memory on the CPU for the elements of ``like``; pinned if ``compute_device`` is a GPU.
 
-    Where the limit of locked memory is hit, the memory is pageable and a warning says so, once.
+    If the limit of locked memory is reached, the memory is pageable, with one warning.
     """
     if compute_device.type != "cuda":
         return torch.empty(like.shape, dtype=like.dtype)
@@ -28,7 +28,7 @@ def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
 
 
 def too_much_to_pin(nbytes: int, num_ranks: int) -> str:
-    """Why ``nbytes`` of the ``num_ranks`` ranks of this host together must not be pinned; empty if they may."""
+    """Why this host's ``num_ranks`` ranks must not pin ``nbytes`` in total; empty if they may."""
     free = free_host_memory()
     if nbytes <= MAX_FRACTION * free:
         return ""
@@ -58,7 +58,7 @@ def _warn_not_pinned(nbytes: int) -> None:
     if not _has_warned:
         _has_warned = True
         warnings.warn(
-            f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned: the limit of locked memory is hit "
+            f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned: the limit of locked memory is reached "
             "(`ulimit -l`). Copies to and from the GPU are slower, and no longer overlap with its work.",
             stacklevel=2,
         )

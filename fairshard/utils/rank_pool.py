@@ -1,17 +1,15 @@
-"""Run a function of a test on several ranks, in worker processes that are kept.
+"""Run a function of a test on several ranks, in reused worker processes.
 
 A :class:`RankPool` keeps its worker processes, so that a test on two ranks costs tens of milliseconds and
-torch is imported once per worker. Each call gets a fresh default process group; nothing else is shared with
-the call before::
+torch is imported once per worker. Each call gets a new default process group::
 
     parent                         worker 0 ... worker W-1
     run(W, fn, x)  -- pickle -->   init_process_group; seed; fn(x)
                    <-- pickle --   result or traceback
                    -- release -->  destroy_process_group
 
-A rank that raises, dies or does not come back makes :meth:`RankPool.run` raise :class:`RanksFailed`, with the
-traceback of each rank that raised and the stack of each rank that hung; the workers that hung are killed and
-replaced.
+If a rank raises, dies or hangs, :meth:`RankPool.run` raises :class:`RanksFailed` with the traceback of each rank that
+raised and the stack of each rank that hung; workers that hung are killed and replaced.
 """
 
 from __future__ import annotations
@@ -41,17 +39,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _TIMEOUT_S = 60.0
-"""How long a call may take. The groups' own timeout is longer, so that it is the pool that reports a hang."""
+"""Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
 
 _START_S = 120.0
-"""How long a new worker may take to import torch; no part of the first call's time."""
+"""Time for a new worker to import torch; not part of the first call's timeout."""
 
 _GRACE_S = 5.0
-"""After one rank failed, how long the others get to come back before they count as hung."""
+"""Time that the other ranks have to finish after one failed, before they count as hung."""
 
 
 class RanksFailed(AssertionError):
-    """At least one rank raised, died or hung; ``failures`` maps each such rank to what it left behind."""
+    """At least one rank raised, died or hung; ``failures`` maps each such rank to its traceback or stack."""
 
     def __init__(self, failures: dict[int, str]):
         self.failures = failures
@@ -105,7 +103,7 @@ class RankPool:
         return [waiting.results[rank] for rank in range(world_size)]
 
     def start(self, world_size: int) -> None:
-        """Start what lacks of workers ``0 .. world_size-1``, without waiting; :meth:`run` does it too."""
+        """Start missing workers of ``0 .. world_size-1``, without waiting; :meth:`run` does so too."""
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, worker in enumerate(self._workers[:world_size]):
@@ -139,7 +137,7 @@ def run_ranks(
 
 
 def default_pool(device: str | None = None) -> RankPool:
-    """The pool of :func:`run_ranks`; ``device`` other than the present one replaces it."""
+    """The pool of :func:`run_ranks`; a ``device`` other than the current one replaces it."""
     global _default_pool
     if _default_pool is None or device not in (None, _default_pool.device):
         if _default_pool is not None:
@@ -150,7 +148,7 @@ def default_pool(device: str | None = None) -> RankPool:
 
 
 def rank_device() -> torch.device:
-    """The device that a function under :func:`run_ranks` puts its model on."""
+    """The device on which a function under :func:`run_ranks` puts its model."""
     return torch.device(_rank_device)
 
 
@@ -159,7 +157,7 @@ _rank_device = "cpu"
 
 @dataclass(frozen=True)
 class _Call:
-    """What one worker needs to play one rank of one call; ``body`` is pickled ``(fn, args, kwargs)``."""
+    """Message to one worker: one rank of one call; ``body`` is pickled ``(fn, args, kwargs)``."""
 
     number: int
     rank: int
@@ -170,7 +168,7 @@ class _Call:
 
 
 class _Worker:
-    """One process, the pipe to it, and the file that its output goes to."""
+    """One process, the pipe to it, and the file with its output."""
 
     def __init__(self, port: int):
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process lives)
@@ -178,7 +176,7 @@ class _Worker:
         environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         main = f"from {__name__} import _serve; _serve({theirs.fileno()}, {port})"
-        # Its standard input is a lifeline: nothing is ever written, and it closes when this process is gone.
+        # Its standard input is a lifeline: nothing is ever written to it, and it closes when this process ends.
         self.process = subprocess.Popen(
             [sys.executable, "-c", main],
             stdin=subprocess.PIPE,
@@ -192,25 +190,25 @@ class _Worker:
         self._is_up = False
 
     def await_start(self) -> None:
-        """Wait until the process has imported torch: a call's time begins then. If it dies, the call says so."""
+        """Wait until the process has imported torch, when the timeout starts. If it dies, the call reports it."""
         if not self._is_up and self.pipe.poll(_START_S):
             with contextlib.suppress(EOFError, OSError):
                 self.pipe.recv_bytes()
             self._is_up = True
 
     def send(self, call: _Call) -> None:
-        """Start ``call``; what the worker prints from here on belongs to it."""
+        """Start ``call``; later output of the worker belongs to it."""
         self._log_start = os.fstat(self.log.fileno()).st_size
         with contextlib.suppress(BrokenPipeError):  # a dead worker is reported when its answer is awaited
             self.pipe.send_bytes(pickle.dumps(call))
 
     def release(self) -> None:
-        """Let the worker leave the call's group: all ranks have answered, so that none still connects to it."""
+        """Tell the worker to destroy the call's group: all ranks have answered, so none still connects to it."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send_bytes(b"")
 
     def output(self, limit: int = 8000) -> str:
-        """The end of what the worker printed since the last :meth:`send`."""
+        """The end of the worker's output since the last :meth:`send`."""
         size = os.fstat(self.log.fileno()).st_size
         start = max(self._log_start, size - limit)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
@@ -227,7 +225,7 @@ class _Worker:
         return self.output()
 
     def kill(self) -> None:
-        """End the process at once and close what belongs to it."""
+        """Kill the process and close its pipe and files."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
@@ -237,7 +235,7 @@ class _Worker:
 
 
 class _Waiting:
-    """The answers to one call: those received, and those still awaited until the deadline."""
+    """The answers to one call, received or still pending until the deadline."""
 
     def __init__(self, workers: Sequence[_Worker], timeout: float):
         self.timeout = timeout
@@ -247,7 +245,7 @@ class _Waiting:
         self.failures: dict[int, str] = {}
 
     def receive(self) -> bool:
-        """Take the answers that are there; ``False`` when none is awaited any more or none came in time."""
+        """Receive available answers; ``False`` if none is pending any more, or none arrived in time."""
         ranks = {id(worker.pipe): rank for rank, worker in self.pending.items()}
         left = self.deadline - time.monotonic()
         ready = connection.wait([worker.pipe for worker in self.pending.values()], max(0.0, left))
@@ -259,7 +257,7 @@ class _Waiting:
             except (EOFError, OSError):
                 ok, value = False, f"died with exit code {worker.process.wait()}"
             except Exception as error:
-                ok, value = False, f"returned what cannot be unpickled here: {error!r}"
+                ok, value = False, f"returned a value that cannot be unpickled here: {error!r}"
             if ok:
                 self.results[rank] = value
             else:
@@ -268,7 +266,7 @@ class _Waiting:
         return bool(ready) and bool(self.pending)
 
     def give_up(self) -> None:
-        """Report the ranks that did not answer by their stacks, and end them."""
+        """Report the stacks of the ranks that did not answer, and kill them."""
         cause = "did not come back after another rank failed" if self.failures else f"hung for {self.timeout} s"
         for rank, worker in self.pending.items():
             self.failures[rank] = f"{cause}; its stack:\n{worker.stack()}"
@@ -295,7 +293,7 @@ def _serve(fd: int, port: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
-            if num_modules != len(sys.modules):  # imported modules live on: no later collection need look at them
+            if num_modules != len(sys.modules):  # imported modules stay: later collections can skip them
                 num_modules = len(sys.modules)
                 gc.freeze()
     except (EOFError, ConnectionResetError):
@@ -311,14 +309,14 @@ def _exit_with_parent() -> None:
 
 
 def _exit(code: int) -> None:
-    """Leave without running destructors: gloo groups sometimes hang while Python drops the last reference."""
+    """Exit without destructors: gloo groups sometimes hang when Python drops the last reference."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _answer(call: _Call, store: TCPStore) -> bytes:
-    """Play one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
+    """Run one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
     global _rank_device
     try:
         sys.path[:] = call.path

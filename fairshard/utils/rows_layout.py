@@ -1,15 +1,15 @@
-r"""Where parameters lie when each is cut by its rows: the columns that they share in the buffer that is gathered.
+r"""Layout of parameters that are sharded by rows: their columns in the gathered buffer.
 
-A parameter of ``D`` rows (the slices along the dimension that it is cut on) gives every rank ``ceil(D / world_size)``
-of them, the last ranks fewer or none, as DTensor's ``Shard`` does. Rank ``r``'s rows of all parameters lie side by
-side in row ``r`` of the buffer::
+A parameter of ``D`` rows (slices along the dimension that is cut) gives every rank ``ceil(D / world_size)`` rows, the
+last ranks fewer or none, as DTensor's ``Shard`` does. Rank ``r``'s rows of all parameters are side by side in row ``r``
+of the buffer::
 
     buffer [W, S]    | weight       | bias |        weight (5, 2), bias (5,), on 2 ranks: 3 rows each
     row 0            | w0 w1 w2     | b0-2 |
     row 1            | w3 w4 pad    | b3-4 |
     line             | w0 w1 w2 w3 w4 | b0-4 |      whole parameters one after the other: copied out of the buffer
 
-What has no dimension to be cut on (``D`` None) is whole in every row.
+A parameter without dimensions (``D`` None) is whole in every row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fairshard.utils.span import Span, cut
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of the buffer: some rows, and the columns of one parameter, whose elements ``source`` it holds."""
+    """A rectangle of the buffer: rows, and the columns of one parameter; it holds the elements ``source``."""
 
     rows: Span
     columns: Span
@@ -38,16 +38,16 @@ class Block:
         return buffer[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
 
     def like(self, flat: Tensor) -> Tensor:
-        """What belongs there of ``flat``, the elements of the parameter, row by row; in the shape of the block."""
+        """The elements of ``flat``, the flattened parameter, that belong in the block; in the shape of the block."""
         shape = self.rows.numel, self.columns.numel
         run = flat[self.source.start : self.source.stop]
         return run.view(shape) if run.numel() == shape[0] * shape[1] else run.expand(shape)
 
 
 class RowsLayout(FlatLayout):
-    """Parameters, each of ``(D, elements a row)``, cut by rows among ``world_size`` ranks.
+    """Parameters, each of ``(D, elements per row)``, sharded by rows over ``world_size`` ranks.
 
-    `param_span` is a parameter's place on the line, `pieces` and `padding` say what lies in the buffer.
+    `param_span` is a parameter's span on the line; `pieces` and `padding` describe the buffer.
     """
 
     def __init__(self, sizes: Sequence[tuple[int | None, int]], world_size: int) -> None:
@@ -59,7 +59,7 @@ class RowsLayout(FlatLayout):
         self.padded_numel = self.shard_numel * world_size
 
     def num_rows(self, index: int, rank: int) -> int:
-        """How many rows of parameter ``index`` rank ``rank`` has."""
+        """Number of rows of parameter ``index`` on rank ``rank``."""
         rows = self.sizes[index][0]
         if rows is None:
             return 1
@@ -67,18 +67,18 @@ class RowsLayout(FlatLayout):
         return max(0, min(chunk, rows - rank * chunk))
 
     def filled(self, rank: int) -> int:
-        """All of a row: padding lies between parameters, and is zero."""
+        """The whole row: padding is between parameters, and is zero."""
         return self.shard_numel
 
     def counted(self, rank: int) -> list[Span]:
-        """All of a row but, after the first, what is whole in every one."""
+        """The whole row; from rank 1 on, without parameters that every rank holds whole."""
         if not rank or all(rows is not None for rows, _ in self.sizes):
             return [Span(0, self.shard_numel)]
         return [piece.target for piece in self.pieces_of(rank) if self.sizes[piece.index][0] is not None]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What each rank has of each parameter."""
+        """The piece of each parameter on each rank."""
         pieces = []
         for index, (rows, row_numel) in enumerate(self.sizes):
             for rank in range(self.world_size):
@@ -106,7 +106,7 @@ class RowsLayout(FlatLayout):
 
     @cached_property
     def empty_blocks(self) -> list[Block]:
-        """The rectangles that hold nothing; they are zero wherever they travel."""
+        """The rectangles without elements; they are zero in every transfer."""
         blocks = []
         for index, (numel, width) in enumerate(zip(self.numels, self.widths, strict=True)):
             if not width or self.sizes[index][0] is None:

@@ -20,13 +20,13 @@ class Span(NamedTuple):
 
 
 def overlap(a: Span, b: Span) -> Span:
-    """The elements that ``a`` and ``b`` share; an empty span where they share none."""
+    """The elements that ``a`` and ``b`` share; an empty span if they share none."""
     start = max(a.start, b.start)
     return Span(start, max(start, min(a.stop, b.stop)))
 
 
 def cut(numel: int, parts: int) -> int:
-    """Elements of each of ``parts`` equal spans that together cover a line of ``numel`` (the last may run over)."""
+    """Width of ``parts`` equal spans that together cover a line of ``numel``; the last may exceed it."""
     return -(-numel // parts)
 
 

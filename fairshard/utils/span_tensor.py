@@ -1,8 +1,7 @@
-"""A tensor of which this process holds one run of elements: what a sharded state dict consists of.
+"""A tensor of which this process holds one run of elements; the values of a sharded state dict.
 
-It has the shape of the whole and the memory of the run. ``torch.distributed.checkpoint`` saves and loads it as it
-is, through the three methods at the end: each rank writes its run as boxes, and reads what overlaps with them,
-whoever wrote it.
+It has the shape of the whole and the memory of the run. ``torch.distributed.checkpoint`` saves and loads it through
+the three methods at the end: each rank writes its run as boxes, and reads the saved pieces that overlap them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from fairshard.utils.span import Span
 class SpanTensor(torch.Tensor):
     """The elements ``[start, start + len(run))`` of a flattened tensor of ``shape``.
 
-    ``run`` ``[n]`` is contiguous and may be a view: what is copied into the span tensor arrives there. Whatever
-    needs elements that are not here raises `ParameterShardedError`.
+    ``run`` ``[n]`` is contiguous and may be a view: copies into the span tensor write to it. Operators that need
+    elements of other ranks raise `ParameterShardedError`.
 
     >>> import torch
     >>> half = SpanTensor(torch.zeros(3), 3, (2, 3))  # the second row of two
@@ -51,7 +50,7 @@ class SpanTensor(torch.Tensor):
 
     @property
     def span(self) -> Span:
-        """Which elements of the flattened whole are here."""
+        """The elements of the flattened whole that are here."""
         return Span(self.start, self.start + self.run.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -67,10 +66,10 @@ class SpanTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do what needs no elements of other ranks."""
+        """Run operators that need no elements of other ranks."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in ("detach", "alias"):  # not through `func`: what is made down here has a version counter of its own
+        if name in ("detach", "alias"):  # not through `func`: its result would have its own version counter
             return args[0]._with(args[0].run)
         if name in _ON_VALUES:
             span = args[0]
@@ -81,8 +80,8 @@ class SpanTensor(torch.Tensor):
         if name == "copy_":
             return _copy(args[0], args[1])
         raise ParameterShardedError(  # TypeError would become "unsupported operand" in arithmetic
-            f"A sharded value can be copied, saved and loaded, but not computed with (`{name}`): other ranks hold "
-            "the rest of it. Use a full state dict or `summon_full_params` for whole values."
+            f"A sharded value can be copied, saved and loaded, but not used in computation (`{name}`): other ranks "
+            "hold the rest of it. Use a full state dict or `summon_full_params` for whole values."
         )
 
     def _with(self, run: Tensor) -> SpanTensor:
@@ -97,7 +96,7 @@ class SpanTensor(torch.Tensor):
     # ---- torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """What this rank saves."""
+        """Write items of this rank."""
         properties = TensorProperties.create_from_tensor(self.run)
         return [
             WriteItem(
@@ -109,7 +108,7 @@ class SpanTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank wants to read."""
+        """Chunks that this rank reads."""
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -117,9 +116,9 @@ class SpanTensor(torch.Tensor):
         return next(self._part(box) for box in self._boxes() if torch.Size(box.offsets) == index.offset)
 
 
-torch.serialization.add_safe_globals([SpanTensor])  # torch.load(weights_only=True) admits what this lists
+torch.serialization.add_safe_globals([SpanTensor])  # allowed by torch.load(weights_only=True)
 
-# Applied to the run, they give the run of the result.
+# Operators that give the run of the result when applied to the run.
 _ON_VALUES = {"clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}
 
 
@@ -144,7 +143,7 @@ def _copy(target: Any, source: Any) -> Any:
                 f"A sharded value must hold the elements that this rank owns, {target.span.start} to "
                 f"{target.span.stop}, but holds {source.span.start} to {source.span.stop}: it comes from another "
                 "wrapping or world size. Load through torch.distributed.checkpoint or fairshard.checkpoint, which "
-                "read what is needed."
+                "read the elements needed."
             )
         target.run.copy_(source.run[wanted.start : wanted.stop] if wanted.numel else target.run)
     else:

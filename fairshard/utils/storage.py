@@ -6,7 +6,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 
 def free_storage_(data: Tensor) -> None:
-    """Give back the memory of ``data``; its shape, strides and views stay, and must not be read until refilled."""
+    """Free the memory of ``data``; its shape, strides and views stay, and must not be read until refilled."""
     storage = data.untyped_storage()
     if storage.size() and data.storage_offset():
         raise ValueError(
@@ -17,7 +17,7 @@ def free_storage_(data: Tensor) -> None:
 
 
 def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
-    """Give ``data`` memory for ``size`` elements (default: its own), uninitialised; no-op when it has it."""
+    """Allocate memory of ``data`` for ``size`` elements (default: its own), uninitialised; no-op if it has it."""
     if size is None:
         size = data.size()
     numel = size if isinstance(size, int) else size.numel()
@@ -28,7 +28,7 @@ def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
     if storage.size():
         raise ValueError(
             f"`data` must have been freed before it gets memory of another size, but holds {storage.size()} bytes "
-            f"and {nbytes} were asked for. Call free_storage_(data) first."
+            f"and {nbytes} were requested. Call free_storage_(data) first."
         )
     storage.resize_(nbytes)
 
@@ -36,8 +36,8 @@ def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
 def own_storage(view: Tensor) -> Tensor:
     """The elements of ``view``, in the same memory, as a tensor whose storage begins with them.
 
-    For what a DTensor holds: torch (to 2.13) pickles and copies only those whose local tensor begins its storage.
-    Writes to it do not count as writes to ``view``.
+    For local tensors of DTensors: torch (to 2.13) pickles and copies only DTensors whose local tensor begins its
+    storage. Writes to it do not count as writes to ``view``.
     """
     if not view.storage_offset():
         return view

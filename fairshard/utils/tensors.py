@@ -9,14 +9,14 @@ from torch import Tensor
 def calc_grad_norm(parameters: Iterable[Tensor], p: float) -> Tensor:
     """The ``p``-norm (``math.inf`` allowed) of all gradients of ``parameters`` seen as one vector.
 
-    Taken in fp32 (fp64 for fp64 gradients), whatever the gradients' dtype; a 0-d tensor on the gradients' device.
-    Parameters without a gradient are left out; without any, the norm is 0.
+    Computed in fp32 (fp64 for fp64 gradients); a 0-d tensor on the gradients' device. Parameters without a gradient
+    are skipped; without gradients the norm is 0.
     """
     return norm_of([param.grad for param in parameters if param.grad is not None], p)
 
 
 def norm_of(tensors: list[Tensor], p: float) -> Tensor:
-    """The ``p``-norm of ``tensors`` seen as one vector, in fp32 or wider; 0-d, 0 when there are none."""
+    """The ``p``-norm of ``tensors`` seen as one vector, in fp32 or wider; 0-d, 0 without tensors."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.tensor(0.0)
@@ -34,7 +34,7 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:
-    """Make ``grad`` the gradient of ``param``, in whatever dtype it is; ``param.grad`` then shares its memory."""
+    """Make ``grad``, of any dtype, the gradient of ``param``; ``param.grad`` then shares its memory."""
     if grad is None:
         param.grad = None
     elif hasattr(param, "grad_dtype"):
@@ -44,16 +44,16 @@ def set_grad(param: Tensor, grad: Tensor | None) -> None:
         param.grad = grad
     elif param.dtype == grad.dtype:
         param.grad = grad
-    else:  # torch without `grad_dtype` compares dtypes at this assignment only; goes with support for torch < 2.13
+    else:  # torch < 2.13 lacks `grad_dtype`, and compares dtypes only in this assignment; delete with its support
         param.grad = torch.empty_like(param, requires_grad=False)
         param.grad.data = grad
 
 
 @torch.no_grad()
 def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-    """Write fp32 ``source`` to bf16 ``target``, up or down by chance so that the mean error is 0; returns ``target``.
+    """Round fp32 ``source`` to bf16 ``target`` stochastically, with mean error 0; returns ``target``.
 
-    bf16 is the upper half of fp32: 16 random bits are added to the lower half, which is then cut off.
+    bf16 is the upper half of fp32: add 16 random bits to the lower half, then truncate it.
     """
     noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, generator=generator)
     noise.add_(source.view(torch.int32)).bitwise_and_(-1 << 16)
@@ -61,9 +61,9 @@ def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Gener
 
 
 def add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
-    """``line`` with each of ``runs`` added at its place, ``numels`` elements wide; None adds nothing.
+    """Add each of ``runs`` to its part of ``line``, ``numels`` elements wide; None adds nothing.
 
-    If there is any, the sum is in fp32 or wider, and in the memory of ``line`` where that is, too.
+    With any run, the sum is in fp32 or wider, in the memory of ``line`` if that already is.
     """
     if any(run is not None for run in runs):
         line = line.to(torch.promote_types(line.dtype, torch.float32))

@@ -1,6 +1,6 @@
-"""Tools for tests: ranks, fake groups, a rank made late, and counters of copies and collectives.
+"""Tools for tests: ranks, fake groups, delays on one rank, and counters of copies and collectives.
 
-The ranks come from :mod:`fairshard.utils.rank_pool`, whose names stand here too.
+Ranks come from :mod:`fairshard.utils.rank_pool`, whose names are also exported here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[ProcessGroup]:
-    """A default process group of ``world_size`` whose collectives return at once and move nothing.
+    """A default process group of ``world_size`` whose collectives return at once and transfer nothing.
 
     For tests of structure (shapes, counts, order) at any world size in one process.
     """
@@ -53,7 +53,7 @@ class CopyCounter(TorchDispatchMode):
     """Counts the operators that write a copy of a tensor, while the mode is on.
 
     ``counts[name]`` and ``nbytes[name]`` are the number of calls and the bytes written, for each ``name`` in
-    ``copy_, _foreach_copy_, cat, clone, _to_copy``; a ``_foreach_copy_`` is one call, however long its list.
+    ``copy_, _foreach_copy_, cat, clone, _to_copy``; a ``_foreach_copy_`` of any length is one call.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,10 @@ class CopyCounter(TorchDispatchMode):
 
 @dataclass
 class CollectiveCounter:
-    """Counts what reaches :class:`torch.distributed.ProcessGroup`, independently of fairshard's own counters.
+    """Counts calls of :class:`torch.distributed.ProcessGroup`, independently of fairshard's own counters.
 
-    ``calls`` lists ``(method, nbytes)`` in order while the context is open; ``nbytes`` is the size of the
-    largest tensor of the call: what is received in an all-gather or ``recv``, what is given to a
-    reduce-scatter or ``send``.
+    ``calls`` lists ``(method, nbytes)`` in order while the context is open; ``nbytes`` is the size of the largest
+    tensor of the call: the output of an all-gather or ``recv``, the input of a reduce-scatter or ``send``.
     """
 
     calls: list[tuple[str, int]] = field(default_factory=list)
@@ -136,13 +135,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def delayed(owner: Any, name: str, rank: int, delay: float | Callable[[], object]) -> Iterator[None]:
-    """``owner.name(...)`` starts late on ``rank``, and as always on the others.
+    """Delay ``owner.name(...)`` on ``rank`` only.
 
-    ``delay`` is a time in seconds, or a function that returns when it is time: that a peer has got somewhere can be
-    read from a store, and then the order of events does not depend on the speed of the machine.
+    ``delay`` is a time in seconds, or a function that blocks until the call may start, for example until a peer sets a
+    key in a store; then the order of events does not depend on the speed of the machine.
 
     Raises:
-        AssertionError: ``rank`` never called ``owner.name``, so that nothing was late.
+        AssertionError: ``rank`` never called ``owner.name``, so that nothing was delayed.
     """
     original = getattr(owner, name)
     num_calls = 0

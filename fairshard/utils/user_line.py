@@ -1,4 +1,4 @@
-"""The line of the user that a warning points at."""
+"""The line of the user's code at which a warning points."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _NOT_THE_USERS = ("fairshard", "torch")
 
 
 def level_of_user() -> int:
-    """The ``stacklevel`` with which a warning of the function that asks points at the user's line.
+    """The ``stacklevel`` with which a warning in the calling function points at the user's line.
 
-    That is the innermost one outside of this package and torch, whichever door and observers stand in between.
+    That is the innermost frame outside of this package and torch.
     """
     frame = sys._getframe(1)
     level = 1

@@ -1,14 +1,13 @@
-"""Where every rank stands, told through the store when a collective fails.
+"""Reports the position of every rank through the store when a collective fails.
 
-Each rank has one thread beside its training, with a connection of its own to the store of the default group::
+Each rank has one thread beside its training, with its own connection to the store of the default group::
 
     rank 0   a collective fails ---- asks ---------------------- reads the answers, raises with all of them
     rank 1   stuck in a lock           `-> its thread answers -'
     rank 2   killed                        (silent)
 
-The thread looks into the store only while training stands still, so that it costs nothing while all goes well. The
-ranks share nothing else: if the store is gone, because the rank or the agent that kept it is, a rank says what it
-knows.
+The thread reads the store only while training makes no progress, so it costs nothing in normal training. The ranks
+share nothing else: if the store is gone, with the rank or agent that kept it, a rank reports only what it knows.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _MAX_ENTERED = 4096
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank stands.
+    """Position of one rank.
 
-    ``text`` follows "rank 3:" in a message. ``entered`` names what it ran in ``step``, in order, which all ranks that
-    run the same step should agree on as far as they have come. It ``is_final`` if the rank goes no further, because a
-    collective failed there or because it ``has_ended``.
+    ``text`` follows "rank 3:" in a message. ``entered`` names the units that the rank ran in ``step``, in order; ranks
+    in the same step should agree on them as far as they got. ``is_final`` if the rank goes no further, because a
+    collective failed there or because its process ``has_ended``.
     """
 
     text: str
@@ -62,24 +61,24 @@ class Place:
 
 
 class Training(Protocol):
-    """What is watched; asked from the watchdog's thread."""
+    """The watched training; called from the watchdog's thread."""
 
     def place(self) -> Place:
-        """Where it is now."""
+        """Current position."""
 
     def progress(self) -> Hashable:
-        """Something that changes as it goes on."""
+        """A value that changes as training proceeds."""
 
 
 class Watchdog:
-    """The thread of one rank, and what it knows; see `watch` and `explain`."""
+    """The watchdog thread of one rank and its state; see `watch` and `explain`."""
 
     def __init__(self, world: ProcessGroup, store: Any) -> None:
         self._world = weakref.ref(world)
         self._rank, self._world_size = dist.get_rank(world), dist.get_world_size(world)
         self._store = store
         store.set_timeout(datetime.timedelta(seconds=_ANSWERS_WITHIN_S))
-        # A store may outlive a default group: how often this rank has begun on it is the same on every rank.
+        # A store may outlive a default group: the number of watchdogs that a rank has begun on it identifies the group.
         self._prefix = f"fairshard/{store.add(f'fairshard/begun/{self._rank}', 1)}"
         self._training: Callable[[], Training | None] = lambda: None
         self._thread_id = threading.get_ident()
@@ -93,7 +92,7 @@ class Watchdog:
         self._thread.start()
 
     def follow(self, training: Training) -> None:
-        """From now on tell the place of ``training``, as long as it lives, which runs on this thread."""
+        """Report the position of ``training``, which runs on the calling thread, as long as it lives."""
         self._training = weakref.ref(training)
         self._thread_id = threading.get_ident()
 
@@ -112,7 +111,7 @@ class Watchdog:
         return CollectiveFailedError(f"{text}\nEnd this process and restart all ranks from the last checkpoint.")
 
     def leave(self, error: BaseException | None) -> None:
-        """This rank's process ends, by ``error`` if any: say so, for others may wait for it."""
+        """Publish that this rank's process ends, by ``error`` if any, because other ranks may wait for it."""
         if not self._thread.is_alive() or self._is_asking:
             return
         how = "its process has ended" + (f" by {type(error).__name__}: {_first_line(error)}," if error else "")
@@ -146,7 +145,7 @@ class Watchdog:
                 before = progress
             if self._last_word is not None:
                 self._publish(self._last_word)
-        except Exception:  # of many kinds, by backend of the store: whoever kept it is gone
+        except Exception:  # the type depends on the store's backend: its owner is gone
             self._is_lost = True
         finally:
             self._has_report.set()
@@ -165,7 +164,7 @@ class Watchdog:
             time.sleep(0.02)
         self._read(0)
         self._store.set(f"{self._prefix}/read/{self._rank}", "")
-        # Rank 0 may keep the store, and its process may end by the error: let the others finish reading before.
+        # Rank 0 may own the store, and its process may end by this error: wait until the others have read.
         others = [rank for rank, place in self._places.items() if rank != self._rank and not place.has_ended]
         until = time.monotonic() + (_OTHERS_READ_WITHIN_S if self._rank == 0 else 0)
         while time.monotonic() < until:
@@ -179,7 +178,7 @@ class Watchdog:
         self._store.set(f"{self._prefix}/place/{self._rank}", json.dumps(entry))
 
     def _read(self, question: int) -> None:
-        """Take the places of other ranks that were told since ``question``, or for good."""
+        """Read the positions of other ranks that were published for ``question`` or are final."""
         for rank in range(self._world_size):
             key = f"{self._prefix}/place/{rank}"
             if rank in self._places or not self._store.check([key]):
@@ -201,15 +200,15 @@ class Watchdog:
         return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
 
 
-def first_difference(told: dict[int, list[Place]], to_the_end: bool = False) -> str:
-    """The first place where the lowest rank and another have run different things in one step; empty if none.
+def first_difference(places: dict[int, list[Place]], to_the_end: bool = False) -> str:
+    """The first difference between the lowest rank and another in one step, as a sentence; empty if there is none.
 
-    ``to_the_end``: they have run all of it, so that it is also a difference if one has run more.
+    ``to_the_end``: the steps are complete, so that a longer one differs too.
     """
-    first, *others = sorted(told)
+    first, *others = sorted(places)
     for rank in others:
-        theirs = {place.step: place.entered for place in told[rank]}
-        for place in told[first]:
+        theirs = {place.step: place.entered for place in places[rank]}
+        for place in places[first]:
             if place.step not in theirs:
                 continue
             for ours, other in zip_longest(place.entered, theirs[place.step]):
@@ -223,9 +222,9 @@ _watchdogs: weakref.WeakKeyDictionary[ProcessGroup, Watchdog] = weakref.WeakKeyD
 
 
 def watch(training: Training) -> None:
-    """Let this rank's watchdog tell the place of ``training``; starts it at first.
+    """Make this rank's watchdog report the position of ``training``; the first call starts the watchdog.
 
-    There is none for a single rank, nor for ranks that are threads, nor where the store has no second connection.
+    No watchdog runs for a single rank, for ranks that are threads, or if the store allows no second connection.
     """
     world = dist.group.WORLD
     if world is None or dist.get_world_size(world) == 1 or dist.get_backend(world) in ("fake", "threaded"):
@@ -241,7 +240,7 @@ def watch(training: Training) -> None:
 
 
 def explain(error: Exception) -> FairshardError:
-    """What to raise for a collective that failed with ``error``: with the place of every rank, where it is known."""
+    """The error to raise for a collective that failed with ``error``, with the known positions of all ranks."""
     world = dist.group.WORLD
     watchdog = _watchdogs.get(world) if world is not None else None
     if watchdog is None:
@@ -250,7 +249,7 @@ def explain(error: Exception) -> FairshardError:
 
 
 def explained(collective: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Let ``collective`` raise what `explain` makes of its failure; for those that do not return a work."""
+    """Decorate a ``collective`` that does not return a work: its failures are raised through `explain`."""
 
     @functools.wraps(collective)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -275,7 +274,7 @@ _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, o
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """Where in the user's own code a thread is, past the frames of torch, of fairshard and of the standard library."""
+    """The innermost line of a thread outside of torch, fairshard and the standard library."""
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
         frame = frame.f_back
     if frame is None:

@@ -108,7 +108,7 @@ def test_an_edit_during_a_background_save_is_noticed(shared_folder):
             for param in model.parameters():
                 param.add_(1)
         writer.release()
-        with pytest.raises(CheckpointError, match=r"only optimizers may change them"):
+        with pytest.raises(CheckpointError, match=r"only optimizers may change parameters"):
             checkpointer.wait()
     assert checkpointer.load_latest(model) is None
     checkpointer.save(2, model)

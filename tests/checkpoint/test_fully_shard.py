@@ -142,7 +142,7 @@ def test_an_edit_during_a_background_save_is_noticed(shared_folder):
         with torch.no_grad():
             model.up.weight.add_(1)
         released.set()
-        with pytest.raises(CheckpointError, match="only optimizers may change them"):
+        with pytest.raises(CheckpointError, match="only optimizers may change parameters"):
             checkpointer.wait()
 
 

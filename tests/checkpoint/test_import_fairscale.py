@@ -58,7 +58,7 @@ def join(path, name):
 
 
 def write_shards(folder, model, world_size, wrappers=False):
-    """What each rank of fairscale saves, one file a rank; returns the paths in the order of ranks.
+    """What each rank of fairscale saves, one file per rank; returns the paths in the order of ranks.
 
     A unit's line is cut by ``torch.chunk`` and padded to the size of its first chunk, as fairscale does; alone, or in
     a process group of its own (``whole``), a rank keeps all of it. ``wrappers`` leaves fairscale's module names in.
@@ -231,12 +231,12 @@ REFUSED = {
         lambda paths: paths[:1] + paths[2:],
         r"shard_0\.pt to .*shard_2\.pt hold 13 elements .* has 20",
     ),
-    "the last shard missing": (lambda paths: paths[:2], r"hold 14 elements of `flat_param_0`, which has 20: one at"),
+    "the last shard missing": (lambda paths: paths[:2], r"hold 14 elements of `flat_param_0`, which has 20: at least"),
     "a shard too many": (lambda paths: [*paths, paths[0] + "-copy"], "hold 27 elements .* there are too many"),
     "a shard twice": (lambda paths: [paths[0], paths[0], paths[2]], r"shard_0\.pt is given twice"),
     "another order": (
         lambda paths: [paths[2], paths[0] + "-copy", paths[1]],
-        r"shard_2\.pt stands in the place of rank 0",
+        r"shard_2\.pt is in the place of rank 0",
     ),
     "numbers that fall": (lambda paths: [paths[1], paths[0], paths[2]], r"shard_1\.pt comes before .*shard_0\.pt"),
 }
@@ -305,7 +305,7 @@ def damage(found, what):
 DAMAGES = {
     "no metadata": "there is no 'shard_metadata'",
     "no weights": "its weights lack `flat_param_0`",
-    "an undescribed weight": "holds `stray`, but its metadata say nothing of it",
+    "an undescribed weight": "holds `stray`, but its metadata do not describe it",
     "sizes that do not fit": "names, shapes and sizes of `flat_param_0` do not fit",
     "too much padding": "has 1000 elements of padding in 10",
     "a tie to nothing": "`head.weight` is tied to `nowhere.weight`",
@@ -351,5 +351,5 @@ def test_files_that_cannot_be_read_as_data_are_refused_by_name(tmp_path, how):
 
 def test_no_shards_are_a_value_error(tmp_path):
     """An empty list has nothing to import."""
-    with pytest.raises(ValueError, match="one file a rank"):
+    with pytest.raises(ValueError, match="one file per rank"):
         import_fairscale([], tmp_path / "out")

@@ -26,7 +26,7 @@ BAD = {
     "dim not divisible by heads": ("--dim 100 --heads 3", "--dim must be a multiple of --heads = 3"),
     "out holds a run": ("--out {tmp}/run", "holds another run (metrics.jsonl)"),
     "out is a file": ("--out {tmp}/short.txt", "short.txt is a file"),
-    "out below a file": ("--out {tmp}/short.txt/run", "cannot be made"),
+    "out below a file": ("--out {tmp}/short.txt/run", "cannot be created"),
     "no ranks": ("--nproc 0", "--nproc must be at least 1"),
     "less than no ranks": ("--nproc -1", "--nproc must be at least 1"),
     "precision unknown": ("--precision int8", "--precision: invalid choice: 'int8'"),

@@ -111,7 +111,7 @@ BAD = {
     "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME or none"),
     "size without a number": ("--world-size 2 --policy size:big", "but N is 'big'"),
     "size not a number": ("--world-size 2 --policy size:nan", "but N is 'nan'"),
-    "class that is not there": ("--world-size 2 --policy class:Layer", "class:Layer is no class of a module"),
+    "class that is not there": ("--world-size 2 --policy class:Layer", "class:Layer must be a class of a module"),
     "heads that do not fit": ("--world-size 2 --dim 30 --heads 4", "--dim must be a multiple of --heads"),
     "size of another model": ("--world-size 2 --factory planned_models:build --dim 8", "--dim describes the gpt"),
     "two models": ("--world-size 2 --model gpt --factory planned_models:build", "not allowed with"),

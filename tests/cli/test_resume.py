@@ -57,7 +57,7 @@ def test_a_run_that_has_finished_is_not_resumed(run_folder):
 def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
     """Of the runs below ``runs/`` the one that began last is meant; without any, that is said."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match="there is none below runs/"):
+    with pytest.raises(OptionError, match="but runs/ here holds none"):
         resumed_options(TrainOptions(resume=True))
     for name, lr, begun in (("b", 0.1, 100), ("a", 0.2, 200)):
         folder = tmp_path / "runs" / name
@@ -170,7 +170,7 @@ def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monke
 
 def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
     """After ``--resume-from`` the newest one may be of steps that are dropped: both together are refused."""
-    with pytest.raises(OptionError, match="--max-restarts goes on from the newest checkpoint"):
+    with pytest.raises(OptionError, match="--max-restarts continues from the newest checkpoint"):
         TrainOptions(resume_from=20, max_restarts=1)
 
 

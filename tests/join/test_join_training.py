@@ -141,7 +141,7 @@ def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
     assert_as_ddp(wrapped, ddp)
     before = wrapped.state_dict()
     another = sgd(wrapped)
-    with pytest.raises(FairshardError, match=r"knows none.*join\(stateful=\[optimizer\]\)"), wrapped.join():
+    with pytest.raises(FairshardError, match=r"none has stepped.*join\(stateful=\[optimizer\]\)"), wrapped.join():
         run(wrapped, another, num_batches(2))
     assert_same_state(wrapped.state_dict(), before)
 
@@ -282,7 +282,7 @@ def test_what_cannot_be_followed_is_refused():
     model.register_comm_hook(None, lambda *_: None)
     with pytest.raises(ValueError, match="communication hook"), model.join(divide_by_initial_world_size=False):
         pass
-    with pytest.raises(TypeError, match="str has not"), model.join(stateful=["optimizer"]):
+    with pytest.raises(TypeError, match="str lacks them"), model.join(stateful=["optimizer"]):
         pass
 
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_checkpointed_is_refused():
         checkpoint_wrapper(lambda x: x)
     model = nn.Linear(4, 4)
     model.forward = lambda x: x
-    with pytest.raises(ValueError, match=r"`forward` must be a method .* this Linear has one"):
+    with pytest.raises(ValueError, match=r"`forward` must be a method .* this Linear has it"):
         checkpoint_wrapper(model)
 
 

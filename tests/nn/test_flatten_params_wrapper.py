@@ -264,11 +264,11 @@ def test_what_cannot_be_flattened_is_refused():
         FlattenParamsWrapper(model)
     with pytest.raises(ValueError, match=r"one dtype .* `0\.weight` .* `1\.weight` has torch\.float64"):
         FlattenParamsWrapper(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-    with pytest.raises(ValueError, match=r"parameters of the module, but \[\(7,\)\]"):
+    with pytest.raises(ValueError, match=r"parameters of the module, but some of shapes \[\(7,\)\]"):
         FlattenParamsWrapper(model, [nn.Parameter(torch.ones(7))])
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         FlattenParamsWrapper([model])
-    with pytest.raises(ValueError, match=r"flattened once, but `1\.flat_param` is that of another"):
+    with pytest.raises(ValueError, match=r"flattened once, but `1\.flat_param` belongs to another"):
         FlattenParamsWrapper(nn.Sequential(model, FlattenParamsWrapper(nn.Linear(2, 2))))
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
 

@@ -58,7 +58,7 @@ def test_shards_are_stepped_while_the_backward_runs():
     early = []
 
     def look(*_):
-        optimizer._worker.settle()
+        optimizer._worker.wait_idle()
         early.extend(stepped)
 
     model[0].module.register_full_backward_pre_hook(look)

@@ -60,9 +60,9 @@ def test_gradients_that_are_not_stepped_early_are_there_for_others(placement):
 def test_shards_of_another_model_are_refused():
     """Their held gradients would never be fetched: refused at construction, and by `add_param_group`."""
     model, stranger = (wrap_each(mlp(4, 5), cpu_offload=True, move_grads_to_cpu=False) for _ in range(2))
-    with pytest.raises(ValueError, match=r"`0\.flat_param_0` is of another one"):
+    with pytest.raises(ValueError, match=r"`0\.flat_param_0` belongs to another"):
         CPUOptimizer(model, torch.optim.SGD, params=[*model.parameters(), *stranger.parameters()], lr=0.1)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="is of another one"):
+    with pytest.raises(ValueError, match="belongs to another"):
         optimizer.add_param_group({"params": list(stranger.parameters())})
     assert len(optimizer.param_groups) == 1

@@ -142,7 +142,7 @@ def test_strategies_reach_inner_units(group, strategy):
 def test_a_module_that_holds_a_unit_is_refused(group):
     """The error names the inner unit; nothing else has been wrapped."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(FSDP(nn.Linear(2, 2))))
-    with pytest.raises(ValueError, match=r"holds no unit yet, but `1\.0` is wrapped already"):
+    with pytest.raises(ValueError, match=r"a module without units, but `1\.0` is wrapped already"):
         FSDP(model, auto_wrap_policy=always_wrap_policy)
     assert isinstance(model[0], nn.Linear)
 
@@ -274,7 +274,7 @@ def test_auto_wrap(group):
     with enable_wrap(ModuleWrapPolicy({nn.Linear}), wrapper_cls=FSDP, bucket_cap_mb=7):
         by_context = auto_wrap(mlp(4, 5, 6), bucket_cap_mb=8)
         by_call = auto_wrap(mlp(4, 5, 6), always_wrap_policy)
-        with pytest.raises(ValueError, match="nothing is wrapped yet, but `0` is"):
+        with pytest.raises(ValueError, match="a module without wrappers, but `0` is"):
             auto_wrap(by_context)
     assert isinstance(by_context, nn.Sequential)
     assert {fqn: unit.config.bucket_cap_mb for fqn, unit in units(by_context).items()} == {"0": 8, "2": 8}

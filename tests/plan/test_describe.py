@@ -250,12 +250,12 @@ def test_a_large_model_takes_no_memory():
         ({"optimizer": "lion"}, ValueError, "`optimizer` must be one of adamw, adam, sgd, sgd-momentum"),
         ({"device": "tpu"}, ValueError, '`device` must be "cpu" or "cuda"'),
         ({"world_size": 0}, ValueError, "`world_size` must be at least 1"),
-        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "is None where unit `root` has HYB"),
-        ({"num_replicas": 2}, ValueError, "is 2 where unit `root` has FULL_SHARD"),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "is None and unit `root` has HYB"),
+        ({"num_replicas": 2}, ValueError, "is 2 and unit `root` has FULL_SHARD"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "num_replicas": 0}, ValueError, "must be at least 1"),
         ({"reshard_after_forward": 3}, ValueError, "must divide the number of ranks, 2, but is 3 for unit `root`"),
         ({"compute_type": torch.bfloat16}, TypeError, "compute_type"),
-        ({"fp32_reduce_scatter": True}, ValueError, "must go with `mixed_precision=True`"),
+        ({"fp32_reduce_scatter": True}, ValueError, "needs `mixed_precision=True`"),
     ],
 )
 def test_what_cannot_be_planned_for_is_refused(kwargs, error, match):

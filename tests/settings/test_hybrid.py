@@ -148,7 +148,7 @@ def test_wrong_groups_are_named():
     first, second = pairs(2), pairs(2)
     model = mlp(4, 9, 5)
     model[0] = FSDP(model[0], first, sharding_strategy=HYBRID)
-    with pytest.raises(ValueError, match="must share the pair of groups"):
+    with pytest.raises(ValueError, match="must share its pair of groups"):
         FSDP(model, second, sharding_strategy=HYBRID)(randn(3, 4))
 
 

@@ -140,16 +140,16 @@ def test_what_was_ignored_is_there():
 def test_what_is_not_of_all_ranks_is_refused():
     """A rank too few, a rank twice, weights without metadata."""
     weights, metadata = of_all_ranks(FSDP(nn.Linear(4, 5)))
-    with pytest.raises(CheckpointError, match="hold 13 elements of `flat_param_0`, which has 25: one at least"):
+    with pytest.raises(CheckpointError, match="hold 13 elements of `flat_param_0`, which has 25: at least one"):
         FSDP.consolidate_shard_weights(weights[:1], metadata[:1])
     for pairs in [(weights[:1] * 2, metadata[:1] * 2), (weights[:1] * 2, metadata)]:
-        with pytest.raises(CheckpointError, match=r"once, but those given are of ranks \[0, 0\]"):
+        with pytest.raises(CheckpointError, match=r"once, but the given shards are of ranks \[0, 0\]"):
             FSDP.consolidate_shard_weights(*pairs)
     with pytest.raises(CheckpointError, match="in the place of rank 0"):
         FSDP.consolidate_shard_weights(weights[::-1], metadata)
-    with pytest.raises(ValueError, match="those of 2 and of 1 ranks"):
+    with pytest.raises(ValueError, match="weights of 2 and metadata of 1 ranks"):
         FSDP.consolidate_shard_weights(weights, metadata[:1])
-    with pytest.raises(ValueError, match="those of 0 and of 0 ranks"):
+    with pytest.raises(ValueError, match="weights of 0 and metadata of 0 ranks"):
         FSDP.consolidate_shard_weights([], [])
 
 

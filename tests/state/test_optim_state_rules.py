@@ -37,8 +37,8 @@ def test_parameters_of_a_unit_must_agree():
         (broken("0.bias", exp_avg=None), r"same state, but `0.weight`, `0.bias` have"),
         (broken("0.bias", exp_avg=torch.zeros(5).double()), r"`exp_avg` of one unit must have one dtype.*`0.bias`"),
         (broken("0.bias", exp_avg=3.0), r"`exp_avg` of one unit must have one dtype.*float"),
-        (broken("0.bias", exp_avg=torch.zeros(6)), r"that of `0.bias` has \(6,\) where the parameter has \(5,\)"),
-        (broken("0.weight", exp_avg=torch.zeros(4, 5)), r"that of `0.weight` has \(4, 5\)"),
+        (broken("0.bias", exp_avg=torch.zeros(6)), r"for `0.bias` has \(6,\) while the parameter has \(5,\)"),
+        (broken("0.weight", exp_avg=torch.zeros(4, 5)), r"for `0.weight` has \(4, 5\)"),
         (broken("0.bias", step=torch.tensor(9.0)), r"`step` .* equal .* is 1.0 for `0.weight` and 9.0 for `0.bias`"),
         (broken("0.bias", step=torch.tensor(1)), r"`step` of one unit must be equal|`step` must be equal"),
         (broken("0.bias", step=1.0), "`step` must be equal"),
@@ -68,7 +68,7 @@ def test_a_parameter_without_state():
             full["state"]["0.bias"] = {}  # reading `optimizer.state[param]` makes one
         else:
             del full["state"]["0.bias"]
-        with pytest.raises(ValueError, match=r"`step` must be there for all .* is not for `0.bias`"):
+        with pytest.raises(ValueError, match=r"`step` must be present for all .* is missing for `0.bias`"):
             shard(full, model, optimizer)
     for name in ("0.weight", "0.bias"):
         full["state"][name] = {}
@@ -135,7 +135,7 @@ def test_ranks_with_other_step_counts_are_an_error_on_all():
 def test_state_of_another_shape_is_refused_by_name():
     """8-bit-like blocks, and lists of tensors, cannot be named by parameter: refused on all ranks, not gathered."""
     for value, text in (
-        (torch.zeros(2, 8, dtype=torch.uint8), r"has shape \(2, 8\) where the shard has \(13,\)"),
+        (torch.zeros(2, 8, dtype=torch.uint8), r"has shape \(2, 8\) while the shard has \(13,\)"),
         ([torch.zeros(13)], "is a list of tensors"),
         ({"a": torch.zeros(13)}, "is a dict of tensors"),
     ):
@@ -180,9 +180,9 @@ def test_parameters_of_another_model_are_refused():
     model, optimizer = stepped()
     _, other = stepped()
     full = full_of(model, optimizer)
-    with pytest.raises(ValueError, match="must be those of `model`"):
+    with pytest.raises(ValueError, match="must belong to `model`"):
         full_of(model, other)
-    with pytest.raises(ValueError, match="must be those of `model`"):
+    with pytest.raises(ValueError, match="must belong to `model`"):
         shard(full, model, other)
 
 
@@ -241,7 +241,7 @@ def test_a_local_form_of_another_cut_is_refused():
     for part in (model, other):
         FSDP.set_state_dict_type(part, StateDictType.LOCAL_STATE_DICT)
     state = FSDP.optim_state_dict(model, optimizer)
-    with pytest.raises(RuntimeError, match="is absent where this one's is"):
+    with pytest.raises(RuntimeError, match="is absent while this model's is"):
         FSDP.optim_state_dict_to_load(other, fresh, state)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
 
@@ -255,7 +255,7 @@ def test_groups_that_were_not_saved_are_refused():
     extra = nn.Linear(2, 2)
     model.module.extra = extra
     grouped = torch.optim.AdamW([{"params": params}, {"params": extra.parameters()}])
-    with pytest.raises(ValueError, match="of group 1 none of its parameters is in the saved groups"):
+    with pytest.raises(ValueError, match="for group 1 none of its parameters was saved"):
         shard(full, model, grouped)
 
 

@@ -219,15 +219,15 @@ def test_a_local_mismatch_names_the_first_difference():
     dist.all_gather_object(layouts, own)
     without_bias = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3))
     others = [
-        (r"its rank is \d where this one's is \d", layouts[1 - dist.get_rank()]),
+        (r"its rank is \d while this model's is \d", layouts[1 - dist.get_rank()]),
         (
-            r"its `0.flat_param_0` is `0.weight` \(6, 4\) where this one's is `0.weight` \(5, 4\)",
+            r"its `0.flat_param_0` is `0.weight` \(6, 4\) while this model's is `0.weight` \(5, 4\)",
             wrap_each(mlp(4, 6, 3)).local_state_dict(),
         ),
-        (r"its `0.flat_param_0` is absent where this one's is", FSDP(mlp(4, 5, 3)).local_state_dict()),
-        (r"its `2.flat_param_0` is absent where this one's", wrap_each(mlp(4, 5)).local_state_dict()),
+        (r"its `0.flat_param_0` is absent while this model's is", FSDP(mlp(4, 5, 3)).local_state_dict()),
+        (r"its `2.flat_param_0` is absent while this model's", wrap_each(mlp(4, 5)).local_state_dict()),
         (
-            r"its `0.flat_param_0` is nothing more where this one's is `0.bias`",
+            r"its `0.flat_param_0` is nothing more while this model's is `0.bias`",
             wrap_each(without_bias).local_state_dict(),
         ),
         ("cannot be read", {**own, "_fairshard_layout": torch.tensor([123, 1], dtype=torch.uint8)}),

@@ -68,7 +68,7 @@ def test_rank0_only_is_the_first_rank_of_the_models_own_group():
 def test_rank0_only_with_writeback_is_refused():
     """ValueError on every rank, before anything is gathered."""
     model = wrap_each(mlp(4, 5, 3))
-    with pytest.raises(ValueError, match=r"`rank0_only=True` must go with `writeback=False`"):
+    with pytest.raises(ValueError, match=r"`rank0_only=True` needs `writeback=False`"):
         with model.summon_full_params(rank0_only=True):
             pass
     assert model(randn(2, 4)).shape == (2, 3)

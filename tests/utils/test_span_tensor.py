@@ -1,4 +1,4 @@
-"""A tensor of which one run of elements is here: it can be copied into, moved and stored, not computed with."""
+"""A tensor of which one run of elements is here: it can be copied into, moved and stored, not used in computation."""
 
 import copy
 import io
@@ -58,7 +58,7 @@ def test_what_cannot_be_copied_is_refused():
 )
 def test_it_is_not_computed_with(compute):
     """Anything that would need other ranks' elements raises and names the operator."""
-    with pytest.raises(ParameterShardedError, match=r"not computed with \(`\w+`\)"):
+    with pytest.raises(ParameterShardedError, match=r"not used in computation \(`\w+`\)"):
         compute(half())
 
 

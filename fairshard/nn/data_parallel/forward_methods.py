@@ -1,4 +1,4 @@
-"""Methods of a sharded module, other than its forward, that run with the unit gathered."""
+"""Methods of a sharded module, besides its forward, that run with the unit gathered."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fairshard.nn.data_parallel.in_place.module import FSDPModule, run_gathered
 
 
 def register_forward_method(module: FullyShardedDataParallel | FSDPModule, method_name: str) -> None:
-    """Let ``module.<method_name>(...)``, of the wrapped module, run with the unit gathered, as a forward does.
+    """Run ``module.<method_name>(...)`` of the wrapped module with the unit gathered, like a forward.
 
     For methods that read parameters without going through ``module(...)``: ``generate`` of Hugging Face's models,
-    ``encode``. Inputs are cast and outputs hooked for the backward as those of a forward; hooks of ``nn.Module`` do
-    not run. The call is **collective**. Parameters of units inside are gathered when those are called. Call it under
-    ``torch.no_grad()`` if no backward follows: else the parameters stay gathered for that until the next pass.
+    ``encode``. Inputs are cast and outputs hooked for the backward as in a forward; hooks of ``nn.Module`` do not run.
+    The call is **collective**. Units inside are gathered when they are called. Call it under ``torch.no_grad()`` if no
+    backward follows; otherwise the parameters stay gathered until the next pass.
 
-    Some methods look for a parameter first (``generate`` asks for the device). While such a method runs, the wrapped
-    module lists whole parameters where it has been flattened, and shards elsewhere.
+    Some methods first look for a parameter (``generate`` reads its device). While the method runs, the wrapped module
+    lists whole parameters if they are flattened, otherwise shards.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method
@@ -31,8 +31,8 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
 
     Raises:
         AttributeError: the wrapped module has no such method.
-        TypeError: ``module`` has not been sharded; or the method is a generator or coroutine function.
-        ValueError: the wrapper has a method of that name itself.
+        TypeError: ``module`` is not sharded, or the method is a generator or coroutine function.
+        ValueError: the wrapper itself has a method of that name.
 
     Source: ``register_fsdp_forward_method`` of PyTorch's FSDP2.
     """
@@ -43,13 +43,13 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
         return
     if not isinstance(module, FullyShardedDataParallel):
         raise TypeError(
-            f"A forward method is registered on the wrapper, but this is a {type(module).__name__}. Pass the "
+            f"A forward method must be registered on the wrapper, but this is a {type(module).__name__}. Pass the "
             "FullyShardedDataParallel around it; a module around wrappers needs nothing."
         )
     if hasattr(FullyShardedDataParallel, method_name):
         raise ValueError(
-            f"`{method_name}` is a method of FullyShardedDataParallel itself, which calls on the wrapper reach first. "
-            "Give the method of the wrapped module another name."
+            f"`{method_name}` must not be a method of FullyShardedDataParallel itself, but is. Rename the method of "
+            "the wrapped module."
         )
     layers, inside = [], module.module
     while isinstance(inside, FullyShardedDataParallel):
@@ -64,7 +64,7 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As `register_forward_method`; nothing happens if ``module`` has not been sharded.
+    """As `register_forward_method`; does nothing if ``module`` is not sharded.
 
     >>> import torch
     >>> from fairshard.nn import fully_shard, register_fsdp_forward_method
@@ -76,8 +76,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     >>> model.encode(torch.ones(2, 4)).sum().backward()
 
     Raises:
-        ValueError: there is no such method, or it is one of `FSDPModule`.
-        TypeError: it is a generator or coroutine function.
+        ValueError: ``module`` has no such method, or `FSDPModule` has it too.
+        TypeError: the method is a generator or coroutine function.
 
     Source: PyTorch's function of the same name.
     """
@@ -90,7 +90,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = module._fairshard_class
     if any(method_name in vars(base) for base in FSDPModule.__mro__ if not issubclass(nn.Module, base)):
         raise ValueError(
-            f"`{method_name}` is a method of FSDPModule itself. Give the method of {original.__name__} another name."
+            f"`{method_name}` must not be a method of FSDPModule itself, but is. Rename the method of "
+            f"{original.__name__}."
         )
     method = getattr(module, method_name, None)
     if not callable(method):

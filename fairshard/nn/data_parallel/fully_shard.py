@@ -1,4 +1,4 @@
-"""Door 2: ``fully_shard``, in place, with PyTorch's names and defaults; what is registered are DTensors."""
+"""Door 2: ``fully_shard``, in place, with PyTorch's names and defaults; parameters become DTensors."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def fully_shard(
     order_check: str = "sampled",
     nan_check: bool = False,
 ) -> Any:
-    """Shard the parameters of ``module`` in place, their gradients and their optimizer state; return ``module``.
+    """Shard ``module`` in place: parameters, gradients and optimizer state; returns ``module``.
 
-    Each parameter becomes a DTensor under its own name, of which each rank has some rows; optimizers, gradient
-    clipping, ``torch.distributed.checkpoint`` and its state dict functions take it as it is. Before the module
-    computes it is gathered, and freed after. Call it on inner modules first, and on the whole model last: what inner
-    calls have taken, outer ones leave alone.
+    Each parameter becomes a DTensor under its own name, with some of its rows on each rank. Optimizers, gradient
+    clipping, ``torch.distributed.checkpoint`` and its state dict functions accept it unchanged. Parameters are
+    gathered before the module computes, and freed after. Call it on inner modules first, and on the whole model last:
+    an outer call shards every parameter that no inner call has sharded.
 
     >>> import torch
     >>> from fairshard.nn import fully_shard
@@ -103,28 +103,28 @@ def fully_shard(
     >>> optimizer.step()
 
     Args:
-        module: what to shard. A list is one unit: gathered at the first call of any of its modules, freed after the
-            last of all.
+        module: the module to shard. A list is one unit: gathered at the first call of any of its modules, freed after
+            the last call of all of them.
         mesh: 1-D: the ranks to shard over; 2-D: the first dimension holds replicas, the second shards. All ranks if
             None.
-        reshard_after_forward: free the whole parameters between forward and backward. A number, which divides that
-            of the ranks, keeps them cut over so many. None is True, and False for the outermost module.
-        shard_placement_fn: gives a parameter the dimension that it is cut on, as a ``Shard``, or None for the first.
-            Other dimensions must have a size that the number of ranks divides.
-        mp_policy: in which dtype what is done.
+        reshard_after_forward: free the whole parameters between forward and backward. A number, a divisor of the
+            number of ranks, keeps them sharded over that many. None means True, and False for the outermost module.
+        shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None is the first dimension.
+            The number of ranks must divide the size of any other dimension.
+        mp_policy: dtypes of compute, gradients and outputs.
         offload_policy: whether shards, gradients and optimizer state are kept in host memory.
-        ignored_params: parameters to leave as they are.
-        dp_mesh_dims: must be None: parameters that are DTensors already are not taken.
-        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are sent; 0 or less
-            sends each unit's on its own. The outermost module's value counts.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: must be None: parameters that are already DTensors are not supported.
+        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
+            reduces each unit's on its own. The outermost module's value counts.
         order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
             50th (``"sampled"``) or never (``"off"``).
-        nan_check: after each backward, raise on all ranks if a gradient is not finite, and name it and its rank.
+        nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank.
 
     Raises:
-        ValueError: there is no process group, the arguments contradict each other, or the module is sharded already
-            or cannot be called.
-        TypeError: an argument has the wrong type, or a parameter a dtype that cannot be sharded.
+        ValueError: there is no process group, the arguments contradict each other, or the module is already sharded
+            or has no forward.
+        TypeError: an argument has the wrong type, or a parameter has a dtype that cannot be sharded.
 
     Source: PyTorch's function of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
     """
@@ -135,8 +135,8 @@ def fully_shard(
         raise TypeError(f"`shard_placement_fn` must be a function of a parameter, but is {shard_placement_fn!r}.")
     if dp_mesh_dims is not None:
         raise ValueError(
-            "`dp_mesh_dims` must be None: it is for parameters that are DTensors on a larger mesh, which are not taken "
-            "here. Pass the part of the mesh that is data parallel as `mesh`."
+            "`dp_mesh_dims` must be None: it is for parameters that are DTensors on a larger mesh, which are not "
+            "supported. Pass the data-parallel part of the mesh as `mesh`."
         )
     mesh = default_mesh() if mesh is None else mesh
     check_mesh(mesh)
@@ -162,7 +162,7 @@ def fully_shard(
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
-        vars(member)[UNIT_ATTRIBUTE] = unit  # what torch.compile returns would set it on the module inside
+        vars(member)[UNIT_ATTRIBUTE] = unit  # not setattr: a compiled module would set it on the module inside
         member.__class__ = sharded_class(type(member))
         accept_whole_values(modules_of(member))
     watch_optimizers(flat_params, config)
@@ -177,16 +177,16 @@ def fully_shard(
 def _modules_of(given: Any) -> list[nn.Module]:
     modules = list(given) if isinstance(given, (list, tuple)) else [given]
     if not modules:
-        raise ValueError("`module` must be a module or a list of some, but the list is empty.")
+        raise ValueError("`module` must be a module or a list of modules, but the list is empty.")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"`module` must be an nn.Module or a list of them, but there is a {type(module).__name__}.")
+            raise TypeError(f"`module` must be an nn.Module or a list of them, but holds a {type(module).__name__}.")
         if unit_of(module) is not None:
             how = "by FullyShardedDataParallel" if is_wrapper(module) else "already"
             raise ValueError(f"A module must not be sharded twice, but this {type(module).__name__} has been {how}.")
         if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"What is sharded must have a forward, but a {type(module).__name__} has none. "
+                f"A sharded module must have a forward, but a {type(module).__name__} has none. "
                 "Call fully_shard on the modules in it, or on `list(...)` of them to make them one unit."
             )
     if len(set(map(id, modules))) < len(modules):
@@ -206,8 +206,8 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
             )
         if reshard == 1:
             warnings.warn(
-                "`reshard_after_forward=1` keeps the parameters whole on each rank, which is what False does and is "
-                "taken for. Pass False, or a larger number.",
+                "`reshard_after_forward=1` keeps whole parameters on each rank, and means False. Pass False, or a "
+                "larger number.",
                 stacklevel=3,
             )
         reshard = False if reshard == 1 else True if reshard == num_ranks else reshard
@@ -227,7 +227,7 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
 
 
 def _placing(placement: Placement | None, num_ranks: int) -> Callable[[ParamSlot], int]:
-    """The dimension that each parameter is cut on."""
+    """A function that returns the dimension on which a parameter is cut."""
 
     def dim_of(slot: ParamSlot) -> int:
         found: Any = None if placement is None else placement(slot.leaf)
@@ -236,19 +236,19 @@ def _placing(placement: Placement | None, num_ranks: int) -> Callable[[ParamSlot
         if not isinstance(found, Shard):
             raise TypeError(
                 "`shard_placement_fn` must return a torch.distributed.tensor.Shard or None, but returned "
-                f"{type(found).__name__} ({found!r}) for `{slot.fqn}`. All parameters of a unit lie on its `mesh`."
+                f"{type(found).__name__} ({found!r}) for `{slot.fqn}`. All parameters of a unit are on its `mesh`."
             )
         shape = tuple(slot.shape)
         if not -len(shape) <= found.dim < len(shape):
             raise ValueError(
                 f"`shard_placement_fn` must name a dimension of the parameter, but returned {found!r} for "
-                f"`{slot.fqn}`, which is {shape}."
+                f"`{slot.fqn}`, which has shape {shape}."
             )
         dim = found.dim % len(shape)
         if dim and shape[dim] % num_ranks:
             raise ValueError(
                 f"A dimension other than the first must be cut evenly, but {num_ranks} ranks do not divide dimension "
-                f"{dim} of `{slot.fqn}`, which is {shape}. Let `shard_placement_fn` return None for it."
+                f"{dim} of `{slot.fqn}`, which has shape {shape}. Return None from `shard_placement_fn` for it."
             )
         return dim
 

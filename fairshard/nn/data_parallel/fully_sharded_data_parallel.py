@@ -18,7 +18,7 @@ from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.running import run
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
-from fairshard.nn.data_parallel.wrapper.methods import gathering, naming_cure
+from fairshard.nn.data_parallel.wrapper.methods import explaining, gathering
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.plan.units import auto_wrap_children
@@ -36,10 +36,10 @@ from fairshard.utils.names import join
 class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, PrefetchMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
-    Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers them whole before its module
+    Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers whole parameters before its module
     computes, frees them after, and reduce-scatters the gradients, so that each rank's optimizer steps its own
-    shard. Wrap large submodules on their own, and the whole model last: what inner wrappers have taken, outer ones
-    leave alone.
+    shard. Wrap large submodules on their own, and the whole model last: an outer wrapper shards every parameter that
+    no inner wrapper has sharded.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -50,61 +50,61 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     >>> optimizer.step()
 
     Args:
-        module: what to shard; its parameters are replaced in place.
+        module: the module to shard; its parameters are replaced in place.
         process_group: the ranks to shard over; the default group if None. For hybrid strategies a pair: the ranks to
-            shard over, and those that hold the same shard.
+            shard over, and the ranks that hold the same shard.
         reshard_after_forward: free the whole parameters between forward and backward, and gather them again; a number
-            keeps them cut over so many ranks. The outermost wrapper keeps its own in any case.
+            keeps them sharded over that many ranks. The outermost wrapper always keeps its own.
         mixed_precision: gather and compute in ``compute_dtype``, fp16 by default, and cast floating inputs to it;
             shards, gradients of shards and optimizer state stay fp32. Or a `MixedPrecision`.
-        fp32_reduce_scatter: send gradients in fp32 under ``mixed_precision``.
-        flatten_parameters: one flat parameter for all of a unit's; False: a 1-D shard for each.
-        cpu_offload: keep shards and what the optimizer makes of them in host memory; gather from there.
+        fp32_reduce_scatter: reduce gradients in fp32 under ``mixed_precision``.
+        flatten_parameters: one flat parameter for the whole unit; False: a 1-D shard per parameter.
+        cpu_offload: keep shards and optimizer state in host memory; gather from there.
         compute_dtype: the dtype to compute in under ``mixed_precision``.
-        move_grads_to_cpu: copy reduced gradients to host memory, where the optimizer then steps a master copy of
-            the shards; the value of ``cpu_offload`` if None. False with ``cpu_offload`` keeps them on the compute
-            device for `fairshard.optim.CPUOptimizer` to fetch.
-        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are sent; 0 or less
-            sends each unit's on its own. The outermost wrapper's value counts.
+        move_grads_to_cpu: copy reduced gradients to host memory, where the optimizer steps a master copy of the
+            shards; the value of ``cpu_offload`` if None. False with ``cpu_offload`` keeps them on the compute device
+            for `fairshard.optim.CPUOptimizer` to fetch.
+        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
+            reduces each unit's on its own. The outermost wrapper's value counts.
         device_mesh: instead of ``process_group``; 2-D (replicas, shards) for hybrid strategies.
         process_group_reduce_scatter: a second group of the same ranks, for gradients.
-        sharding_strategy: what is cut, and for how long; FULL_SHARD unless ``reshard_after_forward`` is False.
-        buffer_dtype: what floating buffers are cast to while the module computes.
+        sharding_strategy: what is sharded, and when it is freed; FULL_SHARD unless ``reshard_after_forward`` is False.
+        buffer_dtype: dtype to which floating buffers are cast while the module computes.
         force_input_to_fp32: without mixed precision, cast floating inputs to fp32.
-        backward_prefetch: when the backward starts to gather the next unit; None for not ahead.
-        forward_prefetch: False for not gathering the next unit ahead in forward; None and True do.
-        limit_all_gathers: accepted; memory is bounded in any case.
+        backward_prefetch: when the backward starts to gather the next unit; None disables gathering ahead.
+        forward_prefetch: False disables gathering the next unit ahead in the forward; None and True enable it.
+        limit_all_gathers: accepted without effect; memory is always bounded.
         gradient_predivide_factor: divide gradients by it before they are summed, and by the rest after.
-        disable_reshard_on_root: False lets the outermost wrapper, too, free its parameters after the forward.
-        state_dict_device: the CPU to have state dicts in host memory; where the model computes if None. This and the
-            next hold for all wrappers inside; `set_state_dict_type` overrides them.
-        state_dict_on_rank_0_only: state dicts are given, and taken, on rank 0 alone; the others get an empty one.
-        no_broadcast_optim_state: noted in `local_metadata_dict`; the optimizer state of a unit on a group of its own
-            stays with its ranks in any case.
-        clear_autocast_cache: drop autocast's casts after each forward of this wrapper, also where it keeps parameters.
+        disable_reshard_on_root: False makes the outermost wrapper free its parameters after the forward too.
+        state_dict_device: the CPU keeps state dicts in host memory; if None, the compute device. This and the next
+            option apply to all wrappers inside; `set_state_dict_type` overrides them.
+        state_dict_on_rank_0_only: only rank 0 saves and loads state dicts; other ranks get an empty one.
+        no_broadcast_optim_state: recorded in `local_metadata_dict`; the optimizer state of a unit on its own group
+            always stays with its ranks.
+        clear_autocast_cache: drop autocast's casts after each forward of this wrapper, even if it keeps parameters.
         verbose: show all settings in ``repr``.
         move_params_to_cpu: the later name of ``cpu_offload``.
-        param_init_fn: gives memory and values to what a module on the meta device owns itself; if None,
-            ``to_empty`` and the module's own ``reset_parameters`` do.
-        device_id: a GPU's number or a device: compute there, and move inputs there. What is on the CPU is cut there.
-        compute_device: the same, but inputs are left where they are.
-        sync_module_states: let all ranks begin with the parameters and buffers of rank 0. **Collective** then.
-        allow_reset_parameters: ``reset_parameters()`` of the wrapper calls that of the module, with whole parameters.
-            Seed all ranks alike before. **Collective**.
-        ignored_modules: modules below ``module`` to leave whole on every rank; their gradients are not reduced.
-        ignored_states: modules and parameters to leave whole, instead of the other two arguments.
-        ignored_parameters: parameters to leave whole.
-        auto_wrap_policy: which modules inside become units of their own, with the same arguments: one of
-            `fairshard.nn.wrap`, or PyTorch's.
+        param_init_fn: called with each module on the meta device to allocate and initialize its own parameters and
+            buffers; if None, ``to_empty`` and the module's ``reset_parameters`` are used.
+        device_id: a GPU's number or a device: compute there, and move inputs there. Modules on the CPU are cut there.
+        compute_device: the same, without moving inputs.
+        sync_module_states: broadcast the parameters and buffers of rank 0 first. **Collective** if True.
+        allow_reset_parameters: ``reset_parameters()`` of the wrapper calls the module's, with whole parameters. Seed
+            all ranks alike first. **Collective**.
+        ignored_modules: modules below ``module`` that stay whole on every rank; their gradients are not reduced.
+        ignored_states: modules and parameters that stay whole, instead of the other two arguments.
+        ignored_parameters: parameters that stay whole.
+        auto_wrap_policy: policy of `fairshard.nn.wrap`, or of PyTorch, that chooses modules inside to wrap with the
+            same arguments.
         use_orig_params: register this rank's part of each original parameter, 1-D, under its own names: views of the
             shards, for param groups by original parameter.
         order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
             50th (``"sampled"``) or never (``"off"``). All wrappers of a model need the same value.
-        nan_check: after each backward, raise on all ranks if a gradient is not finite, and name it and its rank. All
+        nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank. All
             wrappers of a model need the same value.
 
     Raises:
-        ValueError: there is no process group, the arguments contradict each other, or the module is sharded already.
+        ValueError: there is no process group, the arguments contradict each other, or the module is already sharded.
         TypeError: a parameter has a dtype that cannot be sharded.
 
     Source: fairscale's class of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
@@ -248,12 +248,12 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """The parameters, as `parameters` yields them, that have a gradient, on them or held by their unit."""
+        """The parameters of `parameters` that have a gradient, on them or held by their unit."""
         held = {shard for _, unit in units_below(self) for shard in unit.shard_grad}
         return [param for param in self.parameters() if param.grad is not None or param in held]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients, wherever they are kept."""
+        """Drop or zero all gradients, including those held by units."""
         super().zero_grad(set_to_none)
         for _, unit in units_below(self):
             unit.zero_grad(set_to_none)
@@ -261,7 +261,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     # ---- nn.Module
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply ``fn`` to every module below, and to this one, with whole parameters. **Collective.**"""
+        """Apply ``fn`` to every module below and to this one, with whole parameters. **Collective.**"""
         unit = self._unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return super().apply(fn)
@@ -274,14 +274,14 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         with summon([self._unit], Showing(writeback=True)):
             self.module.reset_parameters()  # type: ignore[operator]
 
-    # ---- what it looks like
+    # ---- names and state
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, 1-D: ``<unit>.flat_param_<i>``, or original names without flattening or with ``use_orig_params``.
 
-        Inside `summon_full_params` the original names and shapes.
+        Inside `summon_full_params`, original names and shapes.
         """
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 
@@ -292,10 +292,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         return self._named("_buffers", prefix, recurse, remove_duplicate)
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise unless this unit is in ``state``, or in one of several.
+        """Check that this unit is in ``state``, or in one of several states.
 
         Raises:
-            TrainingStateError: it is in another.
+            TrainingStateError: the unit is in another state.
         """
         wanted = [state] if isinstance(state, TrainingState) else state
         if not any(one.includes(self.training_state) for one in wanted):
@@ -308,7 +308,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def _find_inside(self, name: str) -> Any:
         if name in self.forward_methods:
             return gathering(self._unit, getattr(self.module, name), self._run)
-        found = naming_cure(self._unit, self.module, name)
+        found = explaining(self._unit, self.module, name)
         return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
 
     def __getstate__(self) -> dict[str, Any]:

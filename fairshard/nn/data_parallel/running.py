@@ -1,4 +1,4 @@
-"""A forward through a door: the model is set up at the first one, and what a unit shares is gathered with it."""
+"""A forward through a door: sets the model up on its first call, and gathers shared parameters with the unit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fairshard.setup.claim import claim
 def run(
     holder: nn.Module, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``function(*args, **kwargs)`` as a forward of ``unit``, which ``holder`` has. **Collective.**"""
+    """Call ``function(*args, **kwargs)`` as a forward of ``unit``, the unit of ``holder``. **Collective.**"""
     if torch.compiler.is_dynamo_compiling():
         refuse_tracing()
     if unit.root is None:
@@ -38,11 +38,11 @@ def refuse_tracing() -> NoReturn:
         FairshardError: always.
     """
     raise FairshardError(
-        "torch.compile must not go around a sharded module, whose gathers it cannot trace. Compile what is inside "
-        "instead: `FullyShardedDataParallel(torch.compile(block))`, `fully_shard(torch.compile(block))`."
+        "torch.compile must not wrap a sharded module, because it cannot trace gathers. Compile the module inside: "
+        "`FullyShardedDataParallel(torch.compile(block))`, `fully_shard(torch.compile(block))`."
     )
 
 
-# What `torch.compiler.assume_constant_result` sets, without its import of the compiler: tracing calls the function,
-# where a plain `raise` would only end the graph, and the engine's own functions be traced one by one.
+# As set by `torch.compiler.assume_constant_result`, without importing the compiler. Tracing then calls the function;
+# a plain `raise` would only end the graph, and the engine's functions would be traced one by one.
 refuse_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

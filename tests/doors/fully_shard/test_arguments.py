@@ -44,7 +44,7 @@ def test_types_and_values_that_are_refused():
     """Each wrong argument raises by its name, with what it is, and changes nothing."""
     model = mlp(4, 6, 4)
     refused(TypeError, "`module` must be an nn.Module.*str", "model")
-    refused(TypeError, "there is a int", [model, 3])
+    refused(TypeError, "holds a int", [model, 3])
     refused(ValueError, "list is empty", [])
     refused(ValueError, "each module once", [model, model])
     refused(TypeError, "`mesh` must be a DeviceMesh, but is ProcessGroup", model, mesh=dist.group.WORLD)
@@ -71,7 +71,7 @@ def test_placements_that_are_refused():
     model = mlp(4, 5, 4)
     by_weight = {
         Shard(1): None,
-        Shard(2): (ValueError, r"Shard\(dim=2\) for `0.weight`, which is \(5, 4\)"),
+        Shard(2): (ValueError, r"Shard\(dim=2\) for `0.weight`, which has shape \(5, 4\)"),
         Shard(-3): (ValueError, r"`0.weight`"),
         Replicate(): (TypeError, r"returned Replicate .*`0.weight`"),
         1: (TypeError, r"returned int \(1\) for `0.weight`"),
@@ -79,7 +79,7 @@ def test_placements_that_are_refused():
     for placement, expected in by_weight.items():
         if expected:
             refused(*expected, model, shard_placement_fn=lambda p, found=placement: found if p.dim() > 1 else None)
-    refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which is \(4, 5\)", model,
+    refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which has shape \(4, 5\)", model,
             shard_placement_fn=lambda param: Shard(param.dim() - 1))  # fmt: skip
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 

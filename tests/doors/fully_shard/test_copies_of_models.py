@@ -225,7 +225,7 @@ def test_a_module_with_its_own_getstate():
             return OfItsOwn, (4, 4)
 
     for copied_by in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(FairshardError, match="OfItsOwn has a `__reduce__`"):
+        with pytest.raises(FairshardError, match="OfItsOwn has its own `__reduce__`"):
             copied_by(fully_shard(OfItsOwn(4, 4)))
 
 

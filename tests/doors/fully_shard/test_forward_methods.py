@@ -175,7 +175,7 @@ def test_unregistered_ways_in_raise():
         def forward(self, x):
             return F.linear(x, self.inner.weight)
 
-    with pytest.raises(ParameterShardedError, match=r"`forward` of the sharded Peeking.*some of `inner`"):
+    with pytest.raises(ParameterShardedError, match=r"`forward` of the sharded Peeking.*parameters of `inner`"):
         fully_shard(Peeking())(randn(2, 4))
 
 
@@ -222,7 +222,7 @@ def test_arguments():
         for way in (register, register_forward_method):
             with pytest.raises(TypeError, match=f"`{name}` of Coder is a generator or coroutine"):
                 way(model, name)
-    with pytest.raises(ValueError, match="`unshard` is a method of FSDPModule"):
+    with pytest.raises(ValueError, match="`unshard` must not be a method of FSDPModule"):
         register(model, "unshard")
     register_forward_method(model, "encode")
     model.encode(randn(2, 6))

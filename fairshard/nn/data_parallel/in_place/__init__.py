@@ -1,4 +1,4 @@
-"""What a module is after `fully_shard`: its methods, and the hooks that load and register.
+"""Modules after `fully_shard`: their methods, and their hooks for loading and registration.
 
 May import from this folder and from every other but cli.
 """

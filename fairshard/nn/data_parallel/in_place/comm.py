@@ -1,4 +1,4 @@
-"""How gathers and gradients of a sharded module travel, as its user may change it."""
+"""User control of a sharded module's communication: gathers, reductions, and their memory."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from fairshard.views.rows_flat_param import RowsFlatParam
 
 
 class CommMethods(nn.Module):
-    """Of a sharded module: the methods that say how what it gathers and reduces travels.
+    """Methods of a sharded module that configure its gathers and reductions.
 
-    They are called between passes (between a forward and its backward, too), on all ranks alike: what ranks do not
-    agree on makes them wait for each other.
+    Call them between passes, or between a forward and its backward, with the same arguments on all ranks: ranks that
+    differ wait for each other.
     """
 
     # ---- sums over ranks
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: sum gradients over the ranks of a shard only, until it is True again; for meshes with replicas.
+        """False: sum gradients over the shard group only, until it is True again; for meshes with replicas.
 
-        What has been summed waits on each rank, in fp32 or wider, and is added before the sum over replicas in the
-        next backward with True, whether that comes to this module or not; it is divided then, once. Until then the
-        gradients of parameters are zeros if there were none: ``zero_grad`` drops what waits, too, and after any other
-        change the next backward raises. Without replicas it changes nothing.
+        Each rank holds the sum, in fp32 or wider. The next backward with True adds it before the sum over replicas,
+        and divides once, even if it does not reach this module. Until then missing gradients of parameters are zeros.
+        ``zero_grad`` discards the held sums too; after any other change to gradients the next backward raises. Without
+        replicas it has no effect.
 
         Raises:
             ValueError: ``requires_all_reduce`` is not a bool.
@@ -56,7 +56,7 @@ class CommMethods(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's gradients, over all ranks and replicas, by ``factor`` and nothing else.
 
-        Modules below it that are units of their own keep theirs.
+        Units inside the module keep their own divisors.
 
         Raises:
             ValueError: ``factor`` is not positive and finite.
@@ -79,7 +79,7 @@ class CommMethods(nn.Module):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Changes nothing: what is reduced over ranks is always summed, and divided afterwards.
+        """No effect: gradients are always summed over ranks, and divided afterwards.
 
         Raises:
             ValueError: ``enable`` is not a bool.
@@ -87,17 +87,18 @@ class CommMethods(nn.Module):
         check_flag("enable", enable)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
-        """Let ``hook(mean)`` change this module's gradients before they are added to those of its parameters.
+        """Call ``hook(mean)`` to change this module's reduced gradients before they are added to ``.grad``.
 
-        ``mean`` ``[S]`` is what this rank gets of them, end to end, each padded to what the first rank gets of it:
-        after all sums (on meshes with replicas, that over these too) and the division, in the dtype of the sum, which
-        on gloo is fp32 or wider. It is changed in place. Where parameters have several dtypes, each has a call. The
-        hook may communicate: all ranks call it at the same point, after the reduction of the module's bucket and
-        before the next one. On a GPU it runs on ``stream``, a CUDA stream, or on that of reductions.
+        ``mean`` ``[S]`` holds this rank's parts of the gradients end to end, each padded to the size of the first
+        rank's part. All sums (over replicas too) and the division are done; the dtype is that of the sum, which on
+        gloo is fp32 or wider. The hook changes ``mean`` in place. With parameters of several dtypes, each dtype has
+        its own call. The hook may communicate: all ranks call it at the same point, after the reduction of the
+        module's bucket and before the next one. On a GPU it runs on ``stream``, a CUDA stream, or on the stream of
+        reductions.
 
         Raises:
             TypeError: ``hook`` cannot be called.
-            ValueError: there is a ``stream`` and a mesh with replicas, whose sum has a stream.
+            ValueError: ``stream`` is given on a mesh with replicas, whose sum has its own stream.
             TrainingStateError: in the middle of a pass.
         """
         if not callable(hook):
@@ -105,7 +106,7 @@ class CommMethods(nn.Module):
         unit = _unit_of(self)
         if stream is not None and unit.groups.replicas is not None:
             raise ValueError(
-                "`stream` must be None on a mesh with replicas, where hooks run on the stream of the sum over these."
+                "`stream` must be None on a mesh with replicas, but is given: hooks run on the stream of their sum."
             )
         if stream is not None and not hasattr(stream, "wait_event"):
             raise TypeError(f"`stream` must be a CUDA stream, but is {stream!r}.")
@@ -114,7 +115,7 @@ class CommMethods(nn.Module):
             flat_param.follow_route()
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Changes nothing: parameters without a gradient always count as zeros, so that ranks may differ in them.
+        """No effect: a missing gradient always counts as zeros, so that ranks may use different parameters.
 
         Raises:
             ValueError: ``reduce_scatter_unused_params`` is not a bool.
@@ -123,7 +124,7 @@ class CommMethods(nn.Module):
         check_flag("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Changes nothing: at most two buckets have memory at a time, see ``bucket_cap_mb`` of `fully_shard`.
+        """No effect: at most two buckets have memory at a time, see ``bucket_cap_mb`` of `fully_shard`.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an int.
@@ -135,16 +136,16 @@ class CommMethods(nn.Module):
             raise ValueError(f"`max_input_buffers` must be 1 or more, but is {max_input_buffers}.")
         check_flag("recurse", recurse)
 
-    # ---- by what they travel
+    # ---- custom communication
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this module's parameters through ``comm``, for forward and backward; state dicts do not.
+        """Gather this module's parameters through ``comm`` in forward and backward, but not for state dicts.
 
-        ``comm`` is an `AllGather`, or has its two methods. Where there is one rank nothing is gathered.
+        ``comm`` is an `AllGather`, or has its two methods. Not called with one rank.
 
         Raises:
             TypeError: ``comm`` lacks a method.
-            OptionsExcludeError: memory comes from the process group.
+            OptionsExcludeError: memory is allocated by the process group.
             TrainingStateError: in the middle of a pass.
         """
         for flat_param in _customizable(_unit_of(self), "set_custom_all_gather", comm):
@@ -152,14 +153,14 @@ class CommMethods(nn.Module):
             flat_param.follow_route()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Sum this module's gradients over the ranks of a shard through ``comm``, in a bucket of their own.
+        """Sum this module's gradients over the shard group through ``comm``, in their own bucket.
 
-        ``comm`` is a `ReduceScatter`, or has its two methods; the sum over replicas and the division are ours. Where
-        there is one rank nothing is summed.
+        ``comm`` is a `ReduceScatter`, or has its two methods; the engine does the sum over replicas and the division.
+        Not called with one rank.
 
         Raises:
             TypeError: ``comm`` lacks a method.
-            OptionsExcludeError: memory comes from the process group.
+            OptionsExcludeError: memory is allocated by the process group.
             TrainingStateError: in the middle of a pass.
         """
         for flat_param in _customizable(_unit_of(self), "set_custom_reduce_scatter", comm):
@@ -167,11 +168,11 @@ class CommMethods(nn.Module):
             flat_param.follow_route()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Gather and reduce this module's parameters and gradients in memory of the backend's own (NCCL has it).
+        """Gather parameters and reduce gradients of this module in memory from the backend's allocator (NCCL's).
 
         Raises:
             ValueError: ``enable`` is not a bool, or the backend has no allocator.
-            OptionsExcludeError: there is a custom all-gather or reduce-scatter.
+            OptionsExcludeError: the module has a custom all-gather or reduce-scatter.
             TrainingStateError: in the middle of a pass.
         """
         check_flag("enable", enable)
@@ -179,8 +180,8 @@ class CommMethods(nn.Module):
         flat_params = _routed(unit, "set_allocate_memory_from_process_group_for_comm")
         if any(_is_custom(flat_param) for flat_param in flat_params):
             raise OptionsExcludeError(
-                "Memory must not come from the process group where communication is custom, which has its own "
-                f"`allocate`, but unit `{unit.fqn or 'root'}` has some. Allocate from the group there."
+                "Custom communication excludes memory of the process group, because it has its own `allocate`, but "
+                f"unit `{unit.fqn or 'root'}` has both. Allocate from the group in `allocate`."
             )
         group = unit.groups.shard.resolve()
         for flat_param in flat_params:
@@ -194,24 +195,24 @@ class CommMethods(nn.Module):
             flat_param.follow_route()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused: symmetric memory is not allocated here.
+        """Not supported: always raises.
 
         Raises:
             ValueError: ``backend`` is not ``"NCCL"``.
-            NotImplementedError: it is.
+            NotImplementedError: ``backend`` is ``"NCCL"``.
         """
         if backend != "NCCL":
             raise ValueError(f'`backend` must be "NCCL", the only one with symmetric memory, but is {backend!r}.')
         raise NotImplementedError(
             "`set_symm_mem_for_comm` is not supported: symmetric memory must stay allocated and registered on all "
-            "ranks, while here buffers are freed with each reshard. Allocate it in an AllGather of your own, for "
+            "ranks, but buffers are freed with each reshard. Allocate it in your own AllGather, for "
             "`set_custom_all_gather`."
         )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own, so that gathers do not queue behind them on NCCL.
+        """Reduce gradients in a separate process group, so that gathers do not queue behind them on NCCL.
 
-        The group is made the first time, and serves all modules over the same ranks. **Collective**, then, over these.
+        The first call creates the group for all modules over the same ranks, and is **collective** over them.
 
         Raises:
             ValueError: ``enable`` is not a bool.
@@ -227,14 +228,14 @@ class CommMethods(nn.Module):
                 flat_param.reduce_in(communicator(group or shard.resolve()))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next pass's gathers wait for ``event``, recorded after the optimizer's step, and for nothing else.
+        """Make the gathers of the next pass wait only for ``event``, recorded after the optimizer's step.
 
-        Otherwise they wait for all that the current stream has been given when the pass begins. It counts once. On CPU
-        it has no effect.
+        By default they wait for all work queued on the current stream when the pass begins. Applies to one pass. No
+        effect on CPU.
 
         Raises:
             TypeError: ``event`` is not an event of a stream.
-            ValueError: it is one of another kind of device.
+            ValueError: ``event`` belongs to another type of device.
         """
         if not all(hasattr(event, name) for name in ("record", "wait", "query")):
             raise TypeError(f"`event` must be a torch.Event or torch.cuda.Event, but is {event!r}.")
@@ -246,10 +247,10 @@ class CommMethods(nn.Module):
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise unless ``value``, of argument ``name``, is a bool.
+    """Check that ``value``, of argument ``name``, is a bool.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not a bool.
     """
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be True or False, but is {value!r}.")
@@ -267,21 +268,21 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def _routed(unit: Unit, method: str) -> list[RowsFlatParam]:
-    """The flat params of ``unit``, whose route ``method`` changes; raises in the middle of a pass."""
+    """The flat params of ``unit`` whose route ``method`` will change; raises in the middle of a pass."""
     if unit.root is not None:
         unit.root.assert_idle(method)
     return [flat_param for flat_param in unit.flat_params if isinstance(flat_param, RowsFlatParam)]
 
 
 def _customizable(unit: Unit, method: str, comm: Any) -> list[RowsFlatParam]:
-    """As `_routed`, where communication can go through ``comm``."""
+    """As `_routed`, after a check that ``comm`` can be used."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
     flat_params = _routed(unit, method)
     if any(flat_param.route.uses_group_memory for flat_param in flat_params):
         raise OptionsExcludeError(
-            f"`{method}` must not be called where memory comes from the process group, but unit "
-            f"`{unit.fqn or 'root'}` has that. Call set_allocate_memory_from_process_group_for_comm(False) before."
+            f"`{method}` excludes memory of the process group, but unit `{unit.fqn or 'root'}` uses it. Call "
+            "set_allocate_memory_from_process_group_for_comm(False) first."
         )
     return flat_params
 
@@ -295,7 +296,7 @@ _twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyD
 
 
 def _twin(group: ProcessGroup) -> ProcessGroup:
-    """Another group of the same ranks. **Collective** the first time."""
+    """A second group of the same ranks. **Collective** the first time."""
     if group not in _twins:
         _twins[group] = subgroup(dist.get_process_group_ranks(group))
     return _twins[group]

@@ -1,8 +1,8 @@
-"""Loading whole tensors, and DTensors placed otherwise, into modules that have DTensors.
+"""Load whole tensors, and DTensors with other placements, into modules with DTensors.
 
-Also optimizer state of parameters without dimensions: loaded as plain values by torch, stepped as DTensors. torch takes
-a value without dimensions for one that is no tensor's: ``set_optimizer_state_dict`` leaves the moments of such a
-parameter plain, and the next step would mix them with DTensors, which torch refuses.
+Also converts optimizer state of 0-dim parameters: ``set_optimizer_state_dict`` of torch treats 0-dim values as plain
+numbers and leaves the moments of such a parameter plain; the next step would mix them with DTensors, and torch would
+raise.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fairshard.utils.dtensors import part_of, placed_as
 
 
 def accept_whole_values(modules: Iterable[nn.Module]) -> None:
-    """Let ``load_state_dict`` into ``modules`` take whole tensors, as well as DTensors.
+    """Make ``load_state_dict`` of ``modules`` accept whole tensors as well as DTensors.
 
-    Of a whole tensor each rank takes its part, without communication. With ``assign=True`` values are copied all the
-    same: optimizers hold the parameters that there are, and shards lie side by side in memory of their own.
+    Each rank copies its part of a whole tensor, without communication. Values are copied even with ``assign=True``,
+    because optimizers hold the existing parameters, and shards share one buffer.
     """
     for module in modules:
         module.register_load_state_dict_pre_hook(_take_parts)
@@ -35,16 +35,16 @@ def accept_whole_values(modules: Iterable[nn.Module]) -> None:
 def _take_parts(
     module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: Any, *problems: list[str]
 ) -> None:
-    """Copy what ``state`` has for DTensors of ``module``, and leave themselves there, which torch then keeps."""
-    messages = problems[-1]  # after names that are missing and unexpected
+    """Copy values in ``state`` into the DTensors of ``module``, and replace them by these, which torch then keeps."""
+    messages = problems[-1]  # the list after missing and unexpected names
     for name, param in module._parameters.items():
         key = prefix + name
         value = state.get(key)
         if not isinstance(param, DTensor) or not isinstance(value, Tensor):
             continue
-        if not param.dim() and value.shape == torch.Size([1]):  # as torch allows
+        if not param.dim() and value.shape == torch.Size([1]):  # torch allows it too
             value = value[0]
-        if value.shape != param.shape:  # torch says so
+        if value.shape != param.shape:  # torch reports it
             continue
         state[key] = param
         if value.is_meta:
@@ -55,19 +55,19 @@ def _take_parts(
         except ValueError as error:
             messages.append(f"`{key}`: {error}")
             continue
-        if param.is_meta:  # what torch assigns is memory of its own
+        if param.is_meta:  # torch assigns it, so it needs its own memory
             state[key] = part.clone()
         else:
             param.copy_(part)
 
 
-# How many parameters an optimizer had when it was looked at, and those of them that are DTensors without dimensions.
+# By optimizer: its number of parameters at the last check, and its 0-dim DTensor parameters.
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[DTensor]]] = weakref.WeakKeyDictionary()
 _is_installed = False
 
 
 def watch_scalars(params: Iterable[Tensor]) -> None:
-    """If some of ``params`` are without dimensions, let optimizers find their state as DTensors from now on."""
+    """If any of ``params`` is 0-dim, convert optimizer state of such parameters to DTensors before each step."""
     global _is_installed
     if not _is_installed and any(not param.dim() for param in params):
         register_optimizer_step_pre_hook(_before_step)

@@ -1,4 +1,4 @@
-"""Methods of a module that is sharded in place: run gathered if registered, else told what they lack."""
+"""Methods of a module sharded in place: registered ones run gathered, for others errors explain what is missing."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 
 
 def check_runs_now(method: Callable[..., Any], name: str, owner: type) -> None:
-    """Raise if the body of ``method`` runs after the call has returned, and with it the gathered parameters are gone.
+    """Check that the body of ``method`` runs before the call returns, while parameters are gathered.
 
     Raises:
-        TypeError: it is a generator or coroutine function.
+        TypeError: ``method`` is a generator or coroutine function.
     """
     if any(runs_later(method) for runs_later in _RUN_LATER):
         raise TypeError(
             f"A forward method must be done when it returns, but `{name}` of {owner.__name__} is a generator or "
-            "coroutine function: its body would find the parameters freed again. Register what it calls."
+            "coroutine function: its body would run after the parameters are freed. Register a method that it calls."
         )
 
 
 class ForwardMethod:
-    """In the class of a sharded module: its method ``name``, run as a forward is."""
+    """Descriptor in the class of a sharded module that runs its method ``name`` like a forward."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __get__(self, module: Any, owner: Any) -> Any:
-        """The method, of the class or put on the instance, bound; of the class itself the original."""
+        """The bound method of the instance or class; on the class itself, the original function."""
         if module is None:
             return getattr(owner._fairshard_class, self.name)
         method = module.__dict__.get(self.name)
@@ -50,12 +50,12 @@ class ForwardMethod:
         return call
 
     def __set__(self, module: Any, value: Any) -> None:
-        """Put another method on the instance, which is run as a forward too."""
+        """Set another method on the instance; it also runs like a forward."""
         module.__dict__[self.name] = value
 
 
 def explaining_methods(original: type[nn.Module]) -> dict[str, Any]:
-    """The public methods of ``original``; where torch says that DTensors are mixed, they say how to gather."""
+    """The public methods of ``original``, with errors about mixed DTensors that explain how to gather."""
     methods: dict[str, Any] = {}
     for base in original.__mro__[: original.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
@@ -91,12 +91,13 @@ def _explain(module: nn.Module, name: str, error: RuntimeError) -> None:
     place = f"`{name}` of the sharded {type(module).__name__.removeprefix('FSDP')} `{unit.fqn or 'root'}`"
     if unit.is_gathered:
         raise ParameterShardedError(
-            f"{place} must reach parameters of units inside it by calling these, but seems to compute with some of "
-            f"`{sharded[0]}`, which is not gathered. Shard the two as one unit, or move the computation there."
+            f"{place} must use parameters of units inside it by calling those units, but seems to compute with "
+            f"parameters of `{sharded[0]}`, which is not gathered. Shard the two as one unit, or move the computation "
+            "there."
         ) from error
     cure = (
         "Call the module itself"
         if name == "forward"
-        else f'Let it gather them, with `fairshard.nn.register_fsdp_forward_method(module, "{name}")`'
+        else f'Gather them with `fairshard.nn.register_fsdp_forward_method(module, "{name}")`'
     )
-    raise ParameterShardedError(f"{place} computes with parameters of which only shards exist now. {cure}.") from error
+    raise ParameterShardedError(f"{place} computes with parameters that are only shards now. {cure}.") from error

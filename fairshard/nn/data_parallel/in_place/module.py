@@ -1,4 +1,4 @@
-"""What a module is after `fully_shard`: itself, and an `FSDPModule`, whose methods say when what is gathered."""
+"""`FSDPModule`, a base class of every module after `fully_shard`: control of gathering, resharding and gradients."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from fairshard.views.rows_flat_param import RowsFlatParam
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """Handle returned by ``unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are whole, and hang them into the module; a second time does nothing."""
+        """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_gathered:
             unit.wait_unshard()
 
 
 class FSDPModule(CommMethods):
-    """Every module that `fully_shard` was called on is also one of these.
+    """Base class of every module on which `fully_shard` was called.
 
-    Where a method takes ``recurse``, it is about this module and all below it; else about this one alone.
+    Methods with ``recurse`` apply to this module and all sharded modules below it; other methods to this module only.
 
-    Source: PyTorch's FSDP2, whose names, arguments and defaults these are.
+    Source: PyTorch's FSDP2, for names, arguments and defaults.
     """
 
-    # The names here must not be those that a user's class may have.
+    # The names must not collide with those of a user's class.
     _fairshard_class: type[nn.Module]
     _fairshard_methods: frozenset[str]
     _fairshard_unit: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make what the class was made of: slicing a container, for one, calls its class."""
+        """Make an instance of the original class; slicing a container, for example, calls its class."""
         made = cls._fairshard_class.__new__(cls._fairshard_class, *args, **kwargs)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         return made
@@ -68,7 +68,7 @@ class FSDPModule(CommMethods):
         unit = self._fairshard_unit
         assert unit.members is not None
         unit.members.enter(self)
-        if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
+        if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return function(*args, **kwargs)
         dtype = unit.members.output_dtype
         if dtype is not None:
@@ -78,10 +78,10 @@ class FSDPModule(CommMethods):
     # ---- gathering
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module; with ``async_op`` only begin to, and return what waits for it.
+        """Gather the parameters of this module; with ``async_op`` only start to, and return a handle to wait for it.
 
-        The next forward waits in any case. Weights that change meanwhile are gathered again by it, if torch counts the
-        write: after one through ``.data`` or a ``torch._foreach_`` function call `reshard`. **Collective.**
+        The next forward waits too. If weights change in between, it gathers them again, provided that torch counts the
+        write: after a write through ``.data`` or a ``torch._foreach_`` function call `reshard`. **Collective.**
         """
         root = root_of(self)
         unit = self._fairshard_unit
@@ -95,10 +95,10 @@ class FSDPModule(CommMethods):
         return None
 
     def reshard(self) -> None:
-        """Free the whole parameters of this module, if there are any.
+        """Free the whole parameters of this module, if gathered.
 
         Raises:
-            TrainingStateError: in the middle of its own forward.
+            TrainingStateError: inside the module's own forward.
         """
         unit = self._fairshard_unit
         if unit.state is TrainingState.FORWARD:
@@ -112,7 +112,7 @@ class FSDPModule(CommMethods):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the parameters after each forward from now on, or keep them for the backward.
 
-        The outermost module, which keeps its own unless told otherwise, has been told so then.
+        This also overrides the default of the outermost module, which keeps its own.
 
         Raises:
             ValueError: ``reshard_after_forward`` is not a bool.
@@ -123,7 +123,7 @@ class FSDPModule(CommMethods):
             unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free the parameters after each backward, or keep them for the next forward, if no step comes in between.
+        """Free the parameters after each backward, or keep them for the next forward if no step comes in between.
 
         Raises:
             ValueError: ``reshard_after_backward`` is not a bool.
@@ -133,7 +133,7 @@ class FSDPModule(CommMethods):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: no gradient of this module needs its parameters (an embedding's does not): leave them cut.
+        """False: do not gather in the backward, because no gradient of this module needs its parameters (embeddings).
 
         Raises:
             ValueError: ``unshard_in_backward`` is not a bool.
@@ -142,25 +142,25 @@ class FSDPModule(CommMethods):
         self._fairshard_unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather ``modules`` when the forward of this one starts, instead of the one that followed in the last pass.
+        """Gather ``modules`` when this one's forward starts, instead of the unit that followed in the last pass.
 
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
         self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
-        _settle_prefetch(self._fairshard_unit)
+        _resolve_prefetch(self._fairshard_unit)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather ``modules`` when the backward comes to this one, instead of the one that it should come to next.
+        """Gather ``modules`` when the backward reaches this one, instead of the unit that it would reach next.
 
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
         self._fairshard_unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
-        _settle_prefetch(self._fairshard_unit)
+        _resolve_prefetch(self._fairshard_unit)
 
     def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
-        """False: gather nothing ahead in forward but what `set_modules_to_forward_prefetch` names, as PyTorch does.
+        """False: as in PyTorch, the forward gathers ahead only modules of `set_modules_to_forward_prefetch`.
 
         Raises:
             ValueError: ``enable`` is not a bool.
@@ -172,7 +172,7 @@ class FSDPModule(CommMethods):
     # ---- gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: more backwards of the same forwards follow, and what was foreseen for this one holds for them.
+        """False: more backwards of the same forwards follow, and the predicted order stays valid for them.
 
         Raises:
             ValueError: ``is_last_backward`` is not a bool.
@@ -181,7 +181,7 @@ class FSDPModule(CommMethods):
         root_of(self).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: add up gradients on each rank, whole, without communication, until it is True again.
+        """False: accumulate whole gradients on each rank, without communication, until it is True again.
 
         Raises:
             ValueError: ``requires_gradient_sync`` is not a bool.
@@ -191,7 +191,7 @@ class FSDPModule(CommMethods):
             unit.sync = requires_gradient_sync
 
     def reset_iter_state(self) -> None:
-        """Drop what a forward or backward left behind that raised; the next forward does so by itself.
+        """Drop the state of a forward or backward that raised; the next forward also does so.
 
         Raises:
             TrainingStateError: this is not the outermost module.
@@ -199,17 +199,17 @@ class FSDPModule(CommMethods):
         root = root_of(self)
         if root.units[0] is not self._fairshard_unit:
             raise TrainingStateError(
-                "`reset_iter_state` must be called on the outermost module that was sharded, but this is "
+                "`reset_iter_state` must be called on the outermost sharded module, but this is "
                 f"`{self._fairshard_unit.fqn}`. Call it on the model."
             )
         root.reset()
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """After unpickling, be sharded over ``mesh``, this module and all below it; without, over all ranks.
+        """After unpickling, use ``mesh`` for this module and all below it; otherwise all ranks are used.
 
         Raises:
-            TypeError: it is no mesh.
-            ValueError: it has not the dimensions that the module was sharded over, or not this rank.
+            TypeError: ``mesh`` is not a mesh.
+            ValueError: it has another number of dimensions than the module was sharded over, or lacks this rank.
             TrainingStateError: in the middle of a pass.
         """
         check_mesh(mesh)
@@ -220,8 +220,8 @@ class FSDPModule(CommMethods):
             wanted = 1 if unit.groups.replicas is None else 2
             if mesh.ndim != wanted:
                 raise ValueError(
-                    f"`mesh` must have {wanted} dimension{'s' * (wanted - 1)}, as the one had that unit "
-                    f"`{unit.fqn or 'root'}` was sharded over, but has {mesh.ndim}."
+                    f"`mesh` must have {wanted} dimension{'s' * (wanted - 1)}, like the original mesh of unit "
+                    f"`{unit.fqn or 'root'}`, but has {mesh.ndim}."
                 )
         for unit in units:
             unit.groups.set(mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0)))
@@ -234,7 +234,7 @@ class FSDPModule(CommMethods):
     # ---- nn.Module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
-        for unit in _units_of(self, recurse):  # before anything is changed
+        for unit in _units_of(self, recurse):  # check before anything changes
             check_conversion(unit, fn)
             if unit.is_gathered and unit.state is not TrainingState.FORWARD:
                 unit.reshard()
@@ -247,12 +247,12 @@ class FSDPModule(CommMethods):
         if unit.root is not None:
             unit.root.assert_idle("pickle or deepcopy")
         self.reshard()
-        settle(unit)  # a copy begins with what the shards hold
+        settle(unit)  # a copy starts with the values of the shards
         reduced = super().__reduce_ex__(protocol)
         if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
             raise FairshardError(
-                f"A sharded module must be pickled and copied by its state, but {self._fairshard_class.__name__} has a "
-                "`__reduce__` of its own, which knows nothing of shards. Save its state dict instead."
+                f"A sharded module must be pickled and copied by its state, but {self._fairshard_class.__name__} has "
+                "its own `__reduce__`, which does not know shards. Save its state dict instead."
             )
         return _rebuilt, (self._fairshard_class, self._fairshard_methods), *reduced[2:]
 
@@ -263,7 +263,7 @@ class FSDPModule(CommMethods):
 
 
 def root_of(module: FSDPModule) -> Root:
-    """The root that the unit of ``module`` belongs to; it becomes one itself if nothing has claimed it."""
+    """The root of the unit of ``module``, which becomes the root itself if no other has claimed it."""
     return module._fairshard_unit.root or claim(module)
 
 
@@ -271,13 +271,13 @@ def _units_of(module: FSDPModule, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_below(module)] if recurse else [module._fairshard_unit]
 
 
-def _settle_prefetch(unit: Unit) -> None:
+def _resolve_prefetch(unit: Unit) -> None:
     if unit.root is not None:
         unit.prefetch.settle(unit.root.units)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted for models that are stages of a pipeline, and needs to do nothing: each keeps streams of its own.
+    """Accepted for models that are stages of a pipeline, without effect: each keeps its own streams.
 
     Raises:
         ValueError: ``modules`` holds something that is not an FSDPModule.
@@ -291,7 +291,7 @@ _classes: dict[tuple[type[nn.Module], frozenset[str]], type[FSDPModule]] = {}
 
 
 def sharded_class(original: type[nn.Module], forward_methods: frozenset[str] = frozenset()) -> type[FSDPModule]:
-    """The class of modules of class ``original`` after `fully_shard`; ``forward_methods`` of it run gathered."""
+    """The class of modules of class ``original`` after `fully_shard`; its ``forward_methods`` run gathered."""
     key = original, forward_methods
     if key not in _classes:
         methods = {**explaining_methods(original), **{name: ForwardMethod(name) for name in forward_methods}}
@@ -301,12 +301,12 @@ def sharded_class(original: type[nn.Module], forward_methods: frozenset[str] = f
 
 
 def run_gathered(module: FSDPModule, method_name: str) -> None:
-    """Let ``module`` run its method of that name as it runs its forward."""
+    """Make ``module`` run its method ``method_name`` like its forward."""
     module.__class__ = sharded_class(module._fairshard_class, module._fairshard_methods | {method_name})
 
 
 def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.Module:
-    """An empty module of class ``original``, sharded, to be filled with state."""
+    """An empty sharded module of class ``original``, to be filled with state."""
     made = original.__new__(original)
     made.__class__ = sharded_class(original, forward_methods)
     return made

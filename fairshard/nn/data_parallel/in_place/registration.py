@@ -1,7 +1,7 @@
-"""What is put into a model after `fully_shard`: DTensors are taken in, anything else that would be trained is refused.
+"""Parameters registered in a model after `fully_shard`: DTensors are adopted, other trainable parameters raise.
 
-torch calls the functions here whenever a module of this process gets a parameter or a submodule, but not in
-``functional_call``, which puts others there for one call.
+torch calls these functions whenever a module of this process gets a parameter or a submodule, but not in
+``functional_call``, which replaces them for one call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _is_installed = False
 
 
 def watch_registrations() -> None:
-    """From now on, look at what modules of units without a wrapper get."""
+    """From now on, check parameters and modules that are registered in units of `fully_shard`."""
     global _is_installed
     if not _is_installed:
         register_module_parameter_registration_hook(_on_parameter)
@@ -36,7 +36,7 @@ def watch_registrations() -> None:
 
 
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
-    """Return what to register instead of ``param``; None for that itself."""
+    """Return the parameter to register instead of ``param``; None registers ``param`` itself."""
     unit = unit_of(module)
     is_in_place = unit is not None and unit.members is not None
     if not is_in_place and not module._forward_pre_hooks:
@@ -49,7 +49,7 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
         if isinstance(param, DTensor):
             return stepped.take(param)
         raise FairshardError(
-            f"Parameter `{stepped.name}` must stay a DTensor once it is sharded, but a whole one is put in its place, "
+            f"Parameter `{stepped.name}` must stay a DTensor once it is sharded, but is replaced by a whole one, "
             "which every rank would train on its own. Copy the values into it "
             "(`with torch.no_grad(): param.copy_(distribute_tensor(values, param.device_mesh, param.placements))`), or "
             "load a state dict."
@@ -63,7 +63,7 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
 
 
 def _place_of(module: nn.Module) -> str | None:
-    """The fqn of ``module`` if a unit without a wrapper has taken parameters of it."""
+    """The fqn of ``module`` if `fully_shard` has sharded parameters of it; otherwise None."""
     is_in_place = any(isinstance(param, DTensor) and stepped_of(param) for param in module._parameters.values())
     fqn = taken_from(module) if is_in_place else None
     return None if fqn is None else fqn.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What fairscale's wrapper shows of itself as attributes: its arguments, its ranks, its state."""
+"""The attributes of fairscale's wrapper: its arguments, its ranks, its state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fairshard.settings.groups import MISSING, Groups
 
 
 class UnitAttributes(Forwarding):
-    """A module with a unit; its attributes under fairscale's names, the arguments of the wrapper among them."""
+    """A module with a unit; its attributes under fairscale's names, including the wrapper's arguments."""
 
     config: UnitConfig
 
     def extra_repr(self) -> str:
-        """The settings, in fairscale's order; all of them if ``verbose``."""
+        """Main settings in fairscale's order; all settings if ``verbose``."""
         own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
         own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
         if self.config.late.verbose:
@@ -38,12 +38,12 @@ class UnitAttributes(Forwarding):
 
     @property
     def move_params_to_cpu(self) -> bool:
-        """``cpu_offload`` under its later name."""
+        """The later name of ``cpu_offload``."""
         return self.config.cpu_offload
 
     @property
     def process_group(self) -> ProcessGroup | str:
-        """The ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
+        """Group of the ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
         return self._unit.groups.main.group or MISSING
 
     @process_group.setter
@@ -82,15 +82,15 @@ class UnitAttributes(Forwarding):
         return all(unit.groups.main.group is own for _, unit in units_below(self))
 
     def check_is_root(self) -> bool:
-        """Whether this is an outermost wrapper: no other one is around it."""
+        """Whether this is an outermost wrapper, inside no other."""
         return not self._unit.is_inner
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Let a module of this unit use ``p``, which a unit beside it, wrapped before, has taken as its own.
+        """Share ``p``, a parameter owned by a sibling unit that was wrapped earlier, with a module of this unit.
 
-        Tie the modules, wrap each, then call this on the second; ``p`` is the parameter as either module has it. The
-        unit that has it is gathered whenever this one computes, and the gradients of all uses add up there. Both must
-        be inside one outer wrapper, neither inside the other, and compute in the same precision.
+        Tie the modules, wrap each, then call this on the second; ``p`` is the parameter of either module. The owning
+        unit is gathered whenever this one computes, and accumulates the gradients of all uses. Both must be inside one
+        outer wrapper, neither inside the other, and compute in the same dtype.
 
         >>> from torch import nn
         >>> from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -101,21 +101,21 @@ class UnitAttributes(Forwarding):
         >>> model = FSDP(nn.Sequential(a, nn.Tanh(), b))
 
         Raises:
-            ValueError: no module of this unit uses it, or no other unit has it.
-            TrainingStateError: the model has run already.
+            ValueError: no module of this unit uses ``p``, or no other unit owns it.
+            TrainingStateError: the model has already run.
 
         Source: fairscale's method of the same name, which needs ``flatten_parameters=False``.
         """
         if self._unit.root is not None:
             raise TrainingStateError(
                 "`append_shared_param` must be called before the first forward or state dict, but unit "
-                f"`{self._unit.fqn or 'root'}` has been set up. Call it where the model is wrapped."
+                f"`{self._unit.fqn or 'root'}` is already set up. Call it right after wrapping."
             )
         self._unit.origin.shared.append(p)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:
-        """The wrappers in ``module``, itself included, outermost first; with ``root_only`` those within no other."""
+        """The wrappers in ``module``, itself included, outermost first; with ``root_only`` only outermost ones."""
         found = [part for _, part in walk(module) if isinstance(part, UnitAttributes)]
         return [wrapper for wrapper in found if wrapper.check_is_root() or not root_only]
 
@@ -137,7 +137,7 @@ for _name in _LATE:
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[UnitAttributes]:
-    """The wrappers in ``mod``, itself included, outermost first; ``skip_empty`` leaves out those without parameters.
+    """The wrappers in ``mod``, itself included, outermost first; ``skip_empty`` skips those without parameters.
 
     Source: fairscale's function of the same name.
     """

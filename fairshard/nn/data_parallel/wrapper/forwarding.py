@@ -1,4 +1,4 @@
-"""A wrapper that can be used as the module in it."""
+"""A wrapper that can be used like the module in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 class Forwarding(nn.Module):
-    """Has the attributes, items, length and truth of its ``module`` beside its own."""
+    """Forwards attributes, items, length and truth value to its ``module``."""
 
     def __getattr__(self, name: str) -> Any:
-        """What is no attribute of the wrapper is one of the module."""
+        """Look up attributes that the wrapper lacks in the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -20,7 +20,7 @@ class Forwarding(nn.Module):
         return self._find_inside(name)
 
     def _find_inside(self, name: str) -> Any:
-        """The module's attribute ``name``, or what stands for it."""
+        """The module's attribute ``name``, or its replacement."""
         return getattr(self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -32,5 +32,5 @@ class Forwarding(nn.Module):
         return len(self.module)
 
     def __bool__(self) -> bool:
-        """As of the wrapped module, which need not have a length."""
+        """Truth value of the wrapped module, which need not have a length."""
         return bool(self.module)

@@ -1,4 +1,4 @@
-"""How gradients are reduced, as users may change it, and clipped."""
+"""A wrapper's methods that change how gradients are reduced, and clip them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fairshard.utils.storage import is_same_memory
 
 
 class GradMethods(StateMethods):
-    """Of a wrapper: the methods that change how gradients are averaged."""
+    """Methods of a wrapper for the reduction and clipping of gradients."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
 
-        The first backward outside reduces the sum. Until then every rank holds whole gradients, and those of shards
-        are zeros if there were none: zero them to drop what is held; after any other change the next backward raises.
-        With SHARD_GRAD_OP whole parameters are kept from a backward inside to the next forward: what changes weights
-        in between through ``.data`` is not noticed. Only the outermost wrapper has it.
+        The first backward outside reduces the sum. Until then every rank holds whole gradients, and missing gradients
+        of shards are zeros. ``zero_grad`` discards the held gradients too; after any other change to gradients the
+        next backward raises. With SHARD_GRAD_OP whole parameters are kept from a backward inside to the next forward;
+        changes of weights in between through ``.data`` are not detected. Only on the outermost wrapper.
         """
         root = self._require_root("no_sync")
         root.assert_idle("no_sync")
@@ -41,7 +41,7 @@ class GradMethods(StateMethods):
                 unit.sync = sync
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return it unclipped.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
         **Collective**, on the outermost wrapper, between backward and step. ``norm_type`` may be ``math.inf``. The
         norm is 0-d fp32, on the compute device, equal on all ranks.
@@ -57,14 +57,14 @@ class GradMethods(StateMethods):
             return clip_grad_norm_(root.units, *limits)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce the gradients of all units, each on its own, instead of the engine. **Collective.**
+        """Reduce the gradients of each unit with ``hook`` instead of the engine. **Collective.**
 
-        It does all averaging; see `fairshard.nn.comm_hooks` for what it gets. Call it once, on the outermost wrapper,
-        before the first forward.
+        The hook also averages; see `fairshard.nn.comm_hooks` for its arguments. Call it once, on the outermost
+        wrapper, before the first forward.
 
         Raises:
             NotRootError: this is an inner wrapper.
-            RuntimeError: there is a hook already, or a forward has been.
+            RuntimeError: a hook is already registered, or a forward has run.
             ValueError: the sharding is hybrid.
             TypeError: ``hook`` cannot be called.
         """
@@ -79,9 +79,9 @@ class GradMethods(StateMethods):
                     f"groups, but unit `{unit.fqn or 'root'}` is {unit.config.sharding_strategy.name}."
                 )
             if any(flat_param.hook is not None for flat_param in unit.flat_params):
-                raise RuntimeError("`register_comm_hook` must be called once, but there is a hook already.")
+                raise RuntimeError("`register_comm_hook` must be called once, but a hook is already registered.")
         if root.has_begun:
-            raise RuntimeError("`register_comm_hook` must be called before the first forward, but there has been one.")
+            raise RuntimeError("`register_comm_hook` must be called before the first forward, but one has run.")
         for unit in root.units:
             in_place = unit.config.sharding_strategy is ShardingStrategy.NO_SHARD
             for flat_param in unit.flat_params:
@@ -90,7 +90,7 @@ class GradMethods(StateMethods):
                 flat_param.hook = _in_place(hook, state) if in_place else _into_shard(hook, state)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by ``factor``, here and below, instead of by their number.
+        """Divide the sum of gradients by ``factor`` instead of the number of ranks, for this unit and those below.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -100,7 +100,8 @@ class GradMethods(StateMethods):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
         """Divide gradients by ``pre`` before they are summed over ranks, and the sum by ``post``.
 
-        For all units below too if ``recursive``. What `no_sync` has accumulated is divided as is set when it is sent.
+        Also for all units below if ``recursive``. Gradients accumulated by `no_sync` use the factors set when they are
+        reduced.
 
         Raises:
             ValueError: a factor is not positive.
@@ -133,9 +134,9 @@ def _in_place(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor]
 
 
 def _check_returned(returned: Any, wanted: Tensor, name: str) -> None:
-    """Refuse what the hook may mean as the mean, or as something to wait for: nobody would read it."""
+    """Raise if the hook returned a value, such as a mean or a future, which the engine would ignore."""
     if not (returned is None or (isinstance(returned, Tensor) and is_same_memory(returned, wanted))):
         raise TypeError(
             f"A communication hook must leave the mean in `{name}`, its last argument, and return None, but returned "
-            f"{type(returned).__name__}. Copy the mean there (`{name}.copy_(...)`), and wait for what is asynchronous."
+            f"{type(returned).__name__}. Copy the mean there (`{name}.copy_(...)`), and wait for asynchronous work."
         )

@@ -1,4 +1,4 @@
-"""Letting ranks run out of batches at different times."""
+"""A wrapper's method for ranks that run out of batches at different times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fairshard.optim.grad_norm import clip_grad_norm_
 
 
 class JoinMethods(StateMethods):
-    """Of a wrapper: the method for ranks with different numbers of batches."""
+    """Methods of a wrapper for ranks with different numbers of batches."""
 
     @contextmanager
     def join(
@@ -30,22 +30,22 @@ class JoinMethods(StateMethods):
         *,
         stateful: Iterable[Any] = (),
     ) -> Iterator[None]:
-        """Let ranks run out of batches at different times, in training and without a backward. **Collective.**
+        """Context in which ranks may run out of batches at different times, in training or evaluation. **Collective.**
 
-        A rank that leaves the block keeps its part in all that the others do until all have left: it gathers, gives
-        zeros for gradients, clips, and steps its shards of the parameters. The sum of gradients is divided by the
-        number of all ranks, or, without ``divide_by_initial_world_size``, by that of those that still compute. With
-        ``throw_on_early_termination`` all ranks raise as soon as one has left and another goes on. With
-        ``enable=False`` nothing is done. Only the outermost wrapper has it.
+        A rank that reaches the end of the block takes part in the collectives of the others until all have: it
+        gathers, contributes zero gradients, clips, and steps its shards. The sum of gradients is divided by the number
+        of all ranks, or, without ``divide_by_initial_world_size``, of the ranks that still compute. With
+        ``throw_on_early_termination`` all ranks raise as soon as one is done and another continues. ``enable=False``
+        does nothing. Only on the outermost wrapper.
 
-        ``stateful`` holds, the same on each rank, what a rank takes along that is done: optimizers that it may not
-        have seen to step yet; and schedulers and the like, which get the state that they have on the last rank. In
-        the block, once a rank has left, of the methods that need all ranks only ``clip_grad_norm_`` may be called.
+        ``stateful``, equal on each rank, holds objects for a rank that is done: optimizers that may not have stepped
+        yet; and schedulers and the like, which get the last rank's state. Once a rank is done, the only collective
+        method allowed in the block is ``clip_grad_norm_``.
 
         Raises:
             NotRootError: this is an inner wrapper.
             ValueError: the units use several process groups.
-            TypeError: something in ``stateful`` has no state.
+            TypeError: an object in ``stateful`` has no state.
             FairshardError: on all ranks, because one raised, or because a rank that is done cannot follow.
         """
         if not enable:
@@ -59,34 +59,34 @@ class JoinMethods(StateMethods):
             optimizers.close()
             join.close()
 
-    # ---- for torch.distributed.algorithms.Join, which takes this wrapper alone
+    # ---- for torch.distributed.algorithms.Join, which must get only this wrapper
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What PyTorch's ``Join([model])`` calls on a rank that is done; keywords are those of `join`."""
+        """Hook that PyTorch's ``Join([model])`` calls on a rank that is done; keywords are those of `join`."""
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         return _Hook(*self._join(False, divides_by_all, kwargs.get("stateful", ())))
 
     @property
     def join_device(self) -> torch.device:
-        """Where ranks say how many of them compute."""
+        """Device of the tensors that count the ranks still computing."""
         return self._require_root("join").device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group in which they say it."""
+        """Process group of that count."""
         return self._unit.group.resolve()
 
     def _configure_join(self, config: Any) -> None:
         root = self._require_root("join")
         if not config.is_first_joinable:
             root.join = None
-            raise ValueError("A wrapper must be alone in PyTorch's Join, but is not its first. Use model.join().")
+            raise ValueError("A wrapper must be alone in PyTorch's Join, but is not the first. Use model.join().")
         if not config.enable:
             root.join = None
         elif root.join is not None:
             root.join.throws = config.throw_on_early_termination
 
-    _join_config = property(fset=_configure_join, doc="What PyTorch's Join sets.")
+    _join_config = property(fset=_configure_join, doc="Configuration that PyTorch's Join sets.")
 
     # ---- private
 
@@ -108,18 +108,18 @@ Joinable.register(JoinMethods)
 
 
 class _Hook(JoinHook):
-    """What a rank that is done does in PyTorch's ``Join``."""
+    """Join hook of a rank that is done in PyTorch's ``Join``."""
 
     def __init__(self, optimizers: JoinedOptimizers, join: Join) -> None:
         self._optimizers = optimizers
         self._join = join
 
     def main_hook(self) -> None:
-        """Do this rank's part in what the others do next."""
+        """Take part in the next collectives of the other ranks."""
         self._join.follow_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks are done."""
+        """Finish when all ranks are done."""
         try:
             self._optimizers.finish()
         finally:

@@ -1,4 +1,4 @@
-"""Methods of a wrapped module that are called through its wrapper: with what they look for, or told what they lack."""
+"""Methods of a wrapped module called through its wrapper: run with whole parameters, or with helpful errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fairshard.errors import FairshardError, ParameterShardedError
 
 
 def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` as ``run(function, args, kwargs)`` calls a forward of ``unit``.
+    """``method``, called through ``run(function, args, kwargs)`` like a forward of ``unit``.
 
-    Meanwhile ``parameters()`` of the modules yields whole ones, where they would yield none.
+    During the call ``parameters()`` of flattened modules yields whole parameters instead of none.
     """
 
     def listed(*args: Any, **kwargs: Any) -> Any:
@@ -27,18 +27,18 @@ def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by the outer call
+        if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return method(*args, **kwargs)
         return run(listed, args, kwargs)
 
     return call
 
 
-def naming_cure(unit: Unit, module: nn.Module, name: str) -> Any:
-    """Attribute ``name`` of ``module``, which ``unit`` wraps.
+def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
+    """Attribute ``name`` of ``module``, which ``unit`` wraps, with errors that explain missing parameters.
 
-    Where it, or the method that it is, takes the first of no parameters, or fails with shards in their place, the
-    error says how to have some.
+    If reading or calling it fails because ``module`` has no parameters, or has shards in their place, the error says
+    how to gather them.
     """
     try:
         found = getattr(module, name)
@@ -63,7 +63,7 @@ def naming_cure(unit: Unit, module: nn.Module, name: str) -> Any:
                 raise
             raise ParameterShardedError(
                 f"`{name}` of the wrapped {type(module).__name__} raised while its parameters are shards of one "
-                f"dimension: {error}. If it computes with them, let it gather them, with "
+                f"dimension: {error}. If it computes with them, gather them with "
                 f'`fairshard.nn.register_forward_method(wrapper, "{name}")`.'
             ) from error
 
@@ -84,7 +84,7 @@ def _explained(module: nn.Module, name: str, error: StopIteration) -> Exception:
         return error
     return ParameterShardedError(
         f"`{name}` of the wrapped {type(module).__name__} must find a parameter (for a device or a dtype), but all are "
-        "in the flat parameter of its wrapper. If it is a method, let it gather them, with "
-        f'`fairshard.nn.register_forward_method(wrapper, "{name}")`; or wrap modules inside as units of their own, or '
+        "in the flat parameter of its wrapper. If it is a method, gather them with "
+        f'`fairshard.nn.register_forward_method(wrapper, "{name}")`; or wrap modules inside as their own units, or '
         "pass `use_orig_params=True`."
     )

@@ -1,4 +1,4 @@
-"""What a wrapper offers for the state of its optimizer, under the names of FSDP1 and of fairscale."""
+"""A wrapper's methods for optimizer state dicts, under the names of FSDP1 and fairscale."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
 
 class OptimStateMethods(UnitAttributes):
-    """Optimizer state dicts of a sharded model: under original names, whole or sharded, and back.
+    """Optimizer state dicts of a sharded model under original names, whole or sharded, and loading them.
 
-    *Whole* state is what the same optimizer over the unwrapped model would have, keyed by name;
-    `rekey_optim_state_dict` turns it into what that optimizer loads. All are **collective** over the ranks of the
-    model, and gather or scatter one shard's state at a time.
+    *Whole* state equals that of the same optimizer over the unwrapped model, keyed by name; `rekey_optim_state_dict`
+    gives it that optimizer's keys. All methods are **collective** over the ranks of the model, and gather or scatter
+    one shard's state at a time.
     """
 
-    # ---- the form that is set
+    # ---- in the form set for the model
 
     @staticmethod
     def optim_state_dict(
@@ -40,12 +40,12 @@ class OptimStateMethods(UnitAttributes):
         optim_state_dict: dict[str, Any] | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The state of ``optim`` in the form that is set for ``model`` (see ``state_dict_type``).
+        """The state of ``optim`` in the form set for ``model`` (see ``state_dict_type``).
 
-        ``optim_state_dict`` is what ``optim.state_dict()`` returned, asked for if None.
+        ``optim_state_dict`` is the result of ``optim.state_dict()``, called if None.
 
         Raises:
-            ValueError: the ranks' state differs, or it is not by element.
+            ValueError: the state differs across ranks, or is not elementwise.
         """
         _check_group(model, group)
         settings = common_settings(model)
@@ -70,9 +70,9 @@ class OptimStateMethods(UnitAttributes):
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of what `optim_state_dict` returned in the form that is set.
+        """Convert the result of `optim_state_dict`, in the form set for ``model``, for ``optim.load_state_dict``.
 
-        With ``FullOptimStateDictConfig(rank0_only=True)`` rank 0 has it, and the others pass ``{}``. The order
+        With ``FullOptimStateDictConfig(rank0_only=True)`` rank 0 passes it, and other ranks pass ``{}``. The order
         ``(optim_state_dict, model, optim)`` of older examples works too. ``load_directly`` also loads it.
         """
         arguments: Any = (model, optim, optim_state_dict)
@@ -115,7 +115,7 @@ class OptimStateMethods(UnitAttributes):
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of whole state that every rank has."""
+        """Convert whole state, passed on every rank, for ``optim.load_state_dict``."""
         groups = OptimParams(model).groups_of(optim, optim_input)
         return ShardedOptimState(model).make(full_optim_state_dict, groups)
 
@@ -127,7 +127,7 @@ class OptimStateMethods(UnitAttributes):
         optim: Optimizer | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """As `shard_full_optim_state_dict`, of state that rank 0 alone has; what the others pass is not looked at."""
+        """As `shard_full_optim_state_dict`, with state from rank 0; arguments of other ranks are ignored."""
         _check_group(model, group)
         groups = OptimParams(model).groups_of(optim, optim_input)
         return ShardedOptimState(model, Source.FIRST_RANK).make(full_optim_state_dict, groups)
@@ -138,7 +138,7 @@ class OptimStateMethods(UnitAttributes):
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None, *, optim_input: OptimInput | None = None
     ) -> dict[str, Any]:
-        """State by name, of which this rank holds its runs: ``torch.distributed.checkpoint`` saves it as it is."""
+        """State by name with this rank's runs; ``torch.distributed.checkpoint`` saves it unchanged."""
         if group is not None and not isinstance(group, ProcessGroup):  # torch 1.13 had `optim_input` third
             group, optim_input = None, group
         _check_group(model, group)
@@ -153,7 +153,7 @@ class OptimStateMethods(UnitAttributes):
         *older: Any,
         optim_input: OptimInput | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of what `sharded_optim_state_dict` returned for the same wrapping.
+        """Convert the result of `sharded_optim_state_dict`, for the same wrapping, for ``optim.load_state_dict``.
 
         The order ``(sharded_optim_state_dict, model, optim_input, optim)`` of torch 1.13 works too.
         """
@@ -174,14 +174,14 @@ class OptimStateMethods(UnitAttributes):
         """``optim_state_dict`` keyed by names instead of numbers, or back; ``model`` is the unwrapped one.
 
         Raises:
-            ValueError: it has keys of both kinds, or one of no parameter.
+            ValueError: the keys are of both kinds, or one belongs to no parameter.
         """
         return rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
 
     # ---- fairscale
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
-        """Whole state on ``recipient_rank``, or on all ranks if None, as the unwrapped model's optimizer loads it."""
+        """Whole state for the unwrapped model's optimizer, on ``recipient_rank``, or on all ranks if None."""
         gathered = GatheredOptimState(OptimParams(self), optim).check()
         whole = gathered.full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
         if recipient_rank is not None and self.rank != recipient_rank:
@@ -193,10 +193,10 @@ class OptimStateMethods(UnitAttributes):
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: dict[str, Any], optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads, of what `gather_full_optim_state_dict` returned.
+        """Convert the result of `gather_full_optim_state_dict` for this rank's optimizer.
 
-        With several param groups pass the ``optim`` that has them; without it the state is for one over
-        ``parameters()``.
+        With several param groups pass the ``optim`` that has them; without it, one group of ``parameters()`` is
+        assumed.
         """
         params = OptimParams(self)
         groups = params.groups_of(optim)
@@ -217,7 +217,7 @@ def _from_first(config: Any) -> bool:
 
 
 def _look_at_input(model: nn.Module, optim_input: Any) -> None:
-    """Check and otherwise ignore what the optimizer says better itself."""
+    """Check ``optim_input``, which is otherwise ignored: the optimizer has its own groups."""
     if optim_input is not None:
         OptimParams(model).groups_of(None, optim_input)
 
@@ -226,6 +226,6 @@ def _check_group(model: nn.Module, group: ProcessGroup | None) -> None:
     for fqn, unit in units_below(model):
         if group is not None and unit.group.resolve() is not group:
             raise ValueError(
-                f"`group` must be the process group that the model is sharded over, but that of `{fqn or 'root'}` is "
+                f"`group` must be the process group that the model is sharded over, but `{fqn or 'root'}` uses "
                 "another. Leave it out."
             )

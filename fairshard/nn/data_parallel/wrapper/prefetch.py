@@ -1,4 +1,4 @@
-"""Naming what is gathered ahead, and until when it is kept, for users who know better than the last pass."""
+"""Explicit prefetching: users name the units that are gathered ahead, in place of the recorded order."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
 
 
 class PrefetchMethods(UnitAttributes):
-    """Of a wrapper: the methods that name which others are gathered ahead."""
+    """Methods of a wrapper that name the wrappers to gather ahead."""
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules``, wrappers of the same model, when this one's forward starts; an empty list undoes it.
 
-        They take the place of the one that followed in the last pass. Ranks must name the same ones.
+        They replace the unit that followed in the last pass. All ranks must name the same ones.
 
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
         """
         self._unit.prefetch.forward = units_of(modules)
-        self._settle()
+        self._resolve_prefetch()
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather ``modules``, wrappers of the same model, when the backward comes to this one; an empty list undoes it.
+        """Gather ``modules``, wrappers of the same model, when the backward reaches this one; an empty list undoes it.
 
-        They take the place of the one that the backward should come to next. With ``BACKWARD_POST`` they are gathered
-        once this one has its gradients, else before it computes them. Ranks must name the same ones.
+        They replace the unit that the backward would reach next. They are gathered before this one computes its
+        gradients, or with ``BACKWARD_POST`` after. All ranks must name the same ones.
 
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
         """
         self._unit.prefetch.backward = units_of(modules)
-        self._settle()
+        self._resolve_prefetch()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: other backwards of the same forwards follow the next one, and what it does not come to is theirs.
+        """False: more backwards of the same forwards follow the next one, and may reach units that it does not.
 
-        What was gathered ahead of it in vain stays gathered, and the order of units remembered, until True is set.
-        Gradients are reduced as ever. Called on the outermost wrapper, after its first forward.
+        Units gathered ahead but not reached stay gathered, and the recorded order is kept, until True is set. Gradients
+        are reduced as usual. Call it on the outermost wrapper, after its first forward.
 
         Raises:
             TypeError: ``is_last_backward`` is not True or False.
@@ -53,11 +53,11 @@ class PrefetchMethods(UnitAttributes):
         if root is None:
             raise TrainingStateError(
                 "`set_is_last_backward` must be called between a forward and its backward, but there has been no "
-                "forward. Call it after."
+                "forward. Call it after one."
             )
         root.is_last_backward = is_last_backward
 
-    def _settle(self) -> None:
+    def _resolve_prefetch(self) -> None:
         root = self._unit.root
         if root is not None:
             self._unit.prefetch.settle(root.units)

@@ -1,4 +1,4 @@
-"""What a wrapper offers to read and write its state: state dicts of three forms, and whole parameters to look at."""
+"""A wrapper's methods to read and write its state: state dicts of three forms, and access to whole parameters."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from fairshard.state.model import Loading, load_module_state_dict, module_state_
 
 
 class StateMethods(UnitAttributes):
-    """A wrapper's state."""
+    """Methods of a wrapper for state dicts and whole parameters."""
 
     def _init_state(self) -> None:
         self._loading = Loading(self._unit)
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The model's state under its unwrapped names, in the precision of the shards, in the form that is set.
+        """The model's state under unwrapped names, in the dtype of the shards, in the form set for the model.
 
-        Whole by default: every rank gets all of it, in tensors of its own, which load into the unwrapped module and
-        back. See `state_dict_type` for the other forms. **Collective**, except for local and sharded ones.
+        Whole by default: every rank gets all of it, in new tensors, which load into the unwrapped module and back. See
+        `state_dict_type` for the other forms. **Collective**, except for the local and sharded forms.
 
         Raises:
             TrainingStateError: inside a forward or backward.
-            RuntimeError: the units have different forms set.
+            RuntimeError: the units' forms differ.
         """
         if args:  # nn.Module still takes them by position
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         self._assert_idle("state_dict")
-        # The outermost wrapper has compared the units: once for each of them would cost a walk for each.
+        # Only the outermost wrapper compares the units: comparing in each one would cost a walk of the tree each.
         settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             state = {} if destination is None else destination
@@ -65,11 +65,11 @@ class StateMethods(UnitAttributes):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
-        """Load a state dict of the form that is set; returns missing and unexpected keys. **Collective.**
+        """Load a state dict of the form set for the model; returns missing and unexpected keys. **Collective.**
 
-        A whole one is given on every rank; with ``FullStateDictConfig(rank0_only=True)`` on rank 0, and ``{}``
-        elsewhere, where each rank receives its shards unit by unit. Sharded values must hold what this rank owns, or
-        be whole.
+        Every rank passes a whole state dict; with ``FullStateDictConfig(rank0_only=True)`` only rank 0 does, the other
+        ranks pass ``{}`` and receive their shards unit by unit. Sharded values must hold this rank's part, or be
+        whole.
         """
         self._claimed().assert_idle("load_state_dict")
         if common_settings(self).state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -79,19 +79,19 @@ class StateMethods(UnitAttributes):
         return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict))
 
     def local_state_dict(self) -> dict[str, Tensor]:
-        """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
+        """Copies of this rank's shards and buffers; they load only into the same wrapping, rank and world size."""
         return local_state_dict(self)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """Load what `local_state_dict` returned on this rank; returns missing and unexpected keys.
+        """Load the result of `local_state_dict` on this rank; returns missing and unexpected keys.
 
         Raises:
-            RuntimeError: it does not fit; nothing is changed then.
+            RuntimeError: it does not fit; nothing has changed.
         """
         return load_local_state_dict(self, state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """What the shards in `local_state_dict` are shards of, in fairscale's form: names, shapes, padding, buffers."""
+        """Description of the shards in `local_state_dict`, in fairscale's form: names, shapes, padding, buffers."""
         return local_metadata(self)
 
     @staticmethod
@@ -103,11 +103,11 @@ class StateMethods(UnitAttributes):
     ) -> dict[str, Tensor]:
         """The whole state dict, in host memory, from every rank's `local_state_dict` and `local_metadata_dict`.
 
-        fairscale's own are read too. Buffers are those of rank 0. No process group is needed, and no model.
-        ``strict=False`` leaves out parameters that the weights lack.
+        Accepts fairscale's own too. Buffers are rank 0's. Needs no process group and no model. ``strict=False`` leaves
+        out parameters that the weights lack.
 
         Raises:
-            ValueError: not one description for each rank.
+            ValueError: there is not one description per rank.
             CheckpointError: they are not the shards of all ranks of one model, in order.
         """
         state, buffers = consolidate(shard_weights, shard_metadata, strict)
@@ -122,23 +122,23 @@ class StateMethods(UnitAttributes):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of the state dicts of all wrappers in ``module``, and of their optimizers; returns the last.
+        """Set the form of the state dicts of wrappers in ``module`` and their optimizers; returns the previous form.
 
         FULL_STATE_DICT gives whole values, SHARDED_STATE_DICT values that ``torch.distributed.checkpoint`` saves and
-        loads as they are, LOCAL_STATE_DICT this rank's shards. torch's enum and configs are accepted.
+        loads, LOCAL_STATE_DICT this rank's shards. torch's enum and configs are accepted.
 
         Raises:
             RuntimeError: a config does not belong to the form.
-            AssertionError: the wrappers have had different forms set.
+            AssertionError: the wrappers had different forms.
         """
         return forms.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form and configs in force for the wrappers in ``module``; the defaults if it has none.
+        """The form and configs of the wrappers in ``module``; the defaults without wrappers.
 
         Raises:
-            AssertionError: they have different ones.
+            AssertionError: the wrappers' settings differ.
         """
         return common_settings(module)
 
@@ -150,7 +150,7 @@ class StateMethods(UnitAttributes):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` for the ``with`` block; what was in force before is so again after it."""
+        """`set_state_dict_type` for the ``with`` block; the end restores the previous form."""
         with forms.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
             yield
 
@@ -169,10 +169,10 @@ class StateMethods(UnitAttributes):
         """Show whole parameters under their own names and shapes inside the ``with`` block. **Collective.**
 
         Also as ``FullyShardedDataParallel.summon_full_params(module)`` for a module that contains wrappers, and on
-        an inner wrapper. With ``writeback`` each rank keeps, of what was written, the part that it owns;
-        ``volatile=True`` is fairscale's ``writeback=False``; with one rank all is kept in any case. ``rank0_only``
-        shows them on rank 0, ``offload_to_cpu`` in host memory. ``with_grads`` shows the reduced gradients too, and
-        writes them back as parameters are.
+        an inner wrapper. With ``writeback`` each rank keeps the changes to its own part; ``volatile=True`` is
+        fairscale's ``writeback=False``; with one rank all changes are always kept. ``rank0_only`` shows the parameters
+        on rank 0 only, ``offload_to_cpu`` in host memory. ``with_grads`` also shows the reduced gradients, and writes
+        them back like parameters.
 
         Raises:
             TrainingStateError: inside a forward, a backward or another such block.
@@ -181,8 +181,8 @@ class StateMethods(UnitAttributes):
         writeback = writeback and not volatile
         if rank0_only and writeback:
             raise ValueError(
-                "`rank0_only=True` must go with `writeback=False`, but writeback is True: the other ranks have nothing "
-                "to write back. To change weights from rank 0, load a state dict there (FullStateDictConfig)."
+                "`rank0_only=True` needs `writeback=False`, but writeback is True: the other ranks have nothing to "
+                "write back. To change weights from rank 0, load a state dict there (FullStateDictConfig)."
             )
         if offload_to_cpu and not rank0_only:
             warnings.warn(
@@ -211,14 +211,14 @@ class StateMethods(UnitAttributes):
         self._loading.begin(self, state_dict, prefix)
 
     def _assert_idle(self, what: str) -> None:
-        """Raise unless neither this unit nor one below it is in a pass or shown whole."""
+        """Check that no unit from here down is in a pass or shown whole."""
         root = self._claimed()
         if root.units[0] is self._unit:
             root.assert_idle(what)
         root.assert_idle(what, [unit for _, unit in units_below(self)])
 
     def _claimed(self) -> Root:
-        """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
+        """The root of this unit, which becomes the root itself if no other has claimed it."""
         return self._unit.root or claim(self)
 
     def _require_root(self, what: str) -> Root:
