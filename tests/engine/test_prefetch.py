@@ -23,10 +23,10 @@ def events(model):
     number = {id(unit_of(layer)): index for index, layer in enumerate(layers)}
     originals = Unit.unshard, Unit.reshard
 
-    def unshard(unit):
+    def unshard(unit, **kwargs):
         if not unit.is_gathered and id(unit) in number:
             log.append(("gather", number[id(unit)]))
-        originals[0](unit)
+        originals[0](unit, **kwargs)
 
     def reshard(unit):
         if unit.is_gathered and id(unit) in number:
