@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
-from fairshard.params.flat_param import FlatParam
+from fairshard.params.flat_param import FlatParam, interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
 
@@ -147,6 +147,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of_rows(optimizer)
+    if interrupted:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for flat_param in list(interrupted):
+            if any(id(one.shard) in stepped for one in flat_param.stepped):
+                flat_param.check_whole()
     for shard in _clean[optimizer][1]:
         increment_version(shard)
 

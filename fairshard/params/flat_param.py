@@ -8,6 +8,7 @@ What exists when, for ``W`` ranks and ``S`` elements a rank::
     grad     [S]     param dtype     after backward: the mean over ranks, added to what was there
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from fairshard.utils.collectives import Communicators, RowGather, Transfer, exch
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.reduce_scatter_bucketer import Division, Hook
 from fairshard.utils.storage import free_storage_
+
+interrupted: weakref.WeakSet["FlatParam"] = weakref.WeakSet()
+"""Flat params whose gradients an exception may have left incomplete; see `FlatParam.check_whole`."""
 
 
 class FlatParam(FlatLine):
@@ -389,6 +393,7 @@ class FlatParam(FlatLine):
         if is_partial:
             self.grad.discard_flights()
             self._partial = self.grad.mark()
+            interrupted.add(self)
 
     def check_whole(self) -> None:
         """Raise if an exception left the gradient incomplete, unless it was dropped or zeroed since.
@@ -405,6 +410,7 @@ class FlatParam(FlatLine):
                 "zero_grad() and repeat the backwards of this step."
             )
         self._partial = None
+        interrupted.discard(self)
 
     def _is_partial(self) -> bool:
         try:

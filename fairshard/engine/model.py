@@ -1,0 +1,59 @@
+"""A model as its backward sees it: what a `Root` is to `Backward` and `Planner`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Protocol
+
+from fairshard.engine.exec_order import Record
+from fairshard.engine.shared import Shared
+from fairshard.engine.unit import Unit
+from fairshard.utils.autograd import reaches
+from fairshard.utils.collectives import Communicator
+
+
+class Model(Protocol):
+    """A model that a backward goes through."""
+
+    number: int
+    units: list[Unit]
+    shared: Shared
+    comms: list[Communicator]
+    comms_of: dict[Unit, set[Communicator | None]]
+    record: Record[Unit]
+    num_interrupted: int
+    last_schedule: Any
+
+    @property
+    def is_common(self) -> bool:
+        """Whether its backward needs all ranks."""
+
+    def begin_backward(self, backward: Any) -> None:
+        """``backward`` goes through the model."""
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether ``unit`` is to stay gathered from its forward to its backward."""
+
+    def note(self, unit: Unit) -> None:
+        """``unit`` is gathered or sent next."""
+
+    def before_send(self, unit: Unit) -> None:
+        """The gradients of ``unit`` leave."""
+
+    def differ(self) -> NoReturn:
+        """Raise: ranks have run different things. **Collective.**"""
+
+    def end_backward(self, backward: Any) -> None:
+        """The backward is over."""
+
+    def leave_backward(self) -> None:
+        """It is over, and has reached no unit of the model."""
+
+
+def is_reached(model: Model) -> bool:
+    """Whether the running graph task reaches a call of ``model`` that is recorded."""
+    for bracket in model.record:
+        call = None if bracket.call is None else bracket.call()
+        node = None if bracket.node is None else bracket.node()
+        if (call is not None and call.is_reached()) or (node is not None and reaches(node)):
+            return True
+    return False
