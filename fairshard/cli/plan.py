@@ -66,6 +66,7 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="gradients too (default: as --cpu-offload)")
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     wrapping.add_argument("--device", choices=DEVICES, default="auto", help="compute on (default: %(default)s)")
+    parser.add_argument("--schedule", action="store_true", help="print the communication of a backward, in order, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
 
@@ -110,6 +111,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         raise OptionError(" ".join(str(error).split())) from error
     print(json.dumps(plan.as_dict(), indent=1) if arguments.json else plan)
+    if arguments.schedule and not arguments.json:
+        print("\nbackward: where it is     > what every rank then does", *plan.schedule, sep="\n")
     return 0
 
 

@@ -61,7 +61,8 @@ class WrapPlan:
     """Predicted units, buckets and memory on each of ``world_size`` ranks.
 
     ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
-    or the optimizer's step.
+    or the optimizer's step. ``schedule``: what a backward that reaches everything communicates, mark by mark; see
+    `fairshard.engine.schedule`.
     """
 
     world_size: int
@@ -70,6 +71,7 @@ class WrapPlan:
     buckets: tuple[BucketRow, ...]
     terms: tuple[MemoryTerm, ...]
     peak_at: str
+    schedule: tuple[str, ...] = ()
 
     @property
     def peak_nbytes(self) -> int:
@@ -134,6 +136,7 @@ def plan_memory(
         tuple(BucketRow(tuple(dict.fromkeys(s.unit.fqn for s in b.sources)), b.nbytes) for b in step.buckets),
         tuple(term for term in [*_lasting_terms(sources, make), *step.peak_terms()] if term.nbytes),
         step.peak_at,
+        tuple(step.schedule.lines(lambda number: units[number].fqn or "(root)")),
     )
 
 

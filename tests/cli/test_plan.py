@@ -87,6 +87,21 @@ def test_the_plan_of_the_gpt(line, policy, kwargs, capfd):
     assert f"{plan.peak_nbytes:,}" in str(plan)
 
 
+def test_the_schedule_of_the_gpt(capfd):
+    """``--schedule`` ends with the backward's list: each unit is gathered before, and sent and freed after its marks."""
+    code, out, _ = run("--layers 2 --dim 16 --heads 2 --policy class:Block --world-size 2 --schedule", capfd)
+    assert code == 0
+    lines = out.split("backward: where it is")[1].splitlines()[1:]
+    assert lines == [
+        "at (root)  > gather blocks.1",
+        "at blocks.1  > gather blocks.0",
+        "done blocks.1  > send blocks.1  > free blocks.1",
+        "at blocks.0",
+        "done blocks.0  > send blocks.0  > free blocks.0",
+        "done (root)  > send (root)  > free (root)",
+    ]
+
+
 def test_the_plan_of_a_users_model(folder, capfd):
     """A function of a module in the working directory builds it, on the meta device."""
     code, out, _ = run("--factory planned_models:build --policy class:Part --world-size 2 --json", capfd)
