@@ -61,8 +61,6 @@ CIRCLES = [
         "fairshard.join.join",
         "fairshard.setup.shared_params",
     },
-    # A protocol of the members that a gradient asks for.
-    {"fairshard.views.rows_flat_param", "fairshard.views.rows_grad"},
 ]
 
 # Old paths, each a file that finds its names in the new one, which may lie above. They go with the next release.

@@ -16,7 +16,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.names import join
 from fairshard.utils.user_line import level_of_user
-from fairshard.views.rows_flat_param import RowsFlatParam
+from fairshard.views.shown_dtensors import ShownDTensors
 
 
 def check_agreement(comm: Communicator, units: list[Unit], device: torch.device) -> None:
@@ -125,4 +125,4 @@ def _describe(unit: Unit) -> list[str]:
 
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    return f", cut on {flat_param.dims[index]}" if isinstance(flat_param, RowsFlatParam) else ""
+    return f", cut on {flat_param.shows.dims[index]}" if isinstance(flat_param.shows, ShownDTensors) else ""

@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
-from fairshard.params.flat_param import FlatParam, interrupted
+from fairshard.params.flat_param import FlatParam
+from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
 

@@ -15,7 +15,7 @@ from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.optim.shard_step import ShardStep
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.device import Event, now
-from fairshard.views.viewed_flat_param import OrigParam, Stepped
+from fairshard.views.orig_param import OrigParam, Stepped
 
 
 class ShardOptimizer(Protocol):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.utils.pinned import host_empty_like
-from fairshard.views.viewed_flat_param import Stepped
+from fairshard.views.orig_param import Stepped
 
 
 class GradStaging:

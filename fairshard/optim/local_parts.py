@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fairshard.views.viewed_flat_param import OrigParam, Stepped
+from fairshard.views.orig_param import OrigParam, Stepped
 
 
 class LocalParts:

@@ -8,72 +8,43 @@ What exists when, for ``W`` ranks and ``S`` elements a rank::
     grad     [S]     param dtype     after backward: the mean over ranks, added to what was there
 """
 
-import weakref
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import BackwardOrderError, FairshardError, PartialGradientError
+from fairshard.errors import FairshardError
+from fairshard.params.gathered import Gathered
 from fairshard.params.kept_part import KeptPart
-from fairshard.params.line import FlatLine
-from fairshard.params.shard_grad import GradTransfers, ShardGrad
-from fairshard.params.slot import ParamSlot
+from fairshard.params.leaves import Leaves
+from fairshard.params.route import Route
+from fairshard.params.shard_grad import GradTransfers
+from fairshard.params.shown import ShownShard
 from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
-from fairshard.utils.autograd import accumulate_node, reaches
-from fairshard.utils.collectives import Communicators, RowGather, Transfer, exchange_tag
+from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
+from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.reduce_scatter_bucketer import Division, Hook
-from fairshard.utils.storage import free_storage_
-
-interrupted: weakref.WeakSet["FlatParam"] = weakref.WeakSet()
-"""Flat params whose gradients an exception may have left incomplete; see `FlatParam.check_whole`."""
 
 
-class FlatParam(FlatLine):
+class FlatParam(Leaves):
     """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
 
-    make_grad: Callable[..., ShardGrad] = ShardGrad
-    lands_at_once = False
-
-    def __init__(self, slots: list[ParamSlot], name: str, rank: int, world_size: int, on_cpu: bool = False) -> None:
-        super().__init__(slots, rank, world_size)
-        self.name = name
-        self._key = name
-        self._holder: nn.Module | None = None
+    def __init__(self, shows: ShownShard, name: str, route: Route | None = None) -> None:
         self._own_division: Division | None = None
-        self.on_cpu = on_cpu
-        self.requires_grad = slots[0].leaf.requires_grad
-        shard = self.cut([slot.leaf for slot in slots])
-        shard = shard.cpu() if on_cpu and not shard.is_meta else shard
-        self.shard = nn.Parameter(shard, requires_grad=self.requires_grad)
-        self._trained = [self.requires_grad] * len(slots)  # which parameters want a gradient
-        self.registered: tuple[nn.Parameter, ...] = (self.shard,)  # what users see, and hang hooks on
-        self.versioned: tuple[nn.Parameter, ...] = (self.shard,)  # a change of the shard is one of theirs
-        self._forget_runtime()
+        super().__init__(shows, name, Route() if route is None else route)
 
     def _forget_runtime(self) -> None:
-        """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
+        super()._forget_runtime()
         self.comms: Any = None
         self.comm: Any = None
         self.hook: Hook | None = None
-        self.grad: Any = None
-        self.nodes: list[Any] = []  # of the leaves; None for those that are not trained
-        self.is_gathered = False
-        self.is_owed = False  # some rank's backward, or what `no_sync` has kept, gives a gradient ...
-        self.reached: bytes | None = None  # ... of these parameters; None: of all
-        self.num_sent = 0  # sums under way
-        self.contributed = bytearray(len(self.slots))  # of which parameters this rank had gradients
-        self._num_landed = 0  # sums that the running backward has added to the gradient
-        self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
-        self._partial: Any = None  # the gradient's mark when an exception left it incomplete
-        self._hooks: list[Any] = []
-        self._views: list[Tensor] = []
-        self._transfer: Transfer | None = None
+        self.lands_at_once = False
         self._uses = 0
-        self._marker: Any = None
-        self._accumulated: Tensor | None = None
         self._device_shard: Tensor | None = None
         self._is_updated = True
 
@@ -83,8 +54,12 @@ class FlatParam(FlatLine):
                 "A model with a communication hook must not be pickled or copied, for the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
-        kept = ("slots", "name", "_key", "_holder", "rank", "layout", "shard_numel", "on_cpu", "requires_grad", "shard")
-        return {name: getattr(self, name) for name in (*kept, "_own_division", "_trained", "registered", "versioned")}
+        kept = ("shows", "slots", "line", "shard_numel", "name", "route", "requires_grad", "_own_division", "_trained")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_runtime()
 
     def rename(self, renamed: Callable[[str], str]) -> None:
         """Give the line and its parameters the names that ``renamed`` makes of theirs."""
@@ -92,24 +67,79 @@ class FlatParam(FlatLine):
         for slot in self.slots:
             slot.rename(renamed(slot.fqn))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.shard.is_shared():
-            self.shard.data = self.shard.data.clone()  # or the sending process would go on changing it
-        self._forget_runtime()
+    # ---- what is shown
 
     @property
-    def stepped(self) -> Sequence[Any]:
-        """What optimizers see: this flat param, whose shard they step, or its `OrigParam` each."""
-        return (self,)
-
-    @property
-    def kept_line(self) -> Tensor:
-        """The memory of the whole parameters, of which a part can be kept between forward and backward."""
-        return self.buffer
+    def on_cpu(self) -> bool:
+        """Whether the shard is kept in host memory."""
+        return self.shows.on_cpu
 
     def settle(self) -> None:
         """Follow what the user has assigned to ``.data`` of what is registered."""
+        if self.shows.settle(is_fixed=self.comm is not None) and self.grad is not None:
+            self.grad.settle()
+
+    def register_on(self, module: nn.Module) -> None:
+        """Register the shard as a parameter of ``module``, under this flat param's name."""
+        self.shows.register_on(module, self.name)
+
+    def unregister(self) -> Callable[[], None]:
+        """Undo `register_on`, if it was done; the function returned does it again."""
+        return self.shows.unregister()
+
+    def split(self, indexes: Sequence[int]) -> FlatParam:
+        """The parameters ``indexes``, of one dtype and device by now, as a flat param of their own.
+
+        What is registered, and what optimizers know it by, stay. The other parameters must be split off too.
+        """
+        shows: Any = self.shows  # DTensors
+        part = FlatParam(shows.split(indexes), f"{self.name}_{indexes[0]}", replace(self.route))
+        part._own_division = self._own_division
+        part._trained = [self._trained[index] for index in indexes]
+        part.requires_grad = any(part._trained)
+        for index, stepped in enumerate(part.stepped):
+            stepped.move_to(part, index)
+        part.settle()
+        part.shows.link()
+        return part
+
+    # ---- the line
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where parameters lie."""
+        return self.line.layout
+
+    @property
+    def rank(self) -> int:
+        """The row that this rank owns."""
+        return self.line.rank
+
+    def cut(self, values: list[Tensor]) -> Tensor:
+        """See `FlatLine.cut`."""
+        return self.line.cut(values)
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """See `FlatLine.shaped`."""
+        return self.line.shaped(index, flat)
+
+    def params_of(self, line: Tensor) -> list[Tensor]:
+        """See `FlatLine.params_of`."""
+        return self.line.params_of(line)
+
+    def lay_out(self, values: list[Tensor]) -> Tensor:
+        """See `FlatLine.lay_out`."""
+        return self.line.lay_out(values)
+
+    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
+        """See `FlatLine.runs_of`."""
+        return self.line.runs_of(values)
+
+    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
+        """See `FlatLine.bucket_views`."""
+        return self.line.bucket_views(columns)
+
+    # ---- setting up
 
     def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
         """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
@@ -121,6 +151,7 @@ class FlatParam(FlatLine):
         ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not hold this object:
         leaves hold their hooks where the garbage collector does not see it.
         """
+        self.settle()
         check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
         self._check_leaves()
         self._follow_requires_grad()
@@ -129,14 +160,13 @@ class FlatParam(FlatLine):
         self.tag_id = comm.new_id()
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
-        self.division = self._own_division or config.division_among(comms.num_ranks)
+        self._division = self._own_division or config.division_among(comms.num_ranks)
         self.compute_dtype = self.compute_dtype_under(config)
         self.reduce_dtype = config.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
-        self.grad = self.make_grad(self.shard, grad_dtype, home, transfers, held)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
         self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
@@ -146,24 +176,56 @@ class FlatParam(FlatLine):
             elif self.shard.device != self.compute_device:
                 self.shard.data = self.shard.data.to(self.compute_device)
             if self.computes_on_shard:
-                self._look_at(self.shard.data.view(1, -1))
+                self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), comm)
             else:
-                self._look_at(self._empty_line(self.compute_dtype))
-                free_storage_(self.buffer)
+                self.gathered = self.line.gathered_in(self._empty_line(self.compute_dtype), comm)
+                self.gathered.free()
+        self._hook_leaves()
+        self.shows.link()
+        self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
+        self.route.start_from(comms)
+        self.follow_route()
+
+    def gather_into(self, gathered: Gathered) -> None:
+        """Gather into that memory from now on."""
+        self.gathered = gathered
+        gathered.custom = self.route.gather
         self._hook_leaves()
 
     def divide_by(self, division: Division) -> None:
         """Divide gradients by this from now on, instead of by the number of ranks."""
         self._own_division = self.division = division
 
+    @property
+    def division(self) -> Division:
+        """By what gradients are divided: not at all, as long as they wait for the sum over replicas."""
+        return _UNDIVIDED if self.route.keeps_sums else self._division
+
+    @division.setter
+    def division(self, division: Division) -> None:
+        self._division = division
+
+    def follow_route(self) -> None:
+        """Travel as `route` says from now on; to be called after each change of it, between passes."""
+        self.lands_at_once = self.route.hook is not None
+        comms = self.route.follow()
+        if comms is not None:
+            self.comms = comms
+            self.gathered.custom = self.route.gather
+
+    def reduce_in(self, reduce: Communicator) -> None:
+        """Sum over the ranks of the shard in this group, which has the same ranks."""
+        if self.route.reduce_in(reduce):
+            self.reduce_id = reduce.new_id()
+            self.follow_route()
+
     def move_to(self, device: torch.device) -> None:
         """Move the shard to ``device``."""
-        self.shard.data = self.shard.data.to(device)
+        self.shows.move_to(device)
 
     def keep_on_device(self) -> None:
         """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
-        self.on_cpu = False
-        self.shard.data = self.shard.data.to(self.slots[0].leaf.device)
+        self.shows.keep_on_device()
 
     def _settle_on_cpu(self, keep_on_device: bool) -> None:
         """Move the shard to host memory that the GPU can read, after whatever `.cuda()` or `.half()` did to it."""
@@ -176,63 +238,28 @@ class FlatParam(FlatLine):
     def _empty_line(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.comm.world_size, self.shard_numel, dtype=dtype, device=self.compute_device)
 
-    def _look_at(self, buffer: Tensor) -> None:
-        """Make ``buffer`` ``[W, S]`` the memory that the leaves show."""
-        self.buffer = buffer
-        self._storage = buffer.untyped_storage()
-        self._nbytes = buffer.nbytes
-        self._row = buffer[self.comm.rank]
-        self._gather: Any = RowGather(self.comm, buffer)
-        # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
-        # then no in-place edit to autograd (tests/engine/test_leaves.py).
-        self._views = [view.data for view in self._whole_params(buffer)]
-
-    def _whole_params(self, buffer: Tensor) -> list[Tensor]:
-        """Where the parameters are whole when ``buffer`` has been gathered."""
-        return self.params_of(buffer)
-
     def begin_pass(self) -> None:
-        """Follow what the user may have done to the shard since the last pass: its values, its ``requires_grad``."""
+        """Follow what the user may have done since the last pass: values, ``requires_grad``, gradients."""
         self._is_updated = True
-        self._check_leaves()
-        if self.shard.requires_grad != self.requires_grad:
+        if self.shows.has_moved:
+            self.settle()
+        self._check_leaves()  # before what it compares with follows what is registered
+        if self.shows.wanted() != self._trained:
             self._follow_requires_grad()
             self._hook_leaves()
-
-    def _follow_requires_grad(self) -> None:
-        self.requires_grad = self.shard.requires_grad
-        self._trained = [self.requires_grad] * len(self.slots)
-
-    def _check_leaves(self) -> None:
-        for slot, trains in zip(self.slots, self._trained, strict=True):
-            if slot.leaf.requires_grad != trains:
-                raise FairshardError(
-                    f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after "
-                    f"wrapping, but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{self.name}` in "
-                    "named_parameters()), or before wrapping."
-                )
+        self.grad.forget_dropped()
+        self.route.kept.begin_pass()
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering the line, anew if it is gathered, from a ``part`` of it if given. **Collective.**"""
         self.is_gathered = True
         if self.computes_on_shard:
-            if self.buffer.data_ptr() != self.shard.data_ptr():  # someone assigned `shard.data`
-                self._look_at(self.shard.data.view(1, -1))
-            return
-        if not self.shard_numel:
-            return
-        if self._transfer is not None:  # a gather not waited for yet; its weights have changed since
-            self._transfer.wait()
-        if not self._storage.size():
-            self._storage.resize_(self._nbytes)
-        if part is None:
-            self._row.copy_(self._newest(), non_blocking=True)
-        self._uses += 1
-        self._transfer = self.gather_from(part).start(exchange_tag("all_gather", self.tag_id, self._uses))
-
-    def gather_from(self, part: KeptPart | None) -> Any:
-        """What fills the buffer, in which this rank's row is written; with a ``part``, after writing that."""
-        return self._gather if part is None else part.write()
+            if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # someone assigned `shard.data`
+                self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), self.comm)
+        elif self.shard_numel:
+            self._uses += 1
+            own = self._newest() if part is None else None
+            self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, self._uses))
 
     def _newest(self) -> Tensor:
         """The shard as it is now, from the copy on the compute device where there is one."""
@@ -245,9 +272,19 @@ class FlatParam(FlatLine):
         return self._device_shard
 
     @property
+    def buffer(self) -> Tensor:
+        """What rows are gathered into, ``[W, S]``."""
+        return self.gathered.buffer
+
+    @property
+    def kept_line(self) -> Tensor:
+        """The memory of the whole parameters, of which a part can be kept between forward and backward."""
+        return self.gathered.kept_line
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a gather has not been waited for."""
-        return self._transfer is not None
+        return self.comm is not None and self.gathered.transfer is not None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in the memory of the whole parameters."""
@@ -257,166 +294,18 @@ class FlatParam(FlatLine):
 
     def wait_unshard(self) -> None:
         """Wait for the gather under way, if any, and attach the leaves to their modules."""
-        if self._transfer is not None:
-            transfer, self._transfer = self._transfer, None
-            transfer.wait()
-        for slot, view in zip(self.slots, self._views):  # noqa: B905 (host time)
+        gathered = self.gathered
+        gathered.wait()
+        for slot, view in zip(self.slots, gathered.views):  # noqa: B905 (host time)
             slot.attach(view)
 
     def reshard(self) -> None:
         """Give the buffer's memory back and take the leaves off their modules."""
-        if self._transfer is not None:
-            transfer, self._transfer = self._transfer, None
-            transfer.wait()
         for slot in self.slots:
             slot.detach()
         if not self.computes_on_shard:
-            self._storage.resize_(0)
+            self.gathered.free()
         self.is_gathered = False
-
-    def write_grads(self, views: list[list[Tensor]]) -> None:
-        """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
-
-        The leaves' gradients are then dropped. Leaves without one count as zeros.
-        """
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        empty = list(views[-1])
-        for index, slot in enumerate(self.slots):
-            runs, grad = views[index], self._take_grad(index, slot)
-            if grad is None:
-                empty += runs
-                continue
-            self.contributed[index] = 1
-            if self.reached is not None and not self.reached[index]:
-                raise BackwardOrderError(
-                    f"The backward must reach `{slot.fqn}` through its unit's graph, but gave it a gradient through "
-                    "one that was made later, by a function that recomputes. Use torch.utils.checkpoint."
-                )
-            targets += runs
-            if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
-                sources.append(grad)
-            else:
-                sources += self.cut_as(runs, index, grad)
-        for run in empty:
-            run.zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        self._marker = self._accumulated = None
-        self._kept = bytearray(len(self.slots))
-
-    def take_kept(self) -> Tensor | None:
-        """Nothing is kept from the sum over replicas."""
-        return None
-
-    def accept_grad(self, reduced: Tensor) -> None:
-        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and notify who waits for it."""
-        self.grad.add(reduced, self.reached)
-        self._num_landed += 1
-        for param in self.registered:
-            hooks = param._post_accumulate_grad_hooks
-            if hooks:
-                self.grad.land()
-                for hook in tuple(hooks.values()) if param.grad is not None else ():
-                    hook(param)
-        self.num_sent -= 1
-        listener = self.grad.transfers.listener
-        if listener is not None and not self.num_sent:
-            listener(self)
-
-    def reach(self) -> bytearray:
-        """For each parameter whether the running backward gives it a gradient here, or `no_sync` has kept one."""
-        if not self.shard_numel:
-            return bytearray(len(self.slots))
-        kept = self._kept if self.has_accumulated else bytes(len(self.slots))
-        return bytearray(
-            own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)
-        )
-
-    def note_reached(self, which: bytearray) -> None:
-        """Some rank has gradients of ``which`` parameters, 1 or 0 each; those that no rank has stay None."""
-        self.is_owed = any(which)
-        self.reached = None if all(which) else bytes(which)
-        self.contributed = bytearray(len(self.slots))
-        self._num_landed = 0
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Keep this pass's gradients whole, on this rank, for a later pass that reduces (``no_sync``).
-
-        They stay on the leaves, or in ``reduce_dtype`` where that is wider. The shard gets a gradient of zeros if
-        it has none: who sets it to None or zero meanwhile (``zero_grad``) means the accumulated gradients too.
-        """
-        has_grad = [slot.leaf.grad is not None for slot in self.slots]
-        if not any(has_grad):
-            return
-        self._kept = bytearray(map(max, self._kept, has_grad))
-        dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
-        if dtype != self.compute_dtype:
-            if self._accumulated is None:
-                self._accumulated = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute_device)
-            for index, slot in enumerate(self.slots):
-                self._take_grad(index, slot)
-        self._marker = self.grad.mark()
-
-    @property
-    def has_accumulated(self) -> bool:
-        """Whether gradients of ``no_sync`` passes wait here to be reduced."""
-        return self._marker is not None
-
-    def forget_zeroed(self) -> None:
-        """Drop accumulated gradients if the user has zeroed the shard's since; called before a pass adds to them."""
-        if self._marker is None:
-            return
-        if self.grad.is_zeroed_since(self._marker, self.name):
-            self._marker = None
-            self.drop_grads()
-
-    def drop_grads(self) -> None:
-        """Forget the gradients of an interrupted backward, but not those that ``no_sync`` accumulated."""
-        self.num_sent = 0
-        if self._marker is None:
-            self._accumulated = None
-            self._kept = bytearray(len(self.slots))
-            for slot in self.slots:
-                slot.leaf.grad = None
-
-    def abandon_grads(self, is_touched: bool) -> None:
-        """The running backward raised, after it has given gradients to some leaves if ``is_touched``.
-
-        What was added to earlier gradients cannot be taken away: the next step must not use them.
-        """
-        is_partial = bool(self._num_landed or self.num_sent) or (is_touched and self._marker is not None)
-        if is_touched:
-            self._marker = None
-        self.drop_grads()
-        if is_partial:
-            self.grad.discard_flights()
-            self._partial = self.grad.mark()
-            interrupted.add(self)
-
-    def check_whole(self) -> None:
-        """Raise if an exception left the gradient incomplete, unless it was dropped or zeroed since.
-
-        Raises:
-            PartialGradientError: it is incomplete.
-        """
-        if self._partial is None:
-            return
-        if self._is_partial():
-            raise PartialGradientError(
-                f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
-                "part of it had been added, or after gradients accumulated under no_sync had been changed. Call "
-                "zero_grad() and repeat the backwards of this step."
-            )
-        self._partial = None
-        interrupted.discard(self)
-
-    def _is_partial(self) -> bool:
-        try:
-            return not self.grad.is_zeroed_since(self._partial, self.name)
-        except FairshardError:  # it was scaled, say
-            return True
 
     @torch.no_grad()
     def gather_line(self, values: Tensor) -> Tensor:
@@ -432,51 +321,14 @@ class FlatParam(FlatLine):
             self.comm.all_gather(rows, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
         return rows
 
-    def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
-        """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
-        leaf = slot.leaf
-        grad = leaf.grad
-        if grad is not None:
-            leaf.grad = None
-            if grad.is_sparse:
-                grad = grad.to_dense()
-        if self._accumulated is None:
-            return grad
-        span = self.layout.param_span(index)
-        kept = self._accumulated[span.start : span.stop].view(slot.shape)
-        return kept if grad is None else kept.add_(grad)
-
     def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """What is kept between steps on the compute device, and in host memory: shard and gradient."""
-        device = [tensor for tensor in (self._device_shard,) if tensor is not None]
+        device = [tensor for tensor in (self._device_shard, self.route.kept.waiting) if tensor is not None]
         host: list[Tensor] = []
         (host if self.on_cpu else device).append(self.shard.detach())
         if self.grad is not None:
             (host if self.grad.is_on_host else device).extend(self.grad.tensors())
         return device, host
 
-    def register_on(self, module: nn.Module) -> None:
-        """Register the shard as a parameter of ``module``, under this flat param's name."""
-        self._holder = module
-        module.register_parameter(self._key, self.shard)
 
-    def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was done; the function returned does it again."""
-        holder, key = self._holder, self._key
-        if holder is None:
-            return lambda: None
-        holder._parameters[key] = None  # keeps its place among the others
-        return lambda: holder._parameters.update({key: self.shard})
-
-    def _hook_leaves(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.nodes = [], []
-        for slot, view, trains in zip(self.slots, self._views, self._trained, strict=True):
-            slot.leaf.requires_grad_(trains)
-            slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
-            self.nodes.append(accumulate_node(slot.leaf) if trains else None)
-            if trains:
-                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
-            if not self.is_gathered:
-                slot.detach()
+_UNDIVIDED = Division(1.0, 1.0)

@@ -1,26 +1,30 @@
 """Parameters laid end to end on a line: whole values to rows and back. No communication."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fairshard.params.slot import ParamSlot
+from fairshard.params.gathered import Gathered
+from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.layout import FlatLayout
 
 
 class FlatLine:
-    """The parameters of ``slots`` on a line ``[W, S]``, of which this rank owns row ``rank``."""
+    """Parameters of ``shapes`` on a line ``[W, S]``, of which this rank owns row ``rank``."""
 
-    def __init__(self, slots: list[ParamSlot], rank: int, world_size: int) -> None:
-        self.slots = slots
+    def __init__(self, shapes: Sequence[torch.Size], rank: int, layout: FlatLayout) -> None:
+        self.shapes = list(shapes)
         self.rank = rank
-        self.layout = self.layout_among(world_size)
-        self.shard_numel = self.layout.shard_numel
+        self.layout = layout
+        self.shard_numel = layout.shard_numel
 
-    def layout_among(self, world_size: int) -> FlatLayout:
-        """Where each parameter lies."""
-        return FlatLayout([slot.numel for slot in self.slots], world_size)
+    @staticmethod
+    def among(shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
+        """``shapes`` one after the other, cut anywhere among ``world_size`` ranks."""
+        return FlatLine(shapes, rank, FlatLayout([shape.numel() for shape in shapes], world_size))
 
     def flattened(self, index: int, value: Tensor) -> Tensor:
         """The elements of parameter ``index``, of which ``value`` is the whole, in the order in which they are cut."""
@@ -28,7 +32,7 @@ class FlatLine:
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """The whole of parameter ``index`` of its elements, in the order in which they are cut."""
-        return flat.view(self.slots[index].shape)
+        return flat.view(self.shapes[index])
 
     @torch.no_grad()
     def cut(self, values: list[Tensor]) -> Tensor:
@@ -40,11 +44,15 @@ class FlatLine:
             shard[piece.target.start : piece.target.stop] = whole[piece.source.start : piece.source.stop]
         return shard
 
+    def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
+        """``buffer`` ``[W, S]`` as the memory where parameters become whole, which leaves show."""
+        return Gathered(RowGather(comm, buffer), buffer, comm.rank, self.params_of(buffer))
+
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, as views of a whole line of ``W * S`` elements."""
         line = line.view(-1)
-        spans = map(self.layout.param_span, range(len(self.slots)))
-        return [line[span.start : span.stop].view(slot.shape) for slot, span in zip(self.slots, spans, strict=True)]
+        spans = map(self.layout.param_span, range(len(self.shapes)))
+        return [line[span.start : span.stop].view(shape) for shape, span in zip(self.shapes, spans, strict=True)]
 
     def lay_out(self, values: list[Tensor]) -> Tensor:
         """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
@@ -56,7 +64,7 @@ class FlatLine:
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """What this rank owns of each parameter, as views of ``values`` ``[S]``: first element, and the run."""
-        runs = [(0, values[:0]) for _ in self.slots]
+        runs = [(0, values[:0]) for _ in self.shapes]
         for piece in self.layout.pieces_of(self.rank):
             runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
         return runs
@@ -65,7 +73,7 @@ class FlatLine:
         """For each parameter the runs of ``columns`` ``[W, S]`` where its gradient goes; last, those of the padding."""
         if columns.is_contiguous():
             return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
-        runs: list[list[Tensor]] = [[] for _ in (*self.slots, "padding")]
+        runs: list[list[Tensor]] = [[] for _ in (*self.shapes, "padding")]
         for piece in (*self.layout.pieces, *self.layout.padding):
             runs[piece.index].append(columns[piece.row, piece.target.start : piece.target.stop])
         return runs

@@ -12,7 +12,7 @@ sum or None, never memory that a copy is still writing.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,15 +181,18 @@ class ShardGrad:
         return self.value
 
     def mark(self) -> Any:
-        """The gradient, of zeros if there is none, as it is now, for `is_zeroed_since`; nothing is on its way."""
+        """The gradient, of zeros if there is none, as it is now, for `zeroed_since`; nothing is on its way."""
         self.land()
         grad = self.value_or_zeros()
         sign_zeros_(grad.detach()[:1])
         return grad, grad._version
 
-    def is_zeroed_since(self, mark: Any, name: str) -> bool:
-        """Whether the gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
-        return is_zeroed(self.value, mark, name)
+    def zeroed_since(self, mark: Any, names: Sequence[str]) -> list[int]:
+        """Which of ``names``, here one, had their gradient dropped or zeroed after `mark`; raises as `is_zeroed`."""
+        return [index for index, name in enumerate(names) if is_zeroed(self.value, mark, name)]
+
+    def forget_dropped(self) -> None:
+        """Nothing to do: what is on the shard is all there is."""
 
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradient, or write zeros over it, and drop what is under way."""

@@ -17,7 +17,7 @@ from fairshard.engine.unit import Unit
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import connect, settle_all
 from fairshard.setup.placement import check_host_memory, compute_device
-from fairshard.views.rows_flat_param import join_gathers
+from fairshard.views.rows import join_gathers
 
 
 def claim(module: nn.Module) -> Root:

@@ -13,7 +13,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.names import join
-from fairshard.views.rows_flat_param import RowsFlatParam
+from fairshard.views.shown_dtensors import ShownDTensors
 
 
 def settle(unit: Unit) -> None:
@@ -23,7 +23,7 @@ def settle(unit: Unit) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, param in enumerate(flat_param.registered):
             kinds.setdefault((param.dtype, param.device), []).append(index)
-        if len(kinds) > 1 and isinstance(flat_param, RowsFlatParam):
+        if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
             if any(param.is_meta for param in flat_param.registered):
                 flat_params.append(flat_param)  # it is being given memory
             else:
@@ -54,8 +54,9 @@ def connect(unit: Unit) -> None:
     """Let DTensors of ``unit`` find its groups again, if they come out of a pickle."""
     groups = [group.resolve() for group in (unit.groups.replicas, unit.groups.shard) if group is not None]
     for flat_param in unit.flat_params:
-        if isinstance(flat_param, RowsFlatParam):
-            flat_param.connect(*groups[-flat_param.mesh.ndim :])
+        shown = flat_param.shows
+        if isinstance(shown, ShownDTensors):
+            shown.connect(*groups[-shown.mesh.ndim :])
 
 
 def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
@@ -82,7 +83,7 @@ def _check_memory(units: Sequence[Unit]) -> None:
         slot.fqn
         for unit in units
         for flat_param in unit.flat_params
-        if isinstance(flat_param, RowsFlatParam)
+        if isinstance(flat_param.shows, ShownDTensors)
         for slot, param in zip(flat_param.slots, flat_param.registered, strict=True)
         if param.is_meta
     ]

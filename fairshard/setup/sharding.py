@@ -12,12 +12,14 @@ from torch.nn.parameter import is_lazy
 from fairshard.engine.origin import Ignored, Origin
 from fairshard.engine.tree import units_below, walk
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.line import FlatLine
+from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, slot_of, taken_from
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
-from fairshard.views.rows_flat_param import RowsFlatParam
-from fairshard.views.viewed_flat_param import ViewedFlatParam
+from fairshard.views.shown_dtensors import ShownDTensors
+from fairshard.views.shown_runs import ShownRuns
 
 _OTHER_ENGINES = (
     "torch.distributed.fsdp",
@@ -49,11 +51,10 @@ def shard_parameters(
     flat_params = []
     for index, group in enumerate(group_slots(slots, config)):
         name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
-        flat_param: FlatParam
-        if config.use_orig_params:
-            flat_param = ViewedFlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
-        else:
-            flat_param = FlatParam(group, name, rank, world_size, on_cpu=config.master_on_cpu)
+        line = FlatLine.among([slot.shape for slot in group], rank, world_size)
+        shown = (ShownRuns if config.use_orig_params else ShownShard)(group, line, config.master_on_cpu)
+        flat_param = FlatParam(shown, name)
+        if not config.use_orig_params:
             for slot in group:
                 slot.register(None if config.flatten_parameters else flat_param.shard)
         for slot in group:
@@ -87,7 +88,8 @@ def shard_rows(
             if not slot.leaf.is_meta:
                 slot.leaf.data = slot.leaf.data.to(origin.device)
         own_dims = [dims[slot] for slot in group]
-        flat_params.append(RowsFlatParam(group, f"flat_param_{index}", mesh, own_dims, config.master_on_cpu))
+        shown = ShownDTensors(group, mesh, own_dims, config.master_on_cpu)
+        flat_params.append(FlatParam(shown, f"flat_param_{index}"))
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)

@@ -16,7 +16,7 @@ from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import set_grad
-from fairshard.views.viewed_flat_param import Stepped
+from fairshard.views.orig_param import Stepped
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
 from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
-from fairshard.views.viewed_flat_param import Stepped
+from fairshard.views.orig_param import Stepped
 
 # State that torch's optimizers keep as one value per parameter, in 0-dim tensors.
 SCALARS = {"step", "mu_product", "eta", "mu"}

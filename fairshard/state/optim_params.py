@@ -15,7 +15,7 @@ from fairshard.engine.tree import units_below, walk
 from fairshard.setup.claim import roots_below
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.names import clean_tensor_name, join
-from fairshard.views.viewed_flat_param import Stepped
+from fairshard.views.orig_param import Stepped
 
 Groups = list[list[nn.Parameter]]
 

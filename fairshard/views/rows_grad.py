@@ -7,29 +7,46 @@ changed is read from their first elements too, those that `ViewedGrad.mark` sign
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fairshard.params.shard_grad import is_zeroed
+from fairshard.params.slot import ParamSlot
 from fairshard.views.viewed_grad import ViewedGrad
 
-if TYPE_CHECKING:
-    from fairshard.views.rows_flat_param import RowsFlatParam
+
+class Shown(Protocol):
+    """What the gradient asks of what is registered."""
+
+    slots: list[ParamSlot]
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the parameters."""
+        ...
+
+    def shown_as(self, index: int, run: Tensor) -> Tensor:
+        """``run``, this rank's elements of parameter ``index``, as a DTensor."""
+        ...
+
+    def elements_of(self, index: int, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, shaped as parameter ``index`` or a DTensor of that."""
+        ...
 
 
 class RowsGrad(ViewedGrad):
-    """The gradient of the shard of ``flat_param``."""
+    """The gradient of the shard of which ``shown`` is registered."""
 
-    def __init__(self, flat_param: RowsFlatParam, *args: Any) -> None:
+    def __init__(self, shown: Shown, *args: Any) -> None:
         super().__init__(*args)
-        self._flat_param = flat_param
+        self._shown_params = shown
 
     def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
         """A DTensor of each run."""
-        return [self._flat_param.shown_as(index, run) for index, run in enumerate(runs)]
+        return [self._shown_params.shown_as(index, run) for index, run in enumerate(runs)]
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
         """This rank's elements, also of what the user has put in place of what was shown.
@@ -41,10 +58,10 @@ class RowsGrad(ViewedGrad):
         if isinstance(grad, DTensor) and (grad.placements, grad.device_mesh) != (param.placements, param.device_mesh):
             raise ValueError(
                 f"The gradient of a parameter must be placed as that is, but that of "
-                f"`{self._flat_param.slots[index].fqn}` (rank {self._flat_param.rank}) is {grad.placements}, not "
+                f"`{self._shown_params.slots[index].fqn}` (rank {self._shown_params.rank}) is {grad.placements}, not "
                 f"{param.placements}. Put `grad.redistribute(param.device_mesh, param.placements)` there."
             )
-        return self._flat_param.elements_of(index, grad)
+        return self._shown_params.elements_of(index, grad)
 
     def mark(self) -> Any:
         """As `ViewedGrad.mark`, with the first element of each gradient that has any here."""

@@ -11,10 +11,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fairshard.errors import FairshardError, OptionsExcludeError
 from fairshard.nn import AllGather, MixedPrecisionPolicy, ReduceScatter, fully_shard
+from fairshard.params.route import Route
 from fairshard.utils import custom_comms
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
-from fairshard.views.routed_flat_param import Route
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import OptionsExcludeError
+from fairshard.params.flat_param import FlatParam
 from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
 from fairshard.utils.collectives import communicator
@@ -23,7 +24,7 @@ from fairshard.utils.custom_comms import AllGather, GroupAllGather, GroupReduceS
 from fairshard.utils.device import Event, current_device
 from fairshard.utils.messages import subgroup
 from fairshard.utils.reduce_scatter_bucketer import Division
-from fairshard.views.rows_flat_param import RowsFlatParam
+from fairshard.views.shown_dtensors import ShownDTensors
 
 
 class CommMethods(nn.Module):
@@ -185,8 +186,9 @@ class CommMethods(nn.Module):
             )
         group = unit.groups.shard.resolve()
         for flat_param in flat_params:
+            shown = flat_param.shows
             if enable:
-                on_gpu = flat_param.mesh.device_type == "cuda"
+                on_gpu = isinstance(shown, ShownDTensors) and shown.mesh.device_type == "cuda"
                 check_allocates(group, current_device() if on_gpu else torch.device("cpu"))
             route = flat_param.route
             route.uses_group_memory = enable
@@ -267,14 +269,14 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_below(module)] if recurse else [_unit_of(module)]
 
 
-def _routed(unit: Unit, method: str) -> list[RowsFlatParam]:
+def _routed(unit: Unit, method: str) -> list[FlatParam]:
     """The flat params of ``unit`` whose route ``method`` will change; raises in the middle of a pass."""
     if unit.root is not None:
         unit.root.assert_idle(method)
-    return [flat_param for flat_param in unit.flat_params if isinstance(flat_param, RowsFlatParam)]
+    return list(unit.flat_params)
 
 
-def _customizable(unit: Unit, method: str, comm: Any) -> list[RowsFlatParam]:
+def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
     """As `_routed`, after a check that ``comm`` can be used."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
@@ -287,7 +289,7 @@ def _customizable(unit: Unit, method: str, comm: Any) -> list[RowsFlatParam]:
     return flat_params
 
 
-def _is_custom(flat_param: RowsFlatParam) -> bool:
+def _is_custom(flat_param: FlatParam) -> bool:
     route = flat_param.route
     return not route.uses_group_memory and (route.gather is not None or route.scatter is not None)
 

@@ -25,7 +25,7 @@ from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import check_conversion, settle
 from fairshard.utils.containers import apply_to_tensors
-from fairshard.views.rows_flat_param import RowsFlatParam
+from fairshard.views.shown_dtensors import ShownDTensors
 
 
 class UnshardHandle:
@@ -227,9 +227,10 @@ class FSDPModule(CommMethods):
             unit.groups.set(mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0)))
             unit.root = None
             for flat_param in unit.flat_params:
-                if isinstance(flat_param, RowsFlatParam):
-                    flat_param.placed = SavedMesh(mesh)
-                    flat_param.connect()
+                shown = flat_param.shows
+                if isinstance(shown, ShownDTensors):
+                    shown.placed = SavedMesh(mesh)
+                    shown.connect()
 
     # ---- nn.Module
 

@@ -21,7 +21,7 @@ from fairshard.errors import FairshardError
 from fairshard.params.slot import taken_from
 from fairshard.setup.late_changes import refusal_of_new
 from fairshard.utils.names import join
-from fairshard.views.viewed_flat_param import OrigParam
+from fairshard.views.orig_param import OrigParam
 
 _is_installed = False
 

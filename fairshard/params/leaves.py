@@ -1,0 +1,321 @@
+"""The leaves of a flat param, and the way of their gradients to the shard's.
+
+::
+
+    leaves    .grad, whole    autograd sets them; `no_sync` keeps them, here or in a wider dtype
+    bucket    [W, S]          `write_grads` copies them there; the reduce-scatter reads it
+    shard     .grad, [S]      `accept_grad` adds the mean over ranks to it
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.errors import BackwardOrderError, FairshardError, PartialGradientError
+from fairshard.params.gathered import Gathered
+from fairshard.params.route import Route
+from fairshard.params.shown import ShownShard
+from fairshard.params.slot import ParamSlot
+from fairshard.utils.autograd import accumulate_node, reaches
+
+interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
+"""Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
+
+
+class Leaves:
+    """The leaves of the parameters of which ``shows`` has a shard.
+
+    Attributes:
+        shows: the shard, and what is registered of it.
+        line: where parameters lie, and how the gathered buffer becomes whole parameters.
+        route: how gathers and gradients travel, as far as the user has a say in it.
+        gathered: the memory of the whole parameters, from `materialize` on, as are the dtypes and the device.
+    """
+
+    gathered: Gathered
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    compute_device: torch.device
+    _on_grad: Any
+
+    def __init__(self, shows: ShownShard, name: str, route: Route) -> None:
+        self.shows, self.slots, self.line = shows, shows.slots, shows.line
+        self.shard_numel = self.line.shard_numel
+        self.name = name
+        self.route = route
+        self.requires_grad = shows.shard.requires_grad
+        self._trained = [self.requires_grad] * len(self.slots)  # which parameters want a gradient
+        self._forget_runtime()
+
+    def _forget_runtime(self) -> None:
+        """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
+        self.grad: Any = None
+        self.nodes: list[Any] = []  # of the leaves; None for those that are not trained
+        self.is_gathered = False
+        self.is_owed = False  # some rank's backward, or what `no_sync` has kept, gives a gradient ...
+        self.reached: bytes | None = None  # ... of these parameters; None: of all
+        self.num_sent = 0  # sums under way
+        self.contributed = bytearray(len(self.slots))  # of which parameters this rank had gradients
+        self._num_landed = 0  # sums that the running backward has added to the gradient
+        self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
+        self._partial: Any = None  # the gradient's mark when an exception left it incomplete
+        self._hooks: list[Any] = []
+        self._marker: Any = None
+        self._accumulated: Tensor | None = None
+
+    @property
+    def shard(self) -> nn.Parameter:
+        """This rank's part of the line, ``[S]``."""
+        return self.shows.shard
+
+    @property
+    def registered(self) -> tuple[nn.Parameter, ...]:
+        """What users see, and attach hooks to."""
+        return self.shows.registered
+
+    @property
+    def versioned(self) -> tuple[nn.Parameter, ...]:
+        """A change of the shard is counted by one of these."""
+        return self.shows.versioned
+
+    @property
+    def stepped(self) -> Sequence[Any]:
+        """What optimizers see: this flat param, whose shard they step, or its `OrigParam` each."""
+        return self.shows.stepped_by(self)
+
+    def _follow_requires_grad(self) -> None:
+        self._trained = self.shows.wanted()
+        self.requires_grad = any(self._trained)
+        for index in self.shows.follow(self._trained):
+            self._drop_accumulated(index)
+
+    def _drop_accumulated(self, index: int) -> None:
+        self.slots[index].leaf.grad = None
+        self._kept[index] = 0
+        if self._accumulated is not None:
+            span = self.line.layout.param_span(index)
+            self._accumulated[span.start : span.stop].zero_()
+
+    def _check_leaves(self) -> None:
+        for slot, trains in zip(self.slots, self._trained, strict=True):
+            if slot.leaf.requires_grad != trains:
+                raise FairshardError(
+                    f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after "
+                    f"wrapping, but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{self.name}` in "
+                    "named_parameters()), or before wrapping."
+                )
+
+    def _hook_leaves(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.nodes = [], []
+        for slot, view, trains in zip(self.slots, self.gathered.views, self._trained, strict=True):
+            slot.leaf.requires_grad_(trains)
+            slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
+            self.nodes.append(accumulate_node(slot.leaf) if trains else None)
+            if trains:
+                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
+            if not self.is_gathered:
+                slot.detach()
+
+    def write_grads(self, views: list[list[Tensor]]) -> None:
+        """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
+
+        The leaves' gradients are then dropped. Leaves without one count as zeros.
+        """
+        cut_as = self.line.cut_as
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        empty = list(views[-1])
+        for index, slot in enumerate(self.slots):
+            runs, grad = views[index], self._take_grad(index, slot)
+            if grad is None:
+                empty += runs
+                continue
+            self.contributed[index] = 1
+            if self.reached is not None and not self.reached[index]:
+                raise BackwardOrderError(
+                    f"The backward must reach `{slot.fqn}` through its unit's graph, but gave it a gradient through "
+                    "one that was made later, by a function that recomputes. Use torch.utils.checkpoint."
+                )
+            targets += runs
+            if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
+                sources.append(grad)
+            else:
+                sources += cut_as(runs, index, grad)
+        for run in empty:
+            run.zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._marker = self._accumulated = None
+        self._kept = bytearray(len(self.slots))
+        if not self.route.keeps_sums:
+            self.route.kept.leave()
+
+    def take_kept(self) -> Tensor | None:
+        """What earlier backwards have summed over the ranks of the shard only."""
+        return self.route.kept.take()
+
+    def accept_grad(self, reduced: Tensor) -> None:
+        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and notify who waits for it.
+
+        A sum that waits for that over replicas is kept. The shard then gets a gradient of zeros, as in `accumulate`,
+        which tells whether the user has zeroed it meanwhile.
+        """
+        route = self.route
+        if route.keeps_sums:
+            with torch.no_grad():
+                route.kept.add(reduced)
+                route.kept.mark = self.grad.mark()
+            self.num_sent -= 1
+            return
+        route.kept.arrive()
+        if route.hook is not None:
+            route.change(reduced)
+        self.grad.add(reduced, self.reached)
+        self._num_landed += 1
+        for param in self.registered:
+            hooks = param._post_accumulate_grad_hooks
+            if hooks:
+                self.grad.land()
+                for hook in tuple(hooks.values()) if param.grad is not None else ():
+                    hook(param)
+        self.num_sent -= 1
+        listener = self.grad.transfers.listener
+        if listener is not None and not self.num_sent:
+            listener(self)
+
+    def reach(self) -> bytearray:
+        """For each parameter whether the running backward gives it a gradient here, or `no_sync` has kept one."""
+        if self.route.has_waiting:  # of all parameters
+            return bytearray(self._trained)
+        if not self.shard_numel:
+            return bytearray(len(self.slots))
+        kept = self._kept if self.has_accumulated else bytes(len(self.slots))
+        return bytearray(
+            own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)
+        )
+
+    def note_reached(self, which: bytearray) -> None:
+        """Some rank has gradients of ``which`` parameters, 1 or 0 each; those that no rank has stay None."""
+        self.is_owed = any(which)
+        self.reached = None if all(which) else bytes(which)
+        self.contributed = bytearray(len(self.slots))
+        self._num_landed = 0
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Keep this pass's gradients whole, on this rank, for a later pass that reduces (``no_sync``).
+
+        They stay on the leaves, or in ``reduce_dtype`` where that is wider. The shard gets a gradient of zeros if
+        it has none: who sets it to None or zero meanwhile (``zero_grad``) means the accumulated gradients too.
+        """
+        has_grad = [slot.leaf.grad is not None for slot in self.slots]
+        if not any(has_grad):
+            return
+        self._kept = bytearray(map(max, self._kept, has_grad))
+        dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
+        if dtype != self.compute_dtype:
+            if self._accumulated is None:
+                self._accumulated = torch.zeros(self.line.layout.numel, dtype=dtype, device=self.compute_device)
+            for index, slot in enumerate(self.slots):
+                self._take_grad(index, slot)
+        self._marker = self.grad.mark()
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether gradients of ``no_sync`` passes wait here to be reduced."""
+        return self._marker is not None or self.route.has_waiting
+
+    def forget_zeroed(self) -> None:
+        """Drop what waits for each parameter whose gradient the user has zeroed since; before a pass adds to it."""
+        names, kept = self._names, self.route.kept
+        if self._marker is not None:
+            zeroed = self.grad.zeroed_since(self._marker, names)
+            if len(zeroed) == len(names):
+                self._marker = None
+                self.drop_grads()
+            else:
+                for index in zeroed:
+                    self._drop_accumulated(index)
+        if kept.waiting is not None:
+            zeroed = self.grad.zeroed_since(kept.mark, names)
+            if len(zeroed) == len(names):
+                kept.drop()
+            else:
+                spans = self.shows.own_spans()
+                for index in zeroed:
+                    kept.waiting[spans[index].start : spans[index].stop].zero_()
+
+    @property
+    def _names(self) -> list[str]:
+        """Those of what has a gradient of its own."""
+        return [one.name for one in self.stepped]
+
+    def drop_grads(self) -> None:
+        """Forget the gradients of an interrupted backward, but not those that ``no_sync`` accumulated."""
+        self.num_sent = 0
+        if self._marker is None:
+            self._accumulated = None
+            self._kept = bytearray(len(self.slots))
+            for slot in self.slots:
+                slot.leaf.grad = None
+        self.route.kept.come_back()
+
+    def abandon_grads(self, is_touched: bool) -> None:
+        """The running backward raised, after it has given gradients to some leaves if ``is_touched``.
+
+        What was added to earlier gradients cannot be taken away: the next step must not use them.
+        """
+        is_partial = bool(self._num_landed or self.num_sent) or (is_touched and self._marker is not None)
+        if is_touched:
+            self._marker = None
+        self.drop_grads()
+        if is_partial:
+            self.grad.discard_flights()
+            self._partial = self.grad.mark()
+            interrupted.add(self)
+
+    def check_whole(self) -> None:
+        """Raise if an exception left the gradient incomplete, unless it was dropped or zeroed since.
+
+        Raises:
+            PartialGradientError: it is incomplete.
+        """
+        if self._partial is None:
+            return
+        if self._is_partial():
+            raise PartialGradientError(
+                f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
+                "part of it had been added, or after gradients accumulated under no_sync had been changed. Call "
+                "zero_grad() and repeat the backwards of this step."
+            )
+        self._partial = None
+        interrupted.discard(self)
+
+    def _is_partial(self) -> bool:
+        names = self._names
+        try:
+            zeroed = self.grad.zeroed_since(self._partial, names)
+        except FairshardError:  # they were scaled, say
+            return True
+        return len(zeroed) < len(names)
+
+    def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
+        """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
+        leaf = slot.leaf
+        grad = leaf.grad
+        if grad is not None:
+            leaf.grad = None
+            if grad.is_sparse:
+                grad = grad.to_dense()
+        if self._accumulated is None:
+            return grad
+        span = self.line.layout.param_span(index)
+        kept = self._accumulated[span.start : span.stop].view(slot.shape)
+        return kept if grad is None else kept.add_(grad)

@@ -1,0 +1,92 @@
+"""How one flat param's gathers and gradients travel, as far as its user has a say in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairshard.errors import FairshardError
+from fairshard.params.kept_sum import KeptSum
+from fairshard.utils.collectives import Communicator, Communicators
+from fairshard.utils.custom_comms import AllGather, CustomReduce, ReduceScatter
+from fairshard.utils.device import Stream, now
+
+
+@dataclass
+class Route:
+    """What the user has asked for, and the sums that wait because of it.
+
+    ``gather`` and ``scatter`` take the place of ours, or, with ``uses_group_memory``, are ours in the backend's memory.
+    ``hook`` gets each mean, on ``hook_stream``. Without ``sums_replicas`` gradients wait for the sum over these.
+
+    Attributes:
+        keeps_sums: whether gradients wait now: there are replicas.
+        kept: the sum that waits.
+    """
+
+    gather: AllGather | None = None
+    scatter: ReduceScatter | None = None
+    uses_group_memory: bool = False
+    hook: Callable[[Tensor], object] | None = None
+    hook_stream: Any = None
+    sums_replicas: bool = True
+
+    def __post_init__(self) -> None:
+        self._comms: Communicators | None = None
+        self.kept = KeptSum()
+        self.keeps_sums = False
+
+    def start_from(self, comms: Communicators) -> None:
+        """Take ``comms``, which all units over the same ranks share."""
+        self._comms = comms
+
+    def reduce_in(self, reduce: Communicator) -> bool:
+        """Sum over the ranks of the shard in this group, which has the same ranks; False before the first forward."""
+        if self._comms is None:
+            return False
+        self._comms = replace(self._comms, reduce=reduce)
+        return True
+
+    def follow(self) -> Communicators | None:
+        """What gathers and gradients travel by, as asked for now; None before the first forward."""
+        comms = self._comms
+        self.keeps_sums = not self.sums_replicas and comms is not None and comms.replicas is not None
+        if comms is None:
+            return None
+        if self.scatter is not None:
+            comms = replace(comms, reduce=CustomReduce(comms.reduce, self.scatter))
+        return replace(comms, replicas=None) if self.keeps_sums else comms
+
+    @torch.no_grad()
+    def change(self, reduced: Tensor) -> None:
+        """Let the user's hook change ``reduced``, a mean."""
+        assert self.hook is not None
+        stream = Stream.of(self.hook_stream if reduced.is_cuda else None)
+        stream.wait(now(reduced.device))
+        with stream.use():
+            self.hook(reduced)
+        stream.record().wait()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a sum waits for the running backward."""
+        return self.kept.waiting is not None and not self.keeps_sums
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Route:
+        return replace(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.gather or self.scatter or self.hook:
+            raise FairshardError(
+                "A model with custom communication or an all-reduce hook must not be pickled, for what was unpickled "
+                "would lose it. Save its state_dict(), or use deepcopy, which keeps it."
+            )
+        return {"sums_replicas": self.sums_replicas}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()

@@ -1,0 +1,112 @@
+"""What is registered of a flat param, and follows what users do to that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.params.line import FlatLine
+from fairshard.params.shard_grad import GradTransfers, ShardGrad
+from fairshard.params.slot import ParamSlot
+from fairshard.settings.config import GradHome
+from fairshard.utils.span import Span
+
+
+class ShownShard:
+    """The shard of ``line``, this rank's part of the parameters of ``slots``, registered as it is.
+
+    Attributes:
+        shard: ``[S]``, the truth.
+        registered: what users see, and attach hooks to.
+        versioned: a change of the shard is counted by one of these.
+        on_cpu: whether the shard is kept in host memory.
+    """
+
+    def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
+        self.slots, self.line, self.on_cpu = slots, line, on_cpu
+        shard = line.cut([slot.leaf for slot in slots])
+        shard = shard.cpu() if on_cpu and not shard.is_meta else shard
+        self.shard = nn.Parameter(shard, requires_grad=slots[0].leaf.requires_grad)
+        self.registered: tuple[nn.Parameter, ...] = (self.shard,)
+        self.versioned: tuple[nn.Parameter, ...] = (self.shard,)
+        self._holder: nn.Module | None = None
+        self._key = ""
+
+    def stepped_by(self, flat_param: Any) -> Sequence[Any]:
+        """What optimizers see of ``flat_param``, of which this is shown."""
+        return (flat_param,)
+
+    def make_grad(self, dtype: torch.dtype, home: GradHome, transfers: GradTransfers, held: Tensor | None) -> ShardGrad:
+        """The gradient of the shard, shown on what is registered."""
+        return ShardGrad(self.shard, dtype, home, transfers, held)
+
+    # ---- following
+
+    def wanted(self) -> list[bool]:
+        """Which parameters the user wants gradients of."""
+        return [self.shard.requires_grad] * len(self.slots)
+
+    def follow(self, trained: Sequence[bool]) -> Sequence[int]:
+        """Let leaves and shard want gradients as ``trained`` says; returns the parameters whose kept ones are void."""
+        return ()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether something registered no longer lies in the shard."""
+        return False
+
+    def settle(self, is_fixed: bool) -> bool:
+        """Adopt what the user has assigned to ``.data`` of what is registered; returns whether anything was.
+
+        ``is_fixed``: the dtype and the device must not change any more.
+        """
+        return False
+
+    def link(self) -> None:
+        """Let what is registered lie in the shard, wherever that is now."""
+
+    def own_spans(self) -> list[Span]:
+        """Where on the shard the elements of what is registered lie, in order."""
+        return [Span(0, self.line.shard_numel)]
+
+    # ---- moving
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the shard to ``device``."""
+        self.shard.data = self.shard.data.to(device)
+        self.link()
+
+    def keep_on_device(self) -> None:
+        """Keep the shard on the compute device, whatever the unit was asked for."""
+        self.on_cpu = False
+        self.shard.data = self.shard.data.to(self.slots[0].leaf.device)
+        self.link()
+
+    # ---- registering
+
+    def register_on(self, module: nn.Module, key: str) -> None:
+        """Register the shard as parameter ``key`` of ``module``."""
+        self._holder, self._key = module, key
+        module.register_parameter(key, self.shard)
+
+    def unregister(self) -> Callable[[], None]:
+        """Undo `register_on`, if it was done; the function returned does it again."""
+        holder, key = self._holder, self._key
+        if holder is None:
+            return lambda: None
+        holder._parameters[key] = None  # keeps its place among the others
+        return lambda: holder._parameters.update({key: self.shard})
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("slots", "line", "on_cpu", "shard", "registered", "versioned", "_holder", "_key")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.shard.is_shared():
+            self.shard.data = self.shard.data.clone()  # or the sending process would go on changing it

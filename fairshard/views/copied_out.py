@@ -1,0 +1,97 @@
+"""Memory from which whole parameters are copied after the gather, because their rows lie side by side in it.
+
+::
+
+    buffer   [W, S]     from the gather to the copy
+    line     [numel]    while gathered: the leaves are views of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairshard.params.gathered import Gather, Gathered
+from fairshard.params.kept_part import KeptPart
+from fairshard.utils.custom_comms import Ready
+from fairshard.utils.device import now
+from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.views.joint_gather import JointGather
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A ``line`` beside a buffer, the parameters in it, and which parts of the buffer are copied to where in it."""
+
+    line: Tensor
+    params: list[Tensor]
+    sources: list[Tensor]
+    targets: list[Tensor]
+
+
+class CopiedOut(Gathered):
+    """A buffer, and the line that parameters are copied to."""
+
+    def __init__(self, gather: Gather, buffer: Tensor, rank: int, beside: Beside) -> None:
+        super().__init__(gather, buffer, rank, beside.params)
+        self._line, self._sources, self._targets = beside.line, beside.sources, beside.targets
+        self._is_to_copy = False
+        self._together: Sequence[CopiedOut] = [self]  # those that one gather brings, in order
+        free_storage_(self._line)
+
+    def share(self, joint: JointGather, together: Sequence[CopiedOut]) -> None:
+        """Be filled by one gather with the others of ``together``, from its buffer, of which `buffer` is columns."""
+        self._together = together
+        self._storage, self._nbytes = joint.buffer.untyped_storage(), joint.buffer.nbytes
+
+    @property
+    def kept_line(self) -> Tensor:
+        """The line that the leaves are views of."""
+        return self._line
+
+    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
+        """Start gathering into the buffer, or from a ``part`` straight into the line. **Collective.**"""
+        if part is not None:
+            alloc_storage_(self._line)
+            self.transfer = self._gather_from(part).start(tag)
+            self._is_to_copy = False
+            return
+        super().start(own, part, tag)
+        self._is_to_copy = True
+        if self.buffer.is_cuda and self is self._together[-1]:
+            for each in self._together:  # on this stream, and not where compute would wait for it
+                if each._is_to_copy:
+                    each._copy_out()
+                    each.transfer = Ready(now(self.buffer.device))
+
+    def wait(self) -> None:
+        """Wait for the gather under way, if any, and copy the parameters out."""
+        if self._is_to_copy:
+            self._copy_out()
+        super().wait()
+
+    def free(self) -> None:
+        """Give all memory back, once no gather writes to it any more."""
+        super().free()
+        self._is_to_copy = False
+        free_storage_(self._line)
+
+    def _gather_from(self, part: KeptPart | None) -> Gather:
+        gather = super()._gather_from(part)
+        if isinstance(gather, JointGather):
+            gather.custom = self.custom
+        return gather
+
+    @torch.no_grad()
+    def _copy_out(self) -> None:
+        assert self.transfer is not None
+        transfer, self.transfer, self._is_to_copy = self.transfer, None, False
+        transfer.wait()
+        alloc_storage_(self._line)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        if self is self._together[-1]:
+            self._storage.resize_(0)

@@ -1,0 +1,127 @@
+"""One original parameter of a flat param, as far as this rank owns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from fairshard.params.flat_param import FlatParam
+from fairshard.utils.layout import FlatLayout, Piece
+from fairshard.utils.span import Span
+from fairshard.views.viewed_grad import OrigGrad
+
+
+class _Runs(Protocol):
+    """What is shown of a flat param: runs, or (`take`) DTensors."""
+
+    def own_of(self, index: int) -> Tensor: ...
+
+    def elements_of(self, index: int, value: Tensor) -> Tensor: ...
+
+    def shown_as(self, index: int, run: Tensor) -> Tensor: ...
+
+    def take(self, index: int, param: Any, is_fixed: bool) -> Any: ...
+
+
+class OrigParam:
+    """One original parameter, as far as this rank owns it: a flat param's interface to optimizers and their state.
+
+    Its line is ``[W, n]``: each rank's run of the parameter, padded to ``n``, the longest.
+    """
+
+    def __init__(self, whole: FlatParam, index: int) -> None:
+        self.move_to(whole, index)
+
+    def move_to(self, whole: FlatParam, index: int) -> None:
+        """Be parameter ``index`` of ``whole``."""
+        self.__dict__.clear()  # the layout among others
+        self._whole = whole
+        self._shown = cast(_Runs, whole.shows)
+        self._index = index
+        self.slots = [whole.slots[index]]
+        self.shard = whole.registered[index]
+        self.shard_numel = self._shown.own_of(index).numel()
+
+    def take(self, param: Any) -> Any:
+        """What is registered, with the values of ``param``; as `ShownDTensors.take`."""
+        return self._shown.take(self._index, param, is_fixed=self._whole.comm is not None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Ranks, devices and the like are the flat param's."""
+        return getattr(self._whole, name)
+
+    @cached_property
+    def layout(self) -> _Cuts:
+        """Where each rank's run lies."""
+        return _Cuts.of(self._whole.line.layout, self._index)
+
+    @property
+    def name(self) -> str:
+        """The original parameter's name."""
+        return self.slots[0].fqn
+
+    @property
+    def grad(self) -> Any:
+        """The `OrigGrad` of this parameter; None before the first forward."""
+        return None if self._whole.grad is None else OrigGrad(self._whole.grad, self._index)
+
+    def own_of(self, value: Tensor) -> Tensor:
+        """This rank's elements ``[shard_numel]`` of ``value``, which is shaped as ``shard`` is."""
+        return self._shown.elements_of(self._index, value)
+
+    def shown(self, own: Tensor) -> Tensor:
+        """``own`` ``[shard_numel]`` shaped as ``shard`` is, a DTensor if that is one; no copy."""
+        return self._shown.shown_as(self._index, own)
+
+    def gather_line(self, values: Tensor) -> Tensor:
+        """``values`` ``[shard_numel]`` of every rank as a line ``[W, n]`` on the compute device. **Collective.**"""
+        whole = self._whole
+        line = values.new_zeros(whole.line.layout.world_size, self.layout.shard_numel, device=whole.compute_device)
+        line[whole.rank, : self.shard_numel] = values
+        return whole.gather_rows(line)
+
+    def params_of(self, line: Tensor) -> list[Tensor]:
+        """The parameter, shaped, of a line ``[W, n]``."""
+        runs = [line[piece.row, : piece.target.stop] for piece in self.layout.pieces]
+        return [(torch.cat(runs) if runs else line.new_empty(0)).view(self.slots[0].shape)]
+
+    def lay_out(self, values: list[Tensor]) -> Tensor:
+        """The whole parameter as a line ``[W, n]`` in new memory."""
+        line = values[0].new_zeros(self._whole.line.layout.world_size, self.layout.shard_numel)
+        whole = values[0].reshape(-1)
+        for piece in self.layout.pieces:
+            line[piece.row, : piece.target.stop] = whole[piece.source.start : piece.source.stop]
+        return line
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """The parameter of its elements in the order in which they are cut."""
+        return self._whole.line.shaped(self._index, flat)
+
+    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
+        """``values`` ``[shard_numel]`` as a view, behind the number of the first element that this rank owns."""
+        own = self.layout.pieces_of(self._whole.rank)
+        return [(own[0].source.start if own else 0, values[:])]
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """The runs into which the rows cut one parameter, each at the beginning of a row of ``shard_numel`` elements."""
+
+    pieces: tuple[Piece, ...]
+    shard_numel: int
+
+    @staticmethod
+    def of(layout: FlatLayout, index: int) -> _Cuts:
+        own = [piece for piece in layout.pieces if piece.index == index]
+        pieces = tuple(Piece(0, piece.row, piece.source, Span(0, piece.source.numel)) for piece in own)
+        return _Cuts(pieces, max((piece.source.numel for piece in own), default=0))
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.row == rank]
+
+
+Stepped = FlatParam | OrigParam  # what an optimizer sees the shard of

@@ -1,0 +1,165 @@
+"""``use_orig_params``: what this rank owns of each original parameter, registered under that parameter's names.
+
+The unit still gathers and reduces one flat line; what is registered are views of this rank's shard::
+
+    parameters    | weight ------------------------ | bias - |
+    rows          |    rank 0    |    rank 1    |  rank 2  | pad |
+    rank 1        |              | weight (14,) |               bias (0,): rank 1 owns nothing of it
+
+*Invariant*: a view lies in the shard and shares its version counter; its ``.grad`` lies in the shard's gradient and
+has a counter of its own, which tells who zeroed one parameter's gradient and left its neighbours'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.params.line import FlatLine
+from fairshard.params.shard_grad import GradTransfers, ShardGrad
+from fairshard.params.shown import ShownShard
+from fairshard.params.slot import ParamSlot
+from fairshard.settings.config import GradHome
+from fairshard.utils.span import Span
+from fairshard.utils.storage import is_same_memory
+from fairshard.views.orig_param import OrigParam
+from fairshard.views.viewed_grad import ViewedGrad
+
+
+class ShownRuns(ShownShard):
+    """A view of the shard for each original parameter, ``[n]`` with ``n >= 0``."""
+
+    def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
+        super().__init__(slots, line, on_cpu)
+        self.registered = self._make_views()
+        for slot, view in zip(slots, self.registered, strict=True):
+            slot.register(view)
+        self._stepped: list[OrigParam] = []
+        self._addresses = self._own_addresses()
+
+    def _make_views(self) -> tuple[nn.Parameter, ...]:
+        """Return what is registered: this rank's run of each parameter, as a view of the shard."""
+        runs = self.line.runs_of(self.shard.detach())
+        return tuple(nn.Parameter(run, requires_grad=self.shard.requires_grad) for _, run in runs)
+
+    def own_of(self, index: int) -> Tensor:
+        """The elements that this rank holds in ``registered[index]``, as they lie in memory."""
+        return self.elements_of(index, self.registered[index])
+
+    def elements_of(self, index: int, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, which is shaped as ``registered[index]`` is."""
+        return value.detach()
+
+    def shown_as(self, index: int, run: Tensor) -> Tensor:
+        """``run``, this rank's elements of parameter ``index``, shaped as ``registered[index]`` is; no copy."""
+        return run
+
+    def look_at(self, index: int, run: Tensor) -> None:
+        """Let ``registered[index]`` show ``run``."""
+        self.registered[index].data = run
+
+    def stepped_by(self, flat_param: Any) -> Sequence[OrigParam]:
+        """Each original parameter, as far as this rank owns it."""
+        if not self._stepped:
+            self._stepped = [OrigParam(flat_param, index) for index in range(len(self.slots))]
+        return self._stepped
+
+    def make_grad(self, dtype: torch.dtype, home: GradHome, transfers: GradTransfers, held: Tensor | None) -> ShardGrad:
+        """The gradient of the shard, shown on the views."""
+        grad = self._new_grad(self.shard, dtype, home, transfers, held)
+        grad.show_on(self.registered, self.own_spans())
+        return grad
+
+    def _new_grad(self, *args: Any) -> ViewedGrad:
+        return ViewedGrad(*args)
+
+    # ---- following
+
+    def wanted(self) -> list[bool]:
+        """Which parameters the user wants gradients of."""
+        return [view.requires_grad for view in self.registered]
+
+    def follow(self, trained: Sequence[bool]) -> Sequence[int]:
+        """Let each leaf want a gradient if its view does; what is kept of the others is void."""
+        self.shard.requires_grad_(any(trained))
+        for slot, trains in zip(self.slots, trained, strict=True):
+            slot.leaf.requires_grad_(trains)
+        return [index for index, trains in enumerate(trained) if not trains]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a view no longer lies in the shard."""
+        return self._own_addresses() != self._addresses
+
+    @torch.no_grad()
+    def settle(self, is_fixed: bool) -> bool:
+        """Adopt what was assigned to ``.data`` of views, as ``module.to()`` does, and let them view the shard again.
+
+        Raises:
+            ValueError: a view has another size than this rank owns of the parameter.
+            TypeError: views have several dtypes or devices, or changed theirs although that ``is_fixed``.
+        """
+        runs = [run for _, run in self.line.runs_of(self.shard.detach())]
+        values = [self.own_of(index) for index in range(len(self.slots))]
+        if all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True)):
+            return False
+        self._check_moved(values, runs, is_fixed)
+        values = [value.clone() for value in values]
+        if values[0].dtype != self.shard.dtype or values[0].device != self.shard.device:
+            self._renew_shard(values[0].new_zeros(self.line.shard_numel))
+        for index, (_, run) in enumerate(self.line.runs_of(self.shard.detach())):
+            if run.numel():
+                run.copy_(values[index])
+        self.link()
+        return True
+
+    def _renew_shard(self, shard: Tensor) -> None:
+        """Keep the shard in ``shard``, of another dtype or device."""
+        self.shard.data = shard
+
+    def link(self) -> None:
+        """Let the views lie in the shard, wherever that is now."""
+        for index, (_, run) in enumerate(self.line.runs_of(self.shard.detach())):
+            self.look_at(index, run)
+        self._addresses = self._own_addresses()
+
+    def _own_addresses(self) -> list[int]:
+        return [self.own_of(index).data_ptr() for index in range(len(self.slots))]
+
+    def own_spans(self) -> list[Span]:
+        """Where on the shard the views lie, in order."""
+        own = {piece.index: piece.target for piece in self.line.layout.pieces_of(self.line.rank)}
+        spans, end = [], 0
+        for index in range(len(self.slots)):
+            spans.append(own.get(index, Span(end, end)))
+            end = spans[-1].stop
+        return spans
+
+    def _check_moved(self, values: list[Tensor], runs: list[Tensor], is_fixed: bool) -> None:
+        first = values[0]
+        for slot, view, run in zip(self.slots, values, runs, strict=True):
+            where = f"`{slot.fqn}` (rank {self.line.rank})"
+            if view.shape != run.shape:
+                raise ValueError(
+                    f"What is assigned to `.data` of a parameter must have the size that this rank owns, but that of "
+                    f"{where} has shape {tuple(view.shape)} where {tuple(run.shape)} is owned. Set whole values inside "
+                    "summon_full_params, or load a state dict."
+                )
+            kept = (view.dtype, view.device) == (run.dtype, run.device)
+            if (view.dtype, view.device) != (first.dtype, first.device) or not (kept or not is_fixed):
+                raise TypeError(
+                    f"The parameters of a unit must keep one dtype and one device, but {where} went from {run.dtype} "
+                    f"on {run.device} to {view.dtype} on {view.device}. Convert the whole model, before its first "
+                    "forward."
+                )
+
+    # ---- copies
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.versioned = (self.shard, *self.registered)  # copies have counters of their own
+        self._stepped = []
+        self.link()
