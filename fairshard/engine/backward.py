@@ -185,11 +185,9 @@ class Backward:
     def _use(self, unit: Unit) -> None:
         """This rank computes with ``unit`` now, which is gathered, or is on its way, unless no schedule foresaw it."""
         self._used.add(unit)
-        if unit.unshard_in_backward:
-            if not unit.is_whole or unit in self._arriving:
-                self._forget_arriving(unit)
-                self._gather(unit, is_listed=False)
-            unit.wait_unshard()
+        if unit.unshard_in_backward and (not unit.is_whole or unit in self._arriving):
+            self._gather(unit, is_listed=False)
+        unit.wait_unshard()  # leaves have their shapes then, even without memory
         unit.begin_backward()
 
     # ---- the walk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -27,7 +26,6 @@ from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 
-_numbers = itertools.count(1)
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 
@@ -40,14 +38,15 @@ class Root:
 
     Attributes:
         is_last_backward: False: what the next backward does not reach stays gathered for the one after it.
+        number: of the model among those with the same ``comms``, the same on every rank.
         num_interrupted: backwards that raised; the same on all ranks, or the next backward raises.
     """
 
     def __init__(
-        self, units: list[Unit], shared: Shared, comms: Sequence[Communicator], comms_of: dict[Unit, Communicators],
+        self, number: int, units: list[Unit], shared: Shared, comms: Sequence[Communicator], comms_of: dict[Unit, Communicators],
         order_check: OrderListener, nan_check: GradListener,
     ) -> None:  # fmt: skip
-        self.number = next(_numbers)
+        self.number = number
         self.units, self.shared, self.comms = units, shared, list(comms)
         self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
         self.order_check, self.nan_check = order_check, nan_check
@@ -265,7 +264,7 @@ class Root:
         if self.join is not None:
             return []
         others = (root for root in _roots if root is not self and root.record.passes and root.join is None)
-        return sorted((root for root in others if root.backward is None), key=lambda root: root.number)
+        return [root for root in others if root.backward is None and root.comms == self.comms]
 
     def begin_backward(self, backward: Backward) -> None:
         """``backward`` goes through this model."""

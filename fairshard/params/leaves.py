@@ -66,6 +66,7 @@ class Leaves:
         self._partial: Any = None  # the gradient's mark when an exception left it incomplete
         self._hooks: list[Any] = []
         self._marker: Any = None
+        self._sent_marker: Any = None  # of what `no_sync` had kept and the running backward has sent
         self._accumulated: Tensor | None = None
 
     @property
@@ -152,6 +153,7 @@ class Leaves:
             run.zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
+        self._sent_marker = self._marker
         self._marker = self._accumulated = None
         self._kept = bytearray(len(self.slots))
         if not self.route.keeps_sums:
@@ -206,7 +208,7 @@ class Leaves:
         self.is_owed = any(which)
         self.reached = None if all(which) else bytes(which)
         self.contributed = bytearray(len(self.slots))
-        self._num_landed = 0
+        self._num_landed, self._sent_marker = 0, None
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -272,7 +274,8 @@ class Leaves:
 
         What was added to earlier gradients cannot be taken away: the next step must not use them.
         """
-        is_partial = bool(self._num_landed or self.num_sent) or (is_touched and self._marker is not None)
+        marker = self._sent_marker or (self._marker if is_touched else None)
+        is_partial = (self._num_landed and self._has_value()) or (marker is not None and not self._is_zeroed(marker))
         if is_touched:
             self._marker = None
         self.drop_grads()
@@ -289,7 +292,7 @@ class Leaves:
         """
         if self._partial is None:
             return
-        if self._is_partial():
+        if not self._is_zeroed(self._partial):
             raise PartialGradientError(
                 f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
                 "part of it had been added, or after gradients accumulated under no_sync had been changed. Call "
@@ -298,13 +301,16 @@ class Leaves:
         self._partial = None
         interrupted.discard(self)
 
-    def _is_partial(self) -> bool:
+    def _has_value(self) -> bool:
+        grad = self.grad.value
+        return grad is not None and bool(grad.any())
+
+    def _is_zeroed(self, marker: Any) -> bool:
         names = self._names
         try:
-            zeroed = self.grad.zeroed_since(self._partial, names)
+            return len(self.grad.zeroed_since(marker, names)) == len(names)
         except FairshardError:  # they were scaled, say
-            return True
-        return len(zeroed) < len(names)
+            return False
 
     def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
         """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""

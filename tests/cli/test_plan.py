@@ -88,7 +88,7 @@ def test_the_plan_of_the_gpt(line, policy, kwargs, capfd):
 
 
 def test_the_schedule_of_the_gpt(capfd):
-    """``--schedule`` ends with the backward's list: each unit is gathered before, and sent and freed after its marks."""
+    """``--schedule`` ends with the backward's list: a unit is gathered before, sent and freed after its marks."""
     code, out, _ = run("--layers 2 --dim 16 --heads 2 --policy class:Block --world-size 2 --schedule", capfd)
     assert code == 0
     lines = out.split("backward: where it is")[1].splitlines()[1:]

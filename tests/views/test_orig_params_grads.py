@@ -71,16 +71,16 @@ def test_gradients_are_views_of_one_memory(offload):
 
 
 @on_ranks(in_full(2), 3)
-def test_unused_parameters_of_a_used_unit_have_zeros():
-    """One rank cannot know whether another used a parameter: in a unit that has gradients, all parameters have."""
+def test_unused_parameters_of_a_used_unit_have_none():
+    """Ranks agree on which parameters any of them has used: only these have gradients."""
     model = nn.ModuleDict({"used": nn.Linear(4, 5), "unused": nn.Linear(4, 5), "apart": FSDP(nn.Linear(4, 5))})
     model.forward = lambda x: model["used"](x)
     wrapped = FSDP(model.to(rank_device()), use_orig_params=True)
     backward(wrapped, 0)
     grads = whole_grads(wrapped)
     assert grads["used.weight"].any()
-    assert not grads["unused.weight"].any()
-    assert [name for name, grad in grads.items() if grad is None] == ["apart.flat_param_0"]
+    unused = ["unused.weight", "unused.bias", "apart.flat_param_0"]
+    assert [name for name, grad in grads.items() if grad is None] == unused
 
 
 @on_ranks(1, in_full(2), 3)
