@@ -173,7 +173,7 @@ class Backward:
         """A leaf of ``unit`` has its gradient."""
         if unit in self._sent:
             raise late_error(unit.fqn)
-        if not unit.is_whole:
+        if unit.unshard_in_backward and not unit.is_whole:
             raise unseen_error(unit.fqn)
         self._touched.add(unit)
         unit.state = TrainingState.BACKWARD_PRE

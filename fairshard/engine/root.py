@@ -43,8 +43,8 @@ class Root:
     """
 
     def __init__(
-        self, number: int, units: list[Unit], shared: Shared, comms: Sequence[Communicator], comms_of: dict[Unit, Communicators],
-        order_check: OrderListener, nan_check: GradListener,
+        self, number: int, units: list[Unit], shared: Shared, comms: Sequence[Communicator],
+        comms_of: dict[Unit, Communicators], order_check: OrderListener, nan_check: GradListener,
     ) -> None:  # fmt: skip
         self.number = number
         self.units, self.shared, self.comms = units, shared, list(comms)

@@ -54,7 +54,7 @@ def claim(module: nn.Module) -> Root:
         if comm.world_size > 1 and comm.is_real:
             comm.on_host  # noqa: B018 (connects)
     root = Root(
-        first.shard.new_id(),
+        next((comm for comm in distinct if comm.world_size > 1), distinct[0]).new_id(),
         units,
         Shared(device, units[0].config.bucket_cap_mb),
         distinct,

@@ -216,7 +216,7 @@ def test_nothing_is_changed_by_a_plan():
 
 
 def test_a_module_that_runs_in_two_places_is_counted_twice_in_time_and_once_in_space():
-    """Its gradients are sent once, after its first place, which the backward reaches last; its parameters are one unit."""
+    """Its gradients are sent once, when the backward is done with its first place; its parameters are one unit."""
     shared = nn.Linear(8, 8, bias=False)
     model = nn.Sequential(shared, nn.Linear(8, 8, bias=False), shared)
     plan = describe(model, ModuleWrapPolicy({nn.Linear}), 2, bucket_cap_mb=0)
