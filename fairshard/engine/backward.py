@@ -135,7 +135,7 @@ class Backward:
         is_first = position is not None and position > self._passed
         if is_first:
             assert position is not None
-            self._walk(position)
+            self._walk(self._until_recomputed(bracket, position))
         elif unit in self._used:
             return
         elif unit in self._sent and not unit.is_whole:
@@ -148,7 +148,7 @@ class Backward:
         bracket = call.bracket
         position = self._plan.schedule.done.get(bracket.index) if self._is_of_this(bracket) else None
         if position is not None and position > self._passed:
-            self._walk(position)
+            self._walk(self._until_recomputed(bracket, position))
 
     def recompute(self, unit: Unit) -> Bracket[Unit] | None:
         """A checkpoint runs a call of ``unit`` again; returns the call that it is, if that is in the schedule."""
@@ -177,6 +177,13 @@ class Backward:
             raise unseen_error(unit.fqn)
         self._touched.add(unit)
         unit.state = TrainingState.BACKWARD_PRE
+
+    def _until_recomputed(self, bracket: Bracket[Unit], position: int) -> int:
+        """``position``, or that of RECOMPUTE while a checkpoint around the call may yet run all of its calls again."""
+        segment = self._plan.segment_of[bracket.index]
+        if segment in self._plan.own_segments and not self._recomputed.get(segment):
+            return self._plan.schedule.recompute[segment]
+        return position
 
     def _is_of_this(self, bracket: Bracket[Unit]) -> bool:
         index = bracket.index

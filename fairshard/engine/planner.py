@@ -26,7 +26,8 @@ class Planner:
     Attributes:
         number: the place of each of ``units``, as `Schedule` counts them.
         brackets: the calls, as `Schedule` counts them.
-        is_own: for each call, whether this rank's autograd reaches it.
+        is_own: for each call, whether this rank's autograd reaches it, or another one in the same checkpoint.
+        segment_of: for each call, the checkpoint that it is in.
         own_segments: the checkpoints that it recomputes.
         from_parts: for each unit, whether it is gathered from parts that few ranks have kept.
         is_assumed: whether some leaves count as reached that may not be; see `Reach`.
@@ -42,6 +43,7 @@ class Planner:
         self.brackets: list[Bracket[Unit]] = []
         self.is_own: Sequence[int] = ()
         self.own_segments: set[int] = set()
+        self.segment_of: list[int] = []
         self.listed: set[Unit] = set()
         self.from_parts: list[bool] = []
         self.is_assumed = self.sends = False
@@ -78,8 +80,11 @@ class Planner:
                 places.append(CallPlace(self.number[bracket.unit], forward, segment))
             num_segments += last + 1
         own = self._own_reach(passes, lives)
-        self.is_own = bytes(own.calls)
         self.own_segments = {place.segment for place, mine in zip(places, own.calls, strict=True) if mine} - {-1}
+        self.segment_of = [place.segment for place in places]
+        self.is_own = bytes(
+            mine or segment in self.own_segments for segment, mine in zip(self.segment_of, own.calls, strict=True)
+        )
         agreed = deepcopy(own)
         self._peers = self._all_peers(passes, places)
         hashes = [self._hash(one, events, places) for one in self._peers]
