@@ -117,8 +117,8 @@ def fully_shard(
         dp_mesh_dims: must be None: parameters that are already DTensors are not supported.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
             reduces each unit's on its own. The outermost module's value counts.
-        order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
-            50th (``"sampled"``) or never (``"off"``).
+        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are compared at the start of each backward
+            in any case.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank.
 
     Raises:

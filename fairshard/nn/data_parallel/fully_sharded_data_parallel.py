@@ -98,8 +98,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             same arguments.
         use_orig_params: register this rank's part of each original parameter, 1-D, under its own names: views of the
             shards, for param groups by original parameter.
-        order_check: compare the order of units across ranks in each step (``"always"``), in the first three and every
-            50th (``"sampled"``) or never (``"off"``). All wrappers of a model need the same value.
+        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are compared at the start of each backward
+            in any case. All wrappers of a model need the same value.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank. All
             wrappers of a model need the same value.
 
