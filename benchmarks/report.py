@@ -101,7 +101,7 @@ def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequen
     tables = [table(rows)]
     for ours in engines.OURS:
         ratios = [[f"{ours} over", *FIGURES]]
-        for peer in peers:
+        for peer in (peer for peer in peers if engines.can_compare(ours, peer)):
             cells = [ratio(measured, peer, figure, ours) for figure in FIGURES]
             if all(cells):
                 ratios.append([peer, *(f"{cell.spread.show(2)}{_mark(cell, peer)}" for cell in cells)])
@@ -124,7 +124,8 @@ def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequenc
         row = [engine]
         row += [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in OVERHEADS]
         for figure, ours in columns:
-            best = [one for peer in peers if (one := ratio(measured, peer, figure, ours)) and one.variant == engine]
+            ratios = [ratio(measured, peer, figure, ours) for peer in peers if engines.can_compare(ours, peer)]
+            best = [one for one in ratios if one and one.variant == engine]
             row.append(best[0].spread.show(2) if best else "")
         rows.append(row)
     plain_spread = Spread.of(run["us_per_unit"] for run in runs if run["engine"] == plain)

@@ -3,7 +3,7 @@
     python benchmarks/run.py                                  # gpt-29m, all engines, 9 repeats
     python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
     python benchmarks/run.py --overhead                       # host overhead only
-    python benchmarks/run.py --engines fairshard --against v0.1.0    # with fairshard as it was
+    python benchmarks/run.py --engines fairshard,fairshard-fully-shard --against v0.1.0    # with fairshard as it was
 
 See README.md beside this file for what is measured and how to read it.
 """
@@ -33,7 +33,7 @@ from models import MODELS
 
 REFERENCE = "ddp"
 CHECK_STEPS = max(report.LOSS_STEPS, 3)
-OVERHEAD_ENGINES = ("fairshard", "fsdp2", "fsdp1")
+OVERHEAD_ENGINES = (*engines.OURS, "fsdp2", "fsdp1")
 OVERHEAD_PASSES = 20
 
 
@@ -74,7 +74,7 @@ class Session:
 
     def measure_overhead(self) -> None:
         """Time every engine's tiny units once per repeat, and torch alone beside them."""
-        measured = [name for name in self._variants() if name.partition("-")[0] in OVERHEAD_ENGINES]
+        measured = [name for name in self._variants() if engines.adapter_of(name) in OVERHEAD_ENGINES]
         if not measured:
             return
         job = {"passes": OVERHEAD_PASSES, "threads": self.options.threads}
@@ -169,7 +169,7 @@ def check_out(revision: str, folder: Path) -> Path:
     return folder
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verbatim = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
     known = list(engines.ADAPTERS)
@@ -181,7 +181,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=9, help="runs of each engine, interleaved")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--precision", choices=list(report.LOSS_TOLERANCE), default="fp32")
-    parser.add_argument("--against", metavar="REV", help="another commit of fairshard, as one more engine")
+    parser.add_argument("--against", metavar="REV", help="beside each of our --engines, the same at a commit")
     parser.add_argument("--overhead", action="store_true", help="measure host overhead only, train nothing")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run has failed")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-MODEL-wWORLD.json")
@@ -192,7 +192,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown engines {', '.join(unknown)}; there are {', '.join(known)}")
     if options.against is not None:
-        options.engines.append(f"fairshard-{options.against}")
+        former = [engines.at_commit(name, options.against) for name in options.engines if name in engines.OURS]
+        if not former:
+            parser.error(f"--against needs one of {', '.join(engines.OURS)} in --engines")
+        options.engines += former
     if options.steps <= max(options.warmup, 2):
         parser.error(f"--steps {options.steps} leaves nothing to measure: memory needs 3, time --warmup + 1")
     if min(options.world, options.repeat, options.threads) < 1:
@@ -200,16 +203,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.out is None:
         what = "overhead" if options.overhead else f"{options.model}-w{options.world}"
         suffix = "" if options.precision == "fp32" else f"-{options.precision}"
+        suffix += "" if options.against is None else f"-against-{options.against.replace('/', '-')}"
         options.out = HERE / "results" / f"{datetime.date.today()}-{what}{suffix}.json"
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(argv)
+    options = parse(argv)
     with tempfile.TemporaryDirectory(prefix="fairshard-tree-") as folder:
         trees = {}
         if options.against is not None:
-            trees[options.engines[-1]] = check_out(options.against, Path(folder))
+            former = check_out(options.against, Path(folder))
+            trees = {name: former for name in options.engines if name.endswith(f"@{options.against}")}
         session = Session(options, trees)
         if not options.overhead:
             session.check_losses()

@@ -94,7 +94,7 @@ def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[flo
 
 def _count_collectives(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job) -> dict[str, Any]:
     """Run one step under `measure.CommCounter`; fairshard's own counters, where it runs, stand beside it."""
-    own = sys.modules.get("fairshard.utils.collectives")
+    own = measure.loaded_module("collectives", "reset_counters")
     if own is not None:
         own.reset_counters()
     with measure.CommCounter(job.world) as counter:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import Spread, table
@@ -30,7 +31,6 @@ from run import hardware
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import fake_group
 
 NUM_UNITS, DIM = 30, 1000
 
@@ -126,11 +126,11 @@ def main() -> int:
     if options.busy:
         busy.start()
     results = {}
-    with fake_group(1):
-        for threads in map(int, options.threads.split(",")):
-            results[threads] = measure(threads, options.repeat)
-            print(f"\n{threads} threads{', one core busy' if options.busy else ''}\n{show(results[threads])}")
-        assert dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    for threads in map(int, options.threads.split(",")):
+        results[threads] = measure(threads, options.repeat)
+        print(f"\n{threads} threads{', one core busy' if options.busy else ''}\n{show(results[threads])}")
+    dist.destroy_process_group()
     if options.busy:
         busy.terminate()
     name = f"{datetime.date.today()}-cpu-adamw{'-busy' if options.busy else ''}.json"

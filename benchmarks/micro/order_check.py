@@ -21,23 +21,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measure import loaded_module
 from models import MODELS, build_gpt
 from report import Spread, table
 
 from fairshard.nn import FSDP
-from fairshard.nn.data_parallel.order_check import OrderCheck
 
 MODES = ["off", "sampled", "always"]
 METHODS = ["begin_forward", "end_forward", "begin_backward", "end_backward"]
 
 
 class Timed:
-    """Adds up what calls of `OrderCheck` take."""
+    """Adds up the seconds that calls of `OrderCheck` take."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        checks = loaded_module("order_check", "OrderCheck").OrderCheck
         for name in METHODS:
-            setattr(OrderCheck, name, self._timed(getattr(OrderCheck, name)))
+            setattr(checks, name, self._timed(getattr(checks, name)))
 
     def _timed(self, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
