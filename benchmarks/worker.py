@@ -76,7 +76,8 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
             measure.reset_peak_resident()
     peak = measure.peak_resident_bytes() - resident_at_start
     counted = _count_collectives(engine, next(batches), job) if job.count else None
-    return {"losses": losses, "times": times, "peak_bytes": peak, "collectives": counted}
+    by_part = {part: [step[part] for step in times] for part in times[0]}
+    return {"losses": losses, "times": by_part, "peak_bytes": peak, "collectives": counted}
 
 
 def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, StepTime]:
