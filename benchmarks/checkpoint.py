@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import record
 import report
-import torch
-from launch import HERE, RunFailed, launch
+from launch import RunFailed, launch
 from models import MODELS
-from run import hardware
 
 MIN_OF_DD = 0.85
 MAX_STALL = 1.2
@@ -32,15 +29,24 @@ NEXT_STEP = "steady next step"
 OURS, PEER = "fairshard save", "fsdp2 + dcp save"
 
 Rows = dict[str, list[list[dict[str, Any]]]]
-"""``[name][repeat][rank]``, what `checkpoint_worker.Sample` has."""
+"""``[name][repeat][rank]``: what `checkpoint_worker.Sample` has, less name and repeat."""
 
 
-def rows_of(ranks: Sequence[Any]) -> Rows:
-    """Arrange the samples of all ranks."""
+def runs_of(ranks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Bring together what the ranks measured at the same time: ``{"name", "repeat", "ranks"}``."""
+    runs = []
+    for samples in zip(*(rank["samples"] for rank in ranks), strict=True):
+        common = {key: samples[0][key] for key in ("name", "repeat")}
+        runs.append({**common, "ranks": [{key: own[key] for key in own if key not in common} for own in samples]})
+    return runs
+
+
+def rows_of(runs: Sequence[Any]) -> Rows:
+    """Arrange runs by name and repeat."""
     rows: Rows = {}
-    for sample in zip(*(rank["samples"] for rank in ranks), strict=True):
-        rows.setdefault(sample[0]["name"], []).append(list(sample))
-    return {name: sorted(samples, key=lambda ranks: ranks[0]["repeat"]) for name, samples in rows.items()}
+    for run in sorted(runs, key=lambda run: run["repeat"]):
+        rows.setdefault(run["name"], []).append(run["ranks"])
+    return rows
 
 
 def slowest(rows: Rows, name: str, part: str | None = None) -> list[float]:
@@ -140,7 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if min(options.world, options.repeat, options.threads) < 1:
         parser.error("--world, --repeat and --threads must be at least 1")
     if options.out is None:
-        options.out = HERE / "results" / f"{datetime.date.today()}-checkpoint-{options.model}-w{options.world}.json"
+        options.out = record.RESULTS / f"{datetime.date.today()}-checkpoint-{options.model}-w{options.world}.json"
     return options
 
 
@@ -153,22 +159,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks = launch("checkpoint_worker.py", {**job, "folder": folder}, options.world, options.timeout)
         except RunFailed as error:
             raise SystemExit(f"error: {error}") from None
-    rows = rows_of(ranks)
+    runs = runs_of(ranks)
+    rows = rows_of(runs)
     print("what was loaded is what was saved\n\n" + speed_table(rows))
     print("\n" + stall_table(rows))
     print("\n" + verdicts(rows, ranks[0]["full_state_dict"]))
     load = {"before": load_before, "after": os.getloadavg()}
     print("\nload of the machine: {before}, {after} afterwards".format(**load))
-    record = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "load": load,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "settings": {**vars(options), "out": options.out.name},
-        "ranks": ranks,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    totals = [{key: rank[key] for key in ("nbytes", "full_state_dict")} for rank in ranks]
+    header = {**record.header(__file__, options, argv), "load": load, "ranks": totals}
+    record.write(options.out, header, runs=runs)
     print(f"written: {options.out}")
     return 0
 

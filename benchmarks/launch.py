@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 
 
 class RunFailed(RuntimeError):
@@ -24,7 +24,7 @@ def launch(
 ) -> list[dict[str, Any]]:
     """Run ``script`` on ``world`` ranks of a gloo group on this machine and return one result a rank.
 
-    What it imports comes from ``tree`` first, where there is one.
+    fairshard comes from ``tree``; without one, from the checkout that this file is in, whatever is installed.
     Each rank is handed ``job`` as JSON, with its ``rank``, the ``store`` to meet at and the path of its
     ``result``. What the ranks print (torch's warnings, mostly) is shown only as the reason of a failure.
     """
@@ -47,6 +47,7 @@ def launch(
 
 
 def _start(script: str, job: Mapping[str, Any], log: Path, tree: Path | None) -> subprocess.Popen[bytes]:
+    paths = [str(tree or HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         # A rank must not look for its peers beyond this machine, nor take the other rank's core.
         "GLOO_SOCKET_IFNAME": "lo",
@@ -54,7 +55,7 @@ def _start(script: str, job: Mapping[str, Any], log: Path, tree: Path | None) ->
         # Warnings are work on the host, and some peers raise torch's deprecation warnings all the time.
         "PYTHONWARNINGS": "ignore",
         **os.environ,
-        **({} if tree is None else {"PYTHONPATH": str(tree)}),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     command = [sys.executable, str(HERE / script), json.dumps(job)]
     with log.open("wb") as stream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +33,18 @@ def _status(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def loaded_module(name: str, attribute: str) -> ModuleType | None:
+    """Find a module of fairshard by its last name and something in it; None where fairshard does not run.
+
+    Files move from commit to commit, and a benchmark must measure the same on both sides of a move.
+    """
+    names = [path for path in sys.modules if path.startswith("fairshard.") and path.endswith(f".{name}")]
+    found = [sys.modules[path] for path in names if hasattr(sys.modules[path], attribute)]
+    if not found and "fairshard" in sys.modules:
+        raise RuntimeError(f"fairshard has loaded no module {name!r} with {attribute!r}: was it renamed?")
+    return found[0] if found else None
 
 
 # Bytes that a rank receives, from (bytes of all inputs, bytes of all outputs, world size). The same rule

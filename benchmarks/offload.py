@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import platform
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import record
 import report
-import torch
-from launch import HERE, RunFailed, launch
-from run import hardware
+from launch import RunFailed, launch
 
 REFERENCE = "none"
 VARIANTS = {
@@ -43,7 +41,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train every variant once per repeat, interleaved; the first repeat also decides who has failed."""
-    runs: dict[str, list[Any]] = {name: [] for name in options.variants}
+    runs: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     for repeat in range(options.repeat):
         first = repeat % len(options.variants)
@@ -52,13 +50,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 continue
             job = {"variant": name, **{key: getattr(options, key) for key in SETTINGS}}
             try:
-                runs[name].append(launch("offload_worker.py", job, options.world, options.timeout))
+                ranks = launch("offload_worker.py", job, options.world, options.timeout)
             except RunFailed as error:
                 failures[name] = str(error)
                 print(f"{name}: failed: {error}", flush=True)
             else:
-                print(f"repeat {repeat + 1}/{options.repeat}: {name} {_step_ms(runs[name][-1]):.0f} ms", flush=True)
+                runs.append({"variant": name, "repeat": repeat, "ranks": ranks})
+                print(f"repeat {repeat + 1}/{options.repeat}: {name} {_step_ms(ranks):.0f} ms", flush=True)
     return {"runs": runs, "failures": failures}
+
+
+def by_variant(runs: Sequence[Any]) -> dict[str, list[Any]]:
+    """Arrange the ranks of all runs: ``[variant][repeat][rank]``, variants in their usual order."""
+    ordered = sorted(runs, key=lambda run: (list(VARIANTS).index(run["variant"]), run["repeat"]))
+    return {name: [run["ranks"] for run in own] for name, own in groupby(ordered, lambda run: run["variant"])}
 
 
 def require_equal_losses(runs: dict[str, list[Any]], precision: str) -> None:
@@ -81,8 +86,6 @@ def tables(runs: dict[str, list[Any]]) -> str:
     rows = [["variant", "step ms", f"over {REFERENCE}", "optimizer ms", "peak MiB", "device idle"]]
     base = [_step_ms(ranks) for ranks in runs[REFERENCE]]
     for name, repeats in runs.items():
-        if not repeats:
-            continue
         steps = [_step_ms(ranks) for ranks in repeats]
         ratios = [step / other for step, other in zip(steps, base, strict=False)]
         optimizer = [max(rank["optimizer_ms"] for rank in ranks) for ranks in repeats]
@@ -138,27 +141,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.variants = [name for name in options.variants if name != "plain"]
     if options.out is None:
         what = f"offload-{options.device}-{options.model}-w{options.world}-a{options.accumulate}"
-        options.out = HERE / "results" / f"{datetime.date.today()}-{what}.json"
+        options.out = record.RESULTS / f"{datetime.date.today()}-{what}.json"
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     measured = measure(options)
-    require_equal_losses(measured["runs"], "bf16" if options.device == "cuda" else "fp32")
-    print("\nlosses agree\n\n" + tables(measured["runs"]))
-    print(bounds(measured["runs"][REFERENCE][0]))
+    runs = by_variant(measured["runs"])
+    require_equal_losses(runs, "bf16" if options.device == "cuda" else "fp32")
+    print("\nlosses agree\n\n" + tables(runs))
+    print(bounds(runs[REFERENCE][0]))
     for name, reason in measured["failures"].items():
         print(f"{name} ({VARIANTS[name]}): failed: {reason}")
-    record = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "settings": {**vars(options), "out": options.out.name},
-        **measured,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    header = {**record.header(__file__, options, argv), "failures": measured["failures"]}
+    record.write(options.out, header, runs=measured["runs"])
     print(f"\nwritten: {options.out}")
     return 0
 

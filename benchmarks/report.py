@@ -51,13 +51,18 @@ class Ratio:
 
 def figures(run: Run, warmup: int) -> dict[str, float]:
     """Reduce a run: the median over timed steps of the slowest rank's time, and the largest rank's memory."""
-    steps = list(zip(*(rank["times"] for rank in run["ranks"]), strict=True))[warmup:]
-    slowest = [max(sum(time[phase] for phase in PHASES) for time in step) for step in steps]
-    result = {"step ms": 1e3 * statistics.median(slowest)}
+    result = {"step ms": _slowest_ms(run, warmup, *PHASES)}
     for part, figure in zip((*PHASES, "cpu"), FIGURES[1:], strict=False):
-        result[figure] = 1e3 * statistics.median(max(time[part] for time in step) for step in steps)
+        result[figure] = _slowest_ms(run, warmup, part)
     result["peak MiB"] = max(rank["peak_bytes"] for rank in run["ranks"]) / 2**20
     return result
+
+
+def _slowest_ms(run: Run, warmup: int, *parts: str) -> float:
+    """Add ``parts`` of each step; return the median over timed steps of the slowest rank's."""
+    by_rank = [zip(*(rank["times"][part] for part in parts), strict=True) for rank in run["ranks"]]
+    slowest = [max(map(sum, step)) for step in zip(*by_rank, strict=True)]
+    return 1e3 * statistics.median(slowest[warmup:])
 
 
 def by_engine(runs: Sequence[Run], warmup: int) -> Figures:
@@ -101,7 +106,7 @@ def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequen
     tables = [table(rows)]
     for ours in engines.OURS:
         ratios = [[f"{ours} over", *FIGURES]]
-        for peer in peers:
+        for peer in (peer for peer in peers if engines.can_compare(ours, peer)):
             cells = [ratio(measured, peer, figure, ours) for figure in FIGURES]
             if all(cells):
                 ratios.append([peer, *(f"{cell.spread.show(2)}{_mark(cell, peer)}" for cell in cells)])
@@ -118,13 +123,15 @@ OVERHEADS = {"us per unit": "us_per_unit", "calls per unit": "calls_per_unit"}
 def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequence[str]) -> str:
     """Render the microseconds and the calls that each engine adds to plain torch, per unit."""
     measured = overheads(runs, plain)
-    columns = [(figure, ours) for figure in OVERHEADS for ours in engines.OURS if ours in measured]
-    rows = [["added to plain torch", *OVERHEADS, *(f"{ours} over it: {figure}" for figure, ours in columns)]]
+    shown = [figure for figure, key in OVERHEADS.items() if all(key in run for run in runs)]  # early files lack calls
+    columns = [(figure, ours) for figure in shown for ours in engines.OURS if ours in measured]
+    rows = [["added to plain torch", *shown, *(f"{ours} over it: {figure}" for figure, ours in columns)]]
     for engine, repeats in measured.items():
         row = [engine]
-        row += [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in OVERHEADS]
+        row += [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in shown]
         for figure, ours in columns:
-            best = [one for peer in peers if (one := ratio(measured, peer, figure, ours)) and one.variant == engine]
+            ratios = [ratio(measured, peer, figure, ours) for peer in peers if engines.can_compare(ours, peer)]
+            best = [one for one in ratios if one and one.variant == engine]
             row.append(best[0].spread.show(2) if best else "")
         rows.append(row)
     plain_spread = Spread.of(run["us_per_unit"] for run in runs if run["engine"] == plain)
@@ -137,7 +144,7 @@ def overheads(runs: Sequence[Mapping[str, Any]], plain: str) -> Figures:
     result: Figures = {}
     for run in runs:
         if run["engine"] != plain and run["repeat"] in base:
-            added = {figure: run[key] - base[run["repeat"]][key] for figure, key in OVERHEADS.items()}
+            added = {figure: run[key] - base[run["repeat"]][key] for figure, key in OVERHEADS.items() if key in run}
             result.setdefault(run["engine"], {})[run["repeat"]] = added
     return result
 

@@ -3,7 +3,8 @@
     python benchmarks/run.py                                  # gpt-29m, all engines, 9 repeats
     python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
     python benchmarks/run.py --overhead                       # host overhead only
-    python benchmarks/run.py --engines fairshard --against v0.1.0    # with fairshard as it was
+    python benchmarks/run.py --engines fairshard,fairshard-fully-shard --against v0.1.0    # with fairshard as it was
+    python benchmarks/run.py --show benchmarks/results/FILE   # the tables of a former run
 
 See README.md beside this file for what is measured and how to read it.
 """
@@ -13,9 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import io
-import json
 import os
-import platform
 import subprocess
 import sys
 import tarfile
@@ -26,23 +25,24 @@ from typing import Any
 
 import engines
 import overhead
+import record
 import report
-import torch
 from launch import HERE, RunFailed, launch
 from models import MODELS
 
 REFERENCE = "ddp"
 CHECK_STEPS = max(report.LOSS_STEPS, 3)
-OVERHEAD_ENGINES = ("fairshard", "fsdp2", "fsdp1")
+OVERHEAD_ENGINES = (*engines.OURS, "fsdp2", "fsdp1")
 OVERHEAD_PASSES = 20
 
 
 class Session:
     """One run of the benchmark: what was asked for, and everything measured so far."""
 
-    def __init__(self, options: argparse.Namespace, trees: Mapping[str, Path]):
+    def __init__(self, options: argparse.Namespace, trees: Mapping[str, Path], argv: Sequence[str] | None = None):
         self.options = options
         self.trees = trees
+        self.argv = argv
         self.failures: dict[str, str] = {}
         self.checks: dict[str, dict[str, Any]] = {}
         self.runs: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ class Session:
 
     def measure_overhead(self) -> None:
         """Time every engine's tiny units once per repeat, and torch alone beside them."""
-        measured = [name for name in self._variants() if name.partition("-")[0] in OVERHEAD_ENGINES]
+        measured = [name for name in self._variants() if engines.adapter_of(name) in OVERHEAD_ENGINES]
         if not measured:
             return
         job = {"passes": OVERHEAD_PASSES, "threads": self.options.threads}
@@ -82,36 +82,16 @@ class Session:
             ranks = self._launch("overhead.py", {**job, "engine": engine}, world=1)
             if ranks is not None:
                 self.overheads.append({"engine": engine, "repeat": repeat, **ranks[0]})
-        self.save()
-
-    def show(self) -> None:
-        """Print the tables, and what failed."""
-        peers = [name for name in self.options.engines if name not in engines.OURS]
-        if self.runs:
-            counted = {engine: run["ranks"][0]["collectives"] for engine, run in self.checks.items()}
-            measured = report.by_engine(self.runs, self.options.warmup)
-            print("\n" + report.training_tables(measured, counted, peers))
-        if self.overheads:
-            print("\n" + report.overhead_table(self.overheads, overhead.PLAIN, peers))
-        for engine, reason in self.failures.items():
-            print(f"\n{engine}: failed: {reason}")
-        print(f"\nwritten: {self.options.out}")
 
     def save(self) -> None:
         """Write everything so far, raw, with the settings and the machine it was measured on."""
-        record = {
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "hardware": hardware(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "settings": {**vars(self.options), "out": self.options.out.name},
+        header = {
+            **record.header(__file__, self.options, self.argv),
             "malloc": {name: os.environ[name] for name in os.environ if name.startswith("MALLOC_")},
             "failures": self.failures,
-            "loss_checks": self.checks,
-            "runs": self.runs,
-            "overhead": self.overheads,
         }
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        self.options.out.write_text(json.dumps(record, indent=1) + "\n")
+        checks = list(self.checks.values())
+        record.write(self.options.out, header, loss_checks=checks, runs=self.runs, overhead=self.overheads)
 
     def _variants(self) -> list[str]:
         return [variant for engine in self.options.engines for variant in engines.variants(engine)]
@@ -153,10 +133,21 @@ class Session:
             raise SystemExit(f"error: engines disagree, so their times say nothing: {difference}")
 
 
-def hardware() -> dict[str, Any]:
-    cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu, "visible_cpus": len(os.sched_getaffinity(0)), "memory_bytes": memory}
+def show(path: Path) -> None:
+    """Print the tables of what `Session.save` wrote, and what failed."""
+    content = record.read(path)
+    if not content.keys() >= {"loss_checks", "runs", "overhead"}:
+        raise SystemExit(f"error: {path} must be of run.py, but is of `{content['generated_by']}`")
+    settings = content["settings"]
+    peers = [name for name in settings["engines"] if name not in engines.OURS]
+    if content["runs"]:
+        counted = {run["engine"]: run["ranks"][0]["collectives"] for run in content["loss_checks"]}
+        measured = report.by_engine(content["runs"], settings["warmup"])
+        print("\n" + report.training_tables(measured, counted, peers))
+    if content["overhead"]:
+        print("\n" + report.overhead_table(content["overhead"], overhead.PLAIN, peers))
+    for engine, reason in content["failures"].items():
+        print(f"\n{engine}: failed: {reason}")
 
 
 def check_out(revision: str, folder: Path) -> Path:
@@ -169,7 +160,7 @@ def check_out(revision: str, folder: Path) -> Path:
     return folder
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verbatim = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
     known = list(engines.ADAPTERS)
@@ -181,10 +172,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=9, help="runs of each engine, interleaved")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--precision", choices=list(report.LOSS_TOLERANCE), default="fp32")
-    parser.add_argument("--against", metavar="REV", help="another commit of fairshard, as one more engine")
+    parser.add_argument("--against", metavar="REV", help="beside each of our --engines, the same at a commit")
     parser.add_argument("--overhead", action="store_true", help="measure host overhead only, train nothing")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run has failed")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-MODEL-wWORLD.json")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of such a file, measure nothing")
     options = parser.parse_args(argv)
 
     options.engines = options.engines.split(",")
@@ -192,7 +184,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown engines {', '.join(unknown)}; there are {', '.join(known)}")
     if options.against is not None:
-        options.engines.append(f"fairshard-{options.against}")
+        former = [engines.at_commit(name, options.against) for name in options.engines if name in engines.OURS]
+        if not former:
+            parser.error(f"--against needs one of {', '.join(engines.OURS)} in --engines")
+        options.engines += former
     if options.steps <= max(options.warmup, 2):
         parser.error(f"--steps {options.steps} leaves nothing to measure: memory needs 3, time --warmup + 1")
     if min(options.world, options.repeat, options.threads) < 1:
@@ -200,22 +195,29 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.out is None:
         what = "overhead" if options.overhead else f"{options.model}-w{options.world}"
         suffix = "" if options.precision == "fp32" else f"-{options.precision}"
-        options.out = HERE / "results" / f"{datetime.date.today()}-{what}{suffix}.json"
+        suffix += "" if options.against is None else f"-against-{options.against.replace('/', '-')}"
+        options.out = record.RESULTS / f"{datetime.date.today()}-{what}{suffix}.json"
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(argv)
+    options = parse(argv)
+    if options.show is not None:
+        show(options.show)
+        return 0
     with tempfile.TemporaryDirectory(prefix="fairshard-tree-") as folder:
         trees = {}
         if options.against is not None:
-            trees[options.engines[-1]] = check_out(options.against, Path(folder))
-        session = Session(options, trees)
+            former = check_out(options.against, Path(folder))
+            trees = {name: former for name in options.engines if name.endswith(f"@{options.against}")}
+        session = Session(options, trees, argv)
         if not options.overhead:
             session.check_losses()
             session.measure_training()
         session.measure_overhead()
-    session.show()
+        session.save()
+    show(options.out)
+    print(f"\nwritten: {options.out}")
     return 1 if any(name in session.failures for name in engines.OURS) else 0
 
 

@@ -76,7 +76,8 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
             measure.reset_peak_resident()
     peak = measure.peak_resident_bytes() - resident_at_start
     counted = _count_collectives(engine, next(batches), job) if job.count else None
-    return {"losses": losses, "times": times, "peak_bytes": peak, "collectives": counted}
+    by_part = {part: [step[part] for step in times] for part in times[0]}
+    return {"losses": losses, "times": by_part, "peak_bytes": peak, "collectives": counted}
 
 
 def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, StepTime]:
@@ -94,7 +95,7 @@ def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[flo
 
 def _count_collectives(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job) -> dict[str, Any]:
     """Run one step under `measure.CommCounter`; fairshard's own counters, where it runs, stand beside it."""
-    own = sys.modules.get("fairshard.utils.collectives")
+    own = measure.loaded_module("collectives", "reset_counters")
     if own is not None:
         own.reset_counters()
     with measure.CommCounter(job.world) as counter:

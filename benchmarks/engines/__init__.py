@@ -37,8 +37,23 @@ def variants(engine: str) -> tuple[str, ...]:
     return VARIANTS.get(engine, (engine,))
 
 
+def at_commit(engine: str, revision: str) -> str:
+    """Name ``engine`` as it was at a commit."""
+    return f"{engine}@{revision}"
+
+
+def adapter_of(variant: str) -> str:
+    """Return the name in `ADAPTERS` of the engine that ``variant`` is a setting or a former commit of."""
+    engine = variant.partition("@")[0]
+    return engine if engine in ADAPTERS else engine.partition("-")[0]
+
+
+def can_compare(ours: str, peer: str) -> bool:
+    """Tell whether a ratio of the two means something: a door is compared with its own former commits only."""
+    return adapter_of(peer) not in OURS or adapter_of(peer) == ours
+
+
 def build(variant: str, model: nn.Module, units: nn.Module, options: Options) -> Engine:
     """Wrap ``model`` in the engine that ``variant`` names. Only this engine's packages are imported."""
-    engine, _, setting = (variant, "", "") if variant in ADAPTERS else variant.partition("-")
-    adapter = importlib.import_module(f"engines.{ADAPTERS[engine]}")
-    return adapter.build(model, units, replace(options, prefetch=setting == "prefetch"))
+    adapter = importlib.import_module(f"engines.{ADAPTERS[adapter_of(variant)]}")
+    return adapter.build(model, units, replace(options, prefetch=variant.endswith("-prefetch")))

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import record
 
 KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -181,24 +185,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of the whole buffer")
-    results = Path(__file__).parents[1] / "results"
-    parser.add_argument("--out", type=Path, default=results / f"{datetime.date.today()}-collectives.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / f"{datetime.date.today()}-collectives.json")
     options = parser.parse_args()
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    record: dict[str, Any] = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "visible_cpus": len(os.sched_getaffinity(0)),
-        "milliseconds": {},
-    }
+    runs: list[dict[str, Any]] = []
     for world_size in options.worlds:
         milliseconds = measure(world_size, tuple(options.sizes))
         show(world_size, milliseconds)
-        record["milliseconds"][world_size] = milliseconds
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record) + "\n")
+        for size, ways in milliseconds.items():
+            run = {"world": world_size, "nbytes": int(size)}
+            runs += [{**run, "way": way, "milliseconds": own} for way, own in ways.items()]
+    record.write(options.out, record.header(__file__, options), runs=runs)
     print(f"\nwritten: {options.out}")
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import multiprocessing
-import platform
 import statistics
 import sys
 import time
@@ -23,14 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import record
 from report import Spread, table
-from run import hardware
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import fake_group
 
 NUM_UNITS, DIM = 30, 1000
 
@@ -125,24 +123,18 @@ def main() -> int:
     busy = multiprocessing.Process(target=_spin, daemon=True)
     if options.busy:
         busy.start()
-    results = {}
-    with fake_group(1):
-        for threads in map(int, options.threads.split(",")):
-            results[threads] = measure(threads, options.repeat)
-            print(f"\n{threads} threads{', one core busy' if options.busy else ''}\n{show(results[threads])}")
-        assert dist.is_initialized()
+    runs = []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    for threads in map(int, options.threads.split(",")):
+        times = measure(threads, options.repeat)
+        runs += [{"threads": threads, "step": name, "ns_per_element": own} for name, own in times.items()]
+        print(f"\n{threads} threads{', one core busy' if options.busy else ''}\n{show(times)}")
+    dist.destroy_process_group()
     if options.busy:
         busy.terminate()
     name = f"{datetime.date.today()}-cpu-adamw{'-busy' if options.busy else ''}.json"
-    out = options.out or Path(__file__).parents[1] / "results" / name
-    record = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "elements": NUM_UNITS * DIM * DIM,
-        "ns_per_element": results,
-    }
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    out = options.out or record.RESULTS / name
+    record.write(out, {**record.header(__file__, options), "elements": NUM_UNITS * DIM * DIM}, runs=runs)
     print(f"\nwritten: {out}")
     return 0
 

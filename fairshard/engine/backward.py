@@ -41,7 +41,11 @@ class _Token:
 
 
 class Backward:
-    """One backward through the units of ``models``, in the outermost graph task that reaches any of them."""
+    """One backward through the units of ``models``, in the outermost graph task that reaches any of them.
+
+    Attributes:
+        touched: units some of whose leaves have gradients that are not sent yet.
+    """
 
     def __init__(self, first: Model, others: Callable[[], Sequence[Model]]) -> None:
         self._first = first
@@ -51,7 +55,7 @@ class Backward:
         self._recomputed: dict[int, int] = {}  # calls of each segment that have been recomputed
         self._arriving: deque[Unit] = deque()
         self._sent: set[Unit] = set()
-        self._touched: set[Unit] = set()  # units some of whose leaves have gradients
+        self.touched: set[Unit] = set()
         self._used: set[Unit] = set()  # units that this rank computes with since they were gathered
         self._is_serving = False  # after an exception
         self._is_broken = False
@@ -175,7 +179,7 @@ class Backward:
             raise late_error(unit.fqn)
         if unit.unshard_in_backward and not unit.is_whole:
             raise unseen_error(unit.fqn)
-        self._touched.add(unit)
+        self.touched.add(unit)
         unit.state = TrainingState.BACKWARD_PRE
 
     def _until_recomputed(self, bracket: Bracket[Unit], position: int) -> int:
@@ -245,6 +249,7 @@ class Backward:
 
     def _send(self, unit: Unit) -> None:
         self._sent.add(unit)
+        self.touched.discard(unit)
         model = self._plan.model_of[unit]
         model.note(unit)
         unit.state = TrainingState.BACKWARD_POST
@@ -298,7 +303,7 @@ class Backward:
         """It raised on this rank: issue what is left, so that no other rank waits for it; the values count nowhere."""
         for unit in self.units:
             for flat_param in unit.flat_params:
-                flat_param.abandon_grads(unit in self._touched)
+                flat_param.abandon_grads(unit in self.touched)
         if not self._is_broken:
             self._is_serving = True
             bucketers = [model.shared.bucketer for model in self.models]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fairshard.utils.autograd import hook_first, is_accumulation, is_custom, newest_node, reaches
+from fairshard.utils.autograd import hook_first, is_accumulation, is_custom, newest_node, reached
 
 
 class Listener(Protocol):
@@ -98,7 +98,7 @@ class Call:
         """Whether the running graph task will execute a part of the call."""
         for reference in self.probes:
             probe = reference()
-            if probe is not None and any(map(reaches, probe.nodes)):
+            if probe is not None and any(reached(probe.nodes)):
                 return True
         return False
 

@@ -123,9 +123,13 @@ class Planner:
 
     def _own_reach(self, passes: list[Pass[Unit]], lives: bytearray) -> Reach:
         own = Reach(alive=lives)
+        unsure: set[Unit] = set()
         for unit in self.units:
             for flat_param in unit.flat_params:
-                own.leaves += flat_param.reach()
+                which = flat_param.reach()
+                if 0 in which:
+                    unsure.add(unit)
+                own.leaves += which
             own.missing.append(not unit.is_resident)
             own.uncut.append(not unit.has_parts)
             own.assumed.append(0)
@@ -138,9 +142,11 @@ class Planner:
                 lives[forward] |= call is not None or node is not None
                 is_reached = (call is not None and call.is_reached()) or (node is not None and reaches(node))
                 own.calls.append(is_reached or (bracket.is_unseen and bracket.unit in reached))
-                if own.calls[-1] and (node is not None or (call is not None and self._is_unsure(bracket.unit, call))):
+                unit = bracket.unit
+                if is_reached and (node is not None or (unit in unsure and self._is_unsure(unit, call))):
                     own.assumed[self.number[bracket.unit]] = 1
-        self._assume(own)
+        if any(own.assumed):
+            self._assume(own)
         return own
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:

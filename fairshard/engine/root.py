@@ -102,7 +102,7 @@ class Root:
             if torch.is_grad_enabled():
                 assert unit.stamp is not None
                 call = Call(self, unit.stamp.versions)
-                apply_to_tensors(self._input_hook(call), (args, kwargs))
+                self._watch_inputs(call, args, kwargs)
                 if bracket is not None:
                     call.bracket = bracket
                     if self.backward is None:
@@ -158,10 +158,14 @@ class Root:
             self.join.announce(unit)
         unit.unshard()
 
-    def _input_hook(self, call: Call) -> Callable[[Tensor], Tensor]:
-        """The output of the unit that was called last has a hook already, which tells as much."""
+    def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook the inputs; the output of the unit that was called last has a hook already, which tells as much."""
         last = self._last_output()
-        return lambda tensor: call.note_input(tensor) if tensor is last else call.watch_input(tensor)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                (call.note_input if value is last else call.watch_input)(value)
+            else:
+                apply_to_tensors(call.watch_input, value)
 
     def _keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after its forward, as things are."""
@@ -225,7 +229,10 @@ class Root:
 
         def on_grad(_leaf: Tensor) -> None:
             own, owner = root(), known()
-            if own is not None and owner is not None:
+            if own is None or owner is None:
+                return
+            backward = own.backward
+            if backward is None or owner not in backward.touched or not backward.is_alive:
                 own.accumulate(owner)
 
         return on_grad

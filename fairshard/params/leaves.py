@@ -21,7 +21,7 @@ from fairshard.params.gathered import Gathered
 from fairshard.params.route import Route
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
-from fairshard.utils.autograd import accumulate_node, reaches
+from fairshard.utils.autograd import accumulate_node, reached, reaches
 
 interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
 """Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
@@ -56,6 +56,7 @@ class Leaves:
         """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
         self.grad: Any = None
         self.nodes: list[Any] = []  # of the leaves; None for those that are not trained
+        self.has_frozen = False
         self.is_gathered = False
         self.is_owed = False  # some rank's backward, or what `no_sync` has kept, gives a gradient ...
         self.reached: bytes | None = None  # ... of these parameters; None: of all
@@ -123,6 +124,7 @@ class Leaves:
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
             if not self.is_gathered:
                 slot.detach()
+        self.has_frozen = None in self.nodes
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
@@ -198,6 +200,8 @@ class Leaves:
             return bytearray(self._trained)
         if not self.shard_numel:
             return bytearray(len(self.slots))
+        if not self.has_frozen and not self.has_accumulated:
+            return reached(self.nodes)
         kept = self._kept if self.has_accumulated else bytes(len(self.slots))
         return bytearray(
             own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)

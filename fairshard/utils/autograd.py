@@ -11,7 +11,7 @@ What is used, and what stands in for it where torch lacks it:
   elsewhere a hook is called last: a unit's memory is given back a moment later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ def reaches(node: Any) -> bool:
         return _will_execute(node)
     except RuntimeError:  # raised for leaves that autograd.grad() captures
         return False
+
+
+def reached(nodes: Sequence[Any]) -> bytearray:
+    """`reaches` of each of ``nodes``, 1 or 0."""
+    if _will_execute is None:
+        return bytearray([1]) * len(nodes)
+    try:
+        return bytearray(map(_will_execute, nodes))
+    except RuntimeError:
+        return bytearray(map(reaches, nodes))
 
 
 def is_accumulation(node: Any) -> bool:

@@ -1,0 +1,103 @@
+"""Benchmarks of fairshard beside fairshard at another commit."""
+
+import ast
+import shutil
+from pathlib import Path
+
+import engines
+import pytest
+import report
+import run
+from launch import HERE, launch
+
+PUBLIC = {"fairshard", "fairshard.checkpoint", "fairshard.nn", "fairshard.optim"}
+MOVES = {"nn/data_parallel": "rooms/engine", "utils": "rooms/tools"}
+
+
+def imported(path):
+    """Yield the modules of fairshard that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_benchmarks_import_public_modules_only():
+    """A file of fairshard may move between two commits, and both are still measured by the same benchmark."""
+    files = sorted(HERE.rglob("*.py"))
+    named = {(path.name, name) for path in files for name in imported(path) if name.partition(".")[0] == "fairshard"}
+    assert {name for _, name in named} >= {"fairshard.nn", "fairshard.optim", "fairshard.checkpoint"}
+    assert sorted(pair for pair in named if pair[1] not in PUBLIC) == []
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    """A copy of fairshard that has its engine and its utilities in other folders."""
+    tree = tmp_path_factory.mktemp("tree")
+    package = tree / "fairshard"
+    shutil.copytree(HERE.parent / "fairshard", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for old, new in MOVES.items():
+        (package / new).parent.mkdir(exist_ok=True)
+        (package / old).rename(package / new)
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        for old, new in MOVES.items():
+            text = text.replace(f"fairshard.{old.replace('/', '.')}", f"fairshard.{new.replace('/', '.')}")
+        path.write_text(text)
+    return tree
+
+
+@pytest.mark.cpu_only
+@pytest.mark.full
+@pytest.mark.parametrize("door", engines.OURS)
+def test_both_layouts_are_measured_alike(moved, door):
+    """Losses, collectives and calls are the same wherever the files lie, and memory and times are there."""
+    training = {"model": "gpt-5m", "precision": "fp32", "world": 2, "threads": 1, "steps": 3, "count": True}
+    now = launch("worker.py", {**training, "engine": door}, 2, 120)
+    former = launch("worker.py", {**training, "engine": engines.at_commit(door, "v0")}, 2, 120, moved)
+    for rank, other in zip(now, former, strict=True):
+        assert rank["losses"] == other["losses"]
+        assert rank["collectives"] == other["collectives"]
+        assert rank["collectives"]["own_counters"]["all_gather"][0] > 0
+        assert other["peak_bytes"] > 0
+    tiny = {"passes": 1, "threads": 1}
+    (now,) = launch("overhead.py", {**tiny, "engine": door}, 1, 120)
+    (former,) = launch("overhead.py", {**tiny, "engine": engines.at_commit(door, "v0")}, 1, 120, moved)
+    assert now["calls_per_unit"] == former["calls_per_unit"]
+
+
+def test_each_door_is_compared_with_its_own_former_commit():
+    """Two doors against a commit make two ratios, and peers are compared with both doors."""
+    door, other = engines.OURS
+    variants = [door, other, engines.at_commit(door, "v-0"), engines.at_commit(other, "v-0"), "fsdp2"]
+    assert [engines.adapter_of(name) for name in variants] == [door, other, door, other, "fsdp2"]
+    measured = {name: {0: dict.fromkeys(report.FIGURES, index + 1.0)} for index, name in enumerate(variants)}
+    ratios = report.training_tables(measured, {}, variants[2:]).split("\n\n")[1:]
+    first_words = [[line.split()[0] for line in table.splitlines() if line[0] not in "-*"] for table in ratios]
+    assert first_words == [[door, variants[2], "fsdp2"], [other, variants[3], "fsdp2"]]
+
+
+def test_against_adds_the_former_commit_of_each_door(tmp_path):
+    """``--against`` measures each of our engines twice, and needs one."""
+    arguments = ["--against", "v0", "--out", str(tmp_path / "out.json")]
+    options = run.parse(["--engines", ",".join(["fsdp2", *engines.OURS]), *arguments])
+    assert options.engines[3:] == [engines.at_commit(door, "v0") for door in engines.OURS]
+    with pytest.raises(SystemExit):
+        run.parse(["--engines", "fsdp2", *arguments])
+
+
+def test_a_rank_takes_fairshard_from_this_checkout_or_from_the_tree(tmp_path):
+    """Neither what is installed nor what the caller's PYTHONPATH names is measured by mistake."""
+    script = tmp_path / "where.py"
+    script.write_text(
+        "import fairshard, json, sys\n"
+        "job = json.loads(sys.argv[1])\n"
+        "open(job['result'], 'w').write(json.dumps(fairshard.__file__))\n"
+    )
+    (now,) = launch(str(script), {"threads": 1}, 1, 60)
+    assert Path(now).parents[1] == HERE.parent
+    (tmp_path / "fairshard").mkdir()
+    (tmp_path / "fairshard" / "__init__.py").touch()
+    (former,) = launch(str(script), {"threads": 1}, 1, 60, tmp_path)
+    assert Path(former).parents[1] == tmp_path
