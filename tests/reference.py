@@ -36,9 +36,9 @@ def means_of(grads, mean):
     return list(found.values())
 
 
-def average_grads_(params, group=None):
-    """Replace every gradient by its `mean_over_ranks`; a missing one counts as zeros."""
-    params = [param for param in params if param.requires_grad]
+def average_grads_(params, group=None, keeps_none=False):
+    """Replace every gradient by its `mean_over_ranks`; a missing one counts as zeros, or stays if it ``keeps_none``."""
+    params = [param for param in params if param.requires_grad and not (keeps_none and param.grad is None)]
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     means = means_of(grads, functools.partial(mean_over_ranks, group=group))
     for param, mean in zip(params, means, strict=True):
@@ -51,10 +51,14 @@ class Reference:
     Term by term: masters are cast, the local gradient is in the compute dtype, it is cast to the reduce
     dtype, summed over ranks in rank order in fp32, divided by their number, added to the master's gradient.
 
-    ``mean`` takes another one over the ranks. The submodules named in ``alone`` are neither cast nor reduced.
+    ``mean`` takes another one over the ranks. The submodules named in ``alone`` are neither cast nor reduced. With
+    ``keeps_none`` a parameter without a gradient, on all ranks, keeps none, as where each parameter has its own.
     """
 
-    def __init__(self, model, compute_dtype=torch.float32, reduce_dtype=None, mean=mean_over_ranks, alone=()):
+    def __init__(
+        self, model, compute_dtype=torch.float32, reduce_dtype=None, mean=mean_over_ranks, alone=(), keeps_none=False
+    ):
+        self.keeps_none = keeps_none
         self.compute_dtype = compute_dtype
         self.reduce_dtype = reduce_dtype or compute_dtype
         self.master = copy.deepcopy(model)
@@ -79,6 +83,8 @@ class Reference:
         wide = torch.promote_types(self.reduce_dtype, self.compute_dtype)
         if wide != self.compute_dtype:
             for master, replica in self._pairs:
+                if self.keeps_none and replica.grad is None:
+                    continue
                 kept = self._kept.setdefault(master, torch.zeros_like(replica, dtype=wide))
                 if replica.grad is not None:
                     kept.add_(replica.grad)
@@ -88,11 +94,14 @@ class Reference:
         """The end of any other backward; a missing gradient counts as zeros."""
         if self._kept:
             self.keep_grads()
-        grads = [self._kept.get(master, replica.grad) for master, replica in self._pairs]
-        for number, (_, replica) in enumerate(self._pairs):
+        pairs = self._pairs
+        if self.keeps_none:
+            pairs = [(master, replica) for master, replica in pairs if replica.grad is not None or master in self._kept]
+        grads = [self._kept.get(master, replica.grad) for master, replica in pairs]
+        for number, (_, replica) in enumerate(pairs):
             own = torch.zeros_like(replica) if grads[number] is None else grads[number]
             grads[number] = own.to(self.reduce_dtype)
-        for (master, replica), mean in zip(self._pairs, means_of(grads, self._mean), strict=True):
+        for (master, replica), mean in zip(pairs, means_of(grads, self._mean), strict=True):
             own = mean.to(master.dtype)
             master.grad = own if master.grad is None else master.grad + own
             replica.grad = None
@@ -103,7 +112,7 @@ class Reference:
 
         Of those that each rank has alone counts the mean of what they add to the power.
         """
-        norm = _norm([master.grad for master, _ in self._pairs], norm_type)
+        norm = _norm([master.grad for master, _ in self._pairs if master.grad is not None], norm_type)
         alone = _norm([param.grad for param in self._alone if param.grad is not None], norm_type)
         if math.isinf(norm_type):
             dist.all_reduce(alone, dist.ReduceOp.MAX)

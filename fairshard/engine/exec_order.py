@@ -13,7 +13,7 @@ UnitT = TypeVar("UnitT")
 # Outputs that a user keeps for ever would keep forwards here for ever; beyond this many calls the oldest are dropped.
 _MAX_CALLS = 1 << 14
 
-_pass_numbers = itertools.count()
+_pass_numbers, _moments = itertools.count(), itertools.count()
 
 
 class ForwardOrder(Generic[UnitT]):
@@ -70,18 +70,24 @@ class Pass(Generic[UnitT]):
     """A forward that awaits its backward.
 
     ``events`` are the beginnings and ends of its ``brackets`` in order: ``i`` where number ``i`` begins, ``~i`` where
-    it ends. ``is_common``: every rank runs it.
+    it ends; ``moments`` order them among those of other models. ``is_common``: every rank runs it.
     """
 
     is_common: bool
     number: int = field(default_factory=lambda: next(_pass_numbers))
     brackets: list[Bracket[UnitT]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
+    moments: list[int] = field(default_factory=list)
 
     def drop(self, brackets: set[int]) -> None:
         """Forget the calls with these numbers."""
         kept = [index for index in range(len(self.brackets)) if index not in brackets]
         new = {index: place for place, index in enumerate(kept)}
+        self.moments = [
+            moment
+            for moment, event in zip(self.moments, self.events, strict=True)
+            if (event if event >= 0 else ~event) in new
+        ]
         self.brackets = [self.brackets[index] for index in kept]
         self.events = [
             new[event] if event >= 0 else ~new[~event]
@@ -123,6 +129,7 @@ class Record(Generic[UnitT]):
         index = len(running.brackets)
         running.brackets.append(bracket)
         running.events.append(index)
+        running.moments.append(next(_moments))
         self._open.append(index)
         return bracket
 
@@ -131,6 +138,7 @@ class Record(Generic[UnitT]):
         if self._running is not None and self._open:
             index = self._open.pop()
             self._running.events.append(~index)
+            self._running.moments.append(next(_moments))
             if not completed:
                 self._failed.add(index)
 

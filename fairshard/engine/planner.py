@@ -79,6 +79,9 @@ class Planner:
                 segment = bracket.segment + num_segments if bracket.segment >= 0 else -1
                 places.append(CallPlace(self.number[bracket.unit], forward, segment))
             num_segments += last + 1
+        if len(self._models) > 1:  # a model may be called inside of another one
+            moments = [moment for one in passes for moment in one.moments]
+            events = [event for _, event in sorted(zip(moments, events, strict=True))]
         own = self._own_reach(passes, lives)
         self.own_segments = {place.segment for place, mine in zip(places, own.calls, strict=True) if mine} - {-1}
         self.segment_of = [place.segment for place in places]

@@ -23,8 +23,10 @@ from fairshard.utils.collectives import Communicator
 
 _NUM_MODELS = 7  # that one backward may reach
 _HEADER = struct.Struct(f">QBI{1 + _NUM_MODELS}I")
-_NBYTES = 2048  # of the first message
 _PROBLEM, _DIFFERENT, _SEVERAL = 1, 2, 4  # flags
+
+FIRST_NBYTES = 2048
+"""Size of the first message."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
     ordered = [question.models[0], *sorted(models - {question.models[0]})][: 1 + _NUM_MODELS]
     listed = ordered + [0] * (1 + _NUM_MODELS - len(ordered))
     header = _HEADER.pack(number, flags, len(answers), *listed)
-    messages = _exchange(peers.comm, (header + answers)[:_NBYTES].ljust(_NBYTES, b"\0"))
+    messages = _exchange(peers.comm, (header + answers)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0"))
     heads = [_HEADER.unpack_from(message) for message in messages]
     for head in heads:
         flags |= head[1]
@@ -120,7 +122,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
     if len({(head[0], head[2]) for head in heads}) > 1:
         flags |= _DIFFERENT
     if not flags & (_PROBLEM | _DIFFERENT) and (question.is_final or not flags & _SEVERAL):
-        if len(answers) <= _NBYTES - _HEADER.size:
+        if len(answers) <= FIRST_NBYTES - _HEADER.size:
             _unpack(fields, [message[_HEADER.size : _HEADER.size + len(answers)] for message in messages])
         else:
             _unpack(fields, _exchange(peers.comm, answers))

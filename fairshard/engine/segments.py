@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 _REENTRANT: CodeType = CheckpointFunction.forward.__code__
+_PACKS_FOR_CHECKPOINT = "_checkpoint_hook."
 _saved_tensor_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -31,7 +32,8 @@ class Segment:
 
 def current_segment() -> Segment | None:
     """The outermost checkpoint that is on the stack; None if there is none."""
-    if torch.is_grad_enabled() and not _is_saving_elsewhere():
+    pack = _packing()
+    if torch.is_grad_enabled() and pack is None:
         return None
     frame: FrameType | None = sys._getframe(1)
     key = node = None
@@ -41,14 +43,17 @@ def current_segment() -> Segment | None:
         elif frame.f_code is _REENTRANT:
             key = node = frame.f_locals["ctx"]
         frame = frame.f_back
+    if key is None and getattr(pack, "__qualname__", "").startswith(_PACKS_FOR_CHECKPOINT):
+        key = pack  # entered by module hooks, as `torch.distributed._composable.checkpoint` does
     return None if key is None else Segment(key, node)
 
 
-def _is_saving_elsewhere() -> bool:
-    """Whether saved tensors go through hooks, as they do inside a checkpoint that is not reentrant."""
+def _packing() -> Any:
+    """The hook that saved tensors go through, as they do inside a checkpoint that is not reentrant; None without."""
     if _saved_tensor_hooks is None:
-        return True
+        return "unknown"
     try:
-        return _saved_tensor_hooks(True) is not None
+        hooks = _saved_tensor_hooks(True)
     except (RuntimeError, TypeError):
-        return True
+        return "unknown"
+    return None if hooks is None else hooks[0]

@@ -241,6 +241,9 @@ class Leaves:
     def forget_zeroed(self) -> None:
         """Drop what waits for each parameter whose gradient the user has zeroed since; before a pass adds to it."""
         names, kept = self._names, self.route.kept
+        if self._partial is not None and self._is_zeroed(self._partial):
+            self._partial = None
+            interrupted.discard(self)
         if self._marker is not None:
             zeroed = self.grad.zeroed_since(self._marker, names)
             if len(zeroed) == len(names):

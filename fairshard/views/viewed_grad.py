@@ -195,25 +195,21 @@ class ViewedGrad(ShardGrad):
             view.grad = None
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
+        had_none = self._had_none or bytes(len(self._views))
+        self._were_none = bytearray(
+            none or grad is None for grad, none in zip(self._shown() or had_none, had_none, strict=True)
+        )
         if reached is None:
-            self._were_none = bytearray(map(_is_none, self._shown()))
             super()._set_or_add(grad, None)
             self._show()
         else:
-            shown, had_none = self._shown(), self._had_none or bytes(len(self._views))
-            self._were_none = bytearray(map(_is_none, shown))
-            keep = [grad is not None and not none for grad, none in zip(shown, had_none, strict=True)]
-            which = [bool(own) or was for own, was in zip(reached, keep, strict=True)]
+            which = [bool(own) or not none for own, none in zip(reached, self._were_none, strict=True)]
             super()._set_or_add(grad, None)
             self._show([view.requires_grad and own for view, own in zip(self._views, which, strict=True)])
             for index, own in enumerate(which):
                 if not own:
                     self.drop(index)
         self._had_none = bytearray()
-
-
-def _is_none(grad: Tensor | None) -> bool:
-    return grad is None
 
 
 class OrigGrad:

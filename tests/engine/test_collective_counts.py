@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.engine import reach
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import CollectiveCounter
@@ -42,6 +43,11 @@ def gathered(sizes, itemsize):
     return len(sizes), sum(others * -(-size // (others + 1)) * itemsize for size in sizes)
 
 
+def message():
+    """Number and received bytes of the exchange at the start of a backward."""
+    return 1, (dist.get_world_size() - 1) * reach.FIRST_NBYTES
+
+
 def add(*pairs):
     return tuple(map(sum, zip(*pairs, strict=True)))
 
@@ -62,6 +68,7 @@ def test_a_step_gathers_and_reduces_as_often_as_the_formula_says(reshard, precis
     assert ours == {
         "all_gather": add(once, once) if reshard else once,
         "reduce_scatter": (len(SIZES) if bucket == 0 else 1, sent),
+        "agreement": message(),
     }
     if torch.distributed.get_backend() == "gloo" and dist.get_world_size() < 4:
         assert patched.nbytes("recv") == patched.nbytes("send") == sum(nbytes for _, nbytes in ours.values())
@@ -103,7 +110,7 @@ def test_no_sync_sends_no_gradients():
     """Under ``no_sync`` only parameters travel."""
     ours, _ = counts_of(wrap_each(mlp(*WIDTHS)), sync=False)
     once = gathered(SIZES, 4)
-    assert ours == {"all_gather": add(once, once)}
+    assert ours == {"all_gather": add(once, once), "agreement": message()}
 
 
 @on_ranks(2, 3)

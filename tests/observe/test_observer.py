@@ -117,7 +117,7 @@ def test_nothing_is_left_when_it_is_removed():
         assert not first
         units = [unit for _, unit in units_below(model)]
         grads = [flat_param.grad for unit in units for flat_param in unit.flat_params]
-        for watched in (*units, *grads, model._unit.root.bucketer):
+        for watched in (*units, *grads, model._unit.root, model._unit.root.shared.bucketer):
             assert not any(type(value).__module__ == method_tap.__name__ for value in vars(watched).values())
     assert hooks == (
         len(torch_optimizer._global_optimizer_pre_hooks),

@@ -19,7 +19,7 @@ def train_beside(model, plain, loss_of=squares, num_steps=3, before=lambda model
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
-        average_grads_(plain.parameters())
+        average_grads_(plain.parameters(), keeps_none=True)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

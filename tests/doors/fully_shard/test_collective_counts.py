@@ -56,10 +56,11 @@ class Counts:
     def __exit__(self, *exception):
         self._torchs.__exit__(*exception)
         self.gathers, self.reduces = (counters().get(kind, (0,))[0] for kind in ("all_gather", "reduce_scatter"))
+        messages = counters().get("agreement", (0,))[0]
         if self._is_native:
             found = self._torchs.get_comm_counts()
             c10d = torch.ops.c10d
-            assert found.get(c10d._allgather_base_, 0) == self.gathers
+            assert found.get(c10d._allgather_base_, 0) == self.gathers + messages
             assert found.get(c10d._reduce_scatter_base_, 0) == self.reduces
 
 

@@ -264,7 +264,7 @@ def test_the_event_of_a_step_is_waited_for_once():
     """The next pass's gathers wait for it in place of what the current stream does; the pass after that as always."""
     model = linears(mlp(4, 9, 5))
     expected = grads_of(linears(mlp(4, 9, 5)))
-    stream = root_of(model).unshard_stream
+    stream = root_of(model).shared.unshard_stream
     event = torch.Event(device=rank_device().type)
     if rank_device().type == "cuda":
         event.record()

@@ -83,7 +83,7 @@ def _train(cell):
     param_dtype, reduce_dtype = PRECISIONS[cell["precision"]]
     torch.manual_seed(1)
     model = Assorted(cell["kind"], cell["checkpointing"]).to(rank_device())
-    reference = Reference(model, param_dtype or torch.float32, reduce_dtype)
+    reference = Reference(model, param_dtype or torch.float32, reduce_dtype, keeps_none=True)
     sharded = _shard(model, cell)
     make = OPTIMIZERS[cell["optimizer"]]
     of_reference = ByRows(_groups(reference.master, cell["optimizer"]), dist.get_world_size(), make)
