@@ -17,7 +17,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fairshard.utils.autograd import hook_first, is_accumulation, is_custom, newest_node, reached
+from fairshard.utils.autograd import (
+    hook_first,
+    is_accumulation,
+    is_custom,
+    is_older,
+    newest_node,
+    nodes_before,
+    reached,
+)
 
 
 class Listener(Protocol):
@@ -115,11 +123,11 @@ class Call:
         seen = set(waiting)
         while waiting:
             node = waiting.pop()
-            if node._sequence_nr() < self._began:
+            if is_older(node, self._began):
                 continue
             if is_custom(node):
                 return True
-            new = {one for one, _ in node.next_functions if one is not None} - seen
+            new = set(nodes_before(node)) - seen
             seen |= new
             waiting += new
         return False
@@ -132,7 +140,7 @@ class _Probe:
 
     def __init__(self, call: Call, node: Any, inputs: list[Any]) -> None:
         self.call = call
-        before = [] if node is None else [one for one, _ in node.next_functions if one is not None]
+        before = [] if node is None else nodes_before(node)
         inside = [one for one in before if not any(one is given for given in inputs)]
         self.nodes = [one for one in inside if not is_accumulation(one)] or inside or before
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.versions import versions_of
-from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.containers import apply_to_tensors
 
 
@@ -41,7 +40,7 @@ class Origin:
 
     ``is_placed``: the user has named that device. ``moves_inputs``: what a forward is called with goes there too.
     ``sums`` has a checksum for each parameter where ranks may have begun with different values; until they are
-    compared. ``shared``: what its modules use of other units.
+    compared. ``shared``: the `SharedParams` that its modules use of other units.
     """
 
     device: torch.device
@@ -49,7 +48,7 @@ class Origin:
     is_placed: bool
     moves_inputs: bool
     sums: dict[str, Tensor]
-    shared: SharedParams = field(default_factory=SharedParams)
+    shared: Any
     _versions: list[int] = field(default_factory=list)
 
     def note_cut(self, flat_params: Sequence[FlatParam]) -> None:

@@ -57,7 +57,7 @@ def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
     >>> with observe(model, events.append):
     ...     model(torch.ones(2, 4)).sum().backward()
     >>> [(event.event, event.fqn) for event in events if event.event in ("unshard", "post_backward")]
-    [('unshard', ''), ('unshard', '0'), ('unshard', '0'), ('post_backward', ''), ('post_backward', '0')]
+    [('unshard', ''), ('unshard', '0'), ('unshard', '0'), ('post_backward', '0'), ('post_backward', '')]
 
     Raises:
         TypeError: ``fn`` cannot be called.

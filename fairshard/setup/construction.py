@@ -16,6 +16,7 @@ from fairshard.engine.origin import Ignored, Origin
 from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
+from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import current_device, default_device_type, device_count
 from fairshard.utils.messages import backend_name
@@ -85,7 +86,7 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
             sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
-    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums)
+    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, SharedParams())
 
 
 def _settle(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_values: bool) -> torch.device:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from fairshard.engine.root import call_in
 from fairshard.engine.training_state import TrainingState
+from fairshard.engine.unit import Unit
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.names import join
-
-if TYPE_CHECKING:
-    from fairshard.engine.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,6 @@ def refusal(fqn: str, owner_fqn: str) -> str:
 
 
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from fairshard.engine.root import call_in
-
     if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by that call
         return function(*args, **kwargs)
     return call_in(unit, function, args, kwargs)

@@ -62,6 +62,16 @@ def is_accumulation(node: Any) -> bool:
     return type(node) is _ACCUMULATION
 
 
+def nodes_before(node: Any) -> list[Any]:
+    """The graph nodes that ``node`` hands its gradients to."""
+    return [one for one, _ in node.next_functions if one is not None]
+
+
+def is_older(node: Any, number: int) -> bool:
+    """Whether ``node`` was made before `newest_node` was ``number``."""
+    return bool(node._sequence_nr() < number)
+
+
 def is_custom(node: Any) -> bool:
     """Whether ``node`` is that of a ``torch.autograd.Function``."""
     return isinstance(node, BackwardCFunction)

@@ -237,6 +237,8 @@ def test_the_exception_tree():
         "GradRequiresGradError": (),
         "ParameterShardedError": (),
         "ShardChangedError": (),
+        "BackwardOrderError": (),
+        "PartialGradientError": (),
         "StaleOptimizerError": (),
         "HeldGradientError": (),
         "ShardOptimizerError": (TypeError,),
