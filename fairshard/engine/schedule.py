@@ -228,7 +228,7 @@ class _Builder:
         ahead = self._rules[unit].ahead
         if ahead is None:
             following = self._next.get(call)
-            if following is not None:
+            if following is not None and following not in self.schedule.at:
                 self._gather(self._calls[following].unit, following)
             return
         for other in ahead:

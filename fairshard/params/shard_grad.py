@@ -122,6 +122,7 @@ class ShardGrad:
         self._buffers: deque[Tensor] = deque(maxlen=2)  # a second one while gradients add up
         self._flights: deque[_Flight] = deque()
         self._is_new = False  # there was no gradient before the last one was added
+        self._had_none: Any = False  # nor before `mark` made one of zeros
 
     @property
     def value(self) -> Tensor | None:
@@ -183,6 +184,7 @@ class ShardGrad:
     def mark(self) -> Any:
         """The gradient, of zeros if there is none, as it is now, for `zeroed_since`; nothing is on its way."""
         self.land()
+        self._had_none = self._had_none or self.value is None
         grad = self.value_or_zeros()
         sign_zeros_(grad.detach()[:1])
         return grad, grad._version
@@ -212,7 +214,7 @@ class ShardGrad:
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         kept = self.value
-        self._is_new = kept is None
+        self._is_new, self._had_none = kept is None or self._had_none, False
         if kept is None:
             self._set(grad.data)  # a version counter of its own, not that of the whole bucket
         else:

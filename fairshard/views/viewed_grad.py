@@ -29,7 +29,7 @@ class ViewedGrad(ShardGrad):
         self._runs: list[Tensor] = []  # of the gradient [S], while there is one ...
         self._shows: Sequence[Tensor] = ()  # ... as they are shown
         self._held_runs: list[Tensor | None] = []  # those of them that were not taken off
-        self._had_none = bytearray()  # parameters whose gradient was None before `mark` gave them zeros
+        self._had_none: bytearray = bytearray()  # parameters whose gradient was None before `mark` gave them zeros
         self._were_none = bytearray()  # those whose gradient was None before the last one was added
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:

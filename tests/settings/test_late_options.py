@@ -22,9 +22,9 @@ def gathers_of_a_step(model, x):
     model(x).sum().backward()
     gathered = []
 
-    def unshard(unit):
+    def unshard(unit, **kwargs):
         gathered.append(not unit.is_gathered)
-        original(unit)
+        original(unit, **kwargs)
 
     original = Unit.unshard
     with mock.patch.object(Unit, "unshard", unshard):

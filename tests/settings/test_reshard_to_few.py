@@ -52,7 +52,7 @@ def test_the_backward_gathers_among_few():
     wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=2)
     loss = wrapped(randn(3, 4)).sum()
     inner = [part for part in wrapped.modules() if isinstance(part, FSDP) and part is not wrapped]
-    kept = [part for unit in inner for part in unit._unit._parts.kept()]
+    kept = [part for unit in inner for part in unit._unit.parts.kept()]
     assert all(isinstance(part, KeptPart) for part in kept)
     for unit, part in zip(inner, kept, strict=True):
         assert part._kept.numel() == unit._unit.flat_params[0].layout.padded_numel // 2

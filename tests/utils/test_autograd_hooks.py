@@ -74,19 +74,19 @@ def test_outside_of_a_backward_there_is_no_task():
 
 
 @pytest.mark.parametrize("used", [(), (0,), (0, 2), (0, 1, 2)], ids=str)
-def test_num_reached_is_exact(used):
-    """Inside a backward, `num_reached` counts the leaves that it will come to, executed ones included."""
+def test_reached_is_exact(used):
+    """Inside a backward, `reached` names the leaves that it will reach, executed ones included."""
     leaves = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     nodes = [autograd_hooks.accumulate_node(leaf) for leaf in leaves]
     x = torch.ones(2, requires_grad=True)
     loss = x.sum()
     for index in used:
         loss = loss + (leaves[index] * x).sum()
-    counts = []
+    found = []
     for tensor in (x, *(leaves[index] for index in used)):
-        tensor.register_hook(lambda _: counts.append(autograd_hooks.num_reached(nodes)))
+        tensor.register_hook(lambda _: found.append(list(autograd_hooks.reached(nodes))))
     loss.backward()
-    assert set(counts) == {len(used)}
+    assert found == [[int(index in used) for index in range(3)]] * (1 + len(used))
 
 
 @on_ranks(1, 2)
