@@ -251,10 +251,9 @@ def train(cell, num_steps=2):
     _, compute_dtype, reduce_dtype = PRECISIONS[cell["precision"]]
     plain = joined(cell)
     mean = functools.partial(mean_over_ranks, num_shards=NUM_SHARDS[dist.get_world_size()] if is_hybrid(cell) else None)
-    if has_hook(cell):
-        reference = Reference(plain, compute_dtype, reduce_dtype, lambda grad: mean(grad).to(reduce_dtype), alone(cell))
-    else:
-        reference = Reference(plain, compute_dtype, reduce_dtype, mean, alone(cell))
+    own = (lambda grad: mean(grad).to(reduce_dtype)) if has_hook(cell) else mean
+    keeps_none = cell["layout"] != "flat"
+    reference = Reference(plain, compute_dtype, reduce_dtype, own, alone(cell), keeps_none)
     model = wrapped(cell, plain)
     of_reference, optimizer = optimizer_of(cell, reference.master), optimizer_of(cell, model)
     rtol, atol = (0.0, 0.0) if rank_device().type == "cpu" else (4 * torch.finfo(reduce_dtype).eps, 1e-5)
