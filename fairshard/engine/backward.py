@@ -36,6 +36,9 @@ from fairshard.utils.autograd import at_end_of_task
 _MAX_ARRIVING = 1  # units whose gather this rank only serves, and that wait to be freed
 
 
+_LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
+
+
 class _Token:
     """Lives as long as the graph task that holds it."""
 
@@ -45,6 +48,7 @@ class Backward:
 
     Attributes:
         touched: units some of whose leaves have gradients that are not sent yet.
+        task: returns None once its graph task has ended; it ends without a word when something raises.
     """
 
     def __init__(self, first: Model, others: Callable[[], Sequence[Model]]) -> None:
@@ -57,9 +61,10 @@ class Backward:
         self._sent: set[Unit] = set()
         self.touched: set[Unit] = set()
         self._used: set[Unit] = set()  # units that this rank computes with since they were gathered
+        self._is_restricted = False
         self._is_serving = False  # after an exception
         self._is_broken = False
-        self._alive: weakref.ref[_Token] = lambda: None  # type: ignore[assignment]
+        self.task: Callable[[], object] = _no_task
         self._go_through([first])
 
     def _go_through(self, models: Sequence[Model]) -> None:
@@ -69,9 +74,13 @@ class Backward:
 
     # ---- beginning
 
-    def begin(self) -> None:
-        """Agree with the other ranks on what the backward reaches, and plan it. **Collective.**"""
-        self._alive = _at_end(self.end)
+    def begin(self, is_restricted: bool) -> None:
+        """Agree with the other ranks on what the backward reaches, and plan it. **Collective.**
+
+        ``is_restricted``: it was asked for some gradients only, as by ``torch.autograd.grad``.
+        """
+        self.task = _at_end(self.end)
+        self._is_restricted = is_restricted
         self._first.begin_backward(self)
         problem: Exception | None = None
         try:
@@ -98,11 +107,6 @@ class Backward:
         """Whether any gradient is sent or kept."""
         return self._plan.sends
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its graph task still runs; it ends without a word when something raises."""
-        return self._alive() is not None
-
     def _check(self) -> None:
         for model in self.models:
             assert_none_summoned(model.units, "backward")
@@ -116,10 +120,10 @@ class Backward:
         if others and not self._first.is_common:
             self._add(numbers)
         self._is_broken = True  # what raises here, raises on all ranks before anything is issued
-        models = self._plan.plan(numbers, problem, is_final=False)
+        models = self._plan.plan(numbers, problem, self._is_restricted, is_final=False)
         if models - {self._first.number}:
             self._add(models)
-            self._plan.plan([model.number for model in self.models], problem, is_final=True)
+            self._plan.plan([model.number for model in self.models], problem, self._is_restricted, is_final=True)
         self._is_broken = False
 
     def _add(self, numbers: Collection[int]) -> None:
@@ -135,11 +139,11 @@ class Backward:
         """Autograd has reached an output of ``call``."""
         bracket = call.bracket
         unit = bracket.unit
-        position = self._plan.schedule.at.get(bracket.index) if self._is_of_this(bracket) else None
-        is_first = position is not None and position > self._passed
-        if is_first:
-            assert position is not None
-            self._walk(self._until_recomputed(bracket, position))
+        plan = self._plan
+        at = plan.schedule.at
+        position = at[bracket.index] if bracket.plan is plan.mark and bracket.index in at else -1
+        if position > self._passed:
+            self._walk(self._until_recomputed(bracket, position) if plan.own_segments else position)
         elif unit in self._used:
             return
         elif unit in self._sent and not unit.is_whole:
@@ -150,8 +154,9 @@ class Backward:
     def finish(self, call: Any) -> None:
         """Autograd goes on before an input of ``call``."""
         bracket = call.bracket
-        position = self._plan.schedule.done.get(bracket.index) if self._is_of_this(bracket) else None
-        if position is not None and position > self._passed:
+        plan = self._plan
+        position = plan.schedule.done.get(bracket.index, -1) if bracket.plan is plan.mark else -1
+        if position > self._passed:
             self._walk(self._until_recomputed(bracket, position))
 
     def recompute(self, unit: Unit) -> Bracket[Unit] | None:
@@ -177,7 +182,7 @@ class Backward:
         """A leaf of ``unit`` has its gradient."""
         if unit in self._sent:
             raise late_error(unit.fqn)
-        if unit.unshard_in_backward and not unit.is_whole:
+        if unit.unshard_in_backward and not (unit.is_gathered or unit.is_held):
             raise unseen_error(unit.fqn)
         self.touched.add(unit)
         unit.state = TrainingState.BACKWARD_PRE
@@ -189,14 +194,10 @@ class Backward:
             return self._plan.schedule.recompute[segment]
         return position
 
-    def _is_of_this(self, bracket: Bracket[Unit]) -> bool:
-        index = bracket.index
-        return 0 <= index < len(self._plan.brackets) and self._plan.brackets[index] is bracket
-
     def _use(self, unit: Unit) -> None:
         """This rank computes with ``unit`` now, which is gathered, or is on its way, unless no schedule foresaw it."""
         self._used.add(unit)
-        if unit.unshard_in_backward and (not unit.is_whole or unit in self._arriving):
+        if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._arriving):
             self._gather(unit, is_listed=False)
         unit.wait_unshard()  # leaves have their shapes then, even without memory
         unit.begin_backward()
@@ -205,40 +206,35 @@ class Backward:
 
     def _walk(self, position: int) -> None:
         """Execute every step up to the mark at ``position``, and those after it up to the next own mark."""
-        self._passed = max(self._passed, position)
-        steps = self._plan.schedule.steps
+        if position > self._passed:
+            self._passed = position
+        plan, passed = self._plan, self._passed
+        steps, stops = plan.schedule.steps, plan.stops
+        num_steps, is_serving = len(steps), self._is_serving
         is_broken, self._is_broken = self._is_broken, True
-        while self._cursor < len(steps):
-            kind, number, call = steps[self._cursor]
-            if kind <= Kind.RECOMPUTE:
-                if self._cursor > self._passed and self._is_mine(kind, call):
+        while self._cursor < num_steps:
+            cursor = self._cursor
+            kind, number, _ = steps[cursor]
+            if kind <= _LAST_MARK:
+                if cursor > passed and stops[cursor] and not is_serving:
                     break
-                self._cursor += 1
+                self._cursor = cursor + 1
                 continue
-            self._cursor += 1
+            self._cursor = cursor + 1
             unit = self.units[number]
-            if kind is Kind.GATHER:
-                self._gather(unit, from_part=self._plan.from_parts[number])
-            elif kind is Kind.SEND:
+            if kind is _GATHER:
+                self._gather(unit, from_part=plan.from_parts[number])
+            elif kind is _SEND:
                 self._send(unit)
             else:
                 self._free(unit)
         self._is_broken = is_broken
 
-    def _is_mine(self, kind: Kind, call: int) -> bool:
-        if self._is_serving:
-            return False
-        if kind is Kind.RECOMPUTE:
-            return bool(self._plan.own_segments) and any(
-                segment in self._plan.own_segments and self._plan.schedule.recompute[segment] == self._cursor
-                for segment in self._plan.schedule.recompute
-            )
-        return bool(self._plan.is_own[call])
-
     def _gather(self, unit: Unit, from_part: bool = True, is_listed: bool = True) -> None:
-        self._forget_arriving(unit)
-        while len(self._arriving) > _MAX_ARRIVING:
-            self._arriving.popleft().reshard()
+        if self._arriving:
+            self._forget_arriving(unit)
+            while len(self._arriving) > _MAX_ARRIVING:
+                self._arriving.popleft().reshard()
         self._plan.model_of[unit].note(unit)
         unit.unshard(in_backward=True, from_part=from_part, anew=is_listed)
 
@@ -316,6 +312,10 @@ class Backward:
                     bucketer.drain()
                     bucketer.drops = False
         self._arriving.clear()
+
+
+def _no_task() -> None:
+    """What a weak reference to a graph task that has ended returns."""
 
 
 def _at_end(end: Callable[[], None]) -> weakref.ref[_Token]:

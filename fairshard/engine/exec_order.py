@@ -13,7 +13,8 @@ UnitT = TypeVar("UnitT")
 # Outputs that a user keeps for ever would keep forwards here for ever; beyond this many calls the oldest are dropped.
 _MAX_CALLS = 1 << 14
 
-_pass_numbers, _moments = itertools.count(), itertools.count()
+_pass_numbers = itertools.count()
+_moment = 0  # of the last beginning or end of a call, in any model
 
 
 class ForwardOrder(Generic[UnitT]):
@@ -22,41 +23,54 @@ class ForwardOrder(Generic[UnitT]):
     def __init__(self) -> None:
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
+        self._position, self._num_last = 0, 0
 
     def begin(self) -> None:
         """A pass through the model starts."""
         if self._this:
             self._last, self._this = self._this, []
+            self._num_last = len(self._last)
+        self._position = 0
 
     def enter(self, unit: UnitT) -> UnitT | None:
         """``unit`` is called; returns the one that followed it in the last pass."""
-        position = len(self._this)
+        position = self._position
+        self._position += 1
         self._this.append(unit)
-        if position + 1 < len(self._last) and self._last[position] is unit:
-            return self._last[position + 1]
+        if self._position < self._num_last and self._last[position] is unit:
+            return self._last[self._position]
         return None
 
     def forget(self) -> None:
         """Expect nothing in the next forward: ranks may have seen different passes."""
         self._last = []
         self._this = []
+        self._position = self._num_last = 0
 
 
-@dataclass(eq=False, slots=True)
 class Bracket(Generic[UnitT]):
     """One call of ``unit`` in a forward.
 
-    ``call`` is a weak reference to what its hooks are tied to; ``node`` to what recomputes it, inside a reentrant
-    checkpoint. ``is_unseen``: neither shows whether a backward reaches it. ``segment`` numbers the checkpoint that it
-    is in within its pass, -1 for none. ``index`` is its place among all calls of the running backward.
+    Attributes:
+        segment: the number of the checkpoint that it is in, within its pass; -1 for none.
+        call: a weak reference to what its hooks are tied to.
+        node: a weak reference to what recomputes it, inside a reentrant checkpoint.
+        is_unseen: neither shows whether a backward reaches it.
+        began: no graph node of the call has a smaller sequence number.
+        index: its place among all calls of the backward that ``plan`` stands for, the last that it was in.
     """
 
-    unit: UnitT
-    segment: int = -1
-    call: weakref.ref[Any] | None = None
-    node: weakref.ref[Any] | None = None
-    is_unseen: bool = False
-    index: int = -1
+    __slots__ = ("began", "call", "index", "is_unseen", "node", "plan", "segment", "unit")
+
+    def __init__(self, unit: UnitT, segment: int = -1) -> None:
+        self.unit = unit
+        self.segment = segment
+        self.index = -1
+        self.call: weakref.ref[Any] | None = None
+        self.node: weakref.ref[Any] | None = None
+        self.is_unseen = False
+        self.began = 0
+        self.plan: object = None
 
     @property
     def is_alive(self) -> bool:
@@ -70,24 +84,36 @@ class Pass(Generic[UnitT]):
     """A forward that awaits its backward.
 
     ``events`` are the beginnings and ends of its ``brackets`` in order: ``i`` where number ``i`` begins, ``~i`` where
-    it ends; ``moments`` order them among those of other models. ``is_common``: every rank runs it.
+    it ends. ``jumps``: the moments of those that do not follow the one before at once, because another model was
+    called. ``starts``: for each checkpoint, the smallest sequence number of its nodes. ``is_common``: every rank runs
+    the pass.
     """
 
     is_common: bool
     number: int = field(default_factory=lambda: next(_pass_numbers))
     brackets: list[Bracket[UnitT]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
-    moments: list[int] = field(default_factory=list)
+    jumps: dict[int, int] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+
+    @property
+    def moments(self) -> list[int]:
+        """For each event a number that orders it among those of other models."""
+        moments: list[int] = []
+        for position in range(len(self.events)):
+            moments.append(self.jumps[position] if position in self.jumps else moments[-1] + 1)
+        return moments
 
     def drop(self, brackets: set[int]) -> None:
         """Forget the calls with these numbers."""
         kept = [index for index in range(len(self.brackets)) if index not in brackets]
         new = {index: place for place, index in enumerate(kept)}
-        self.moments = [
+        moments = [
             moment
             for moment, event in zip(self.moments, self.events, strict=True)
             if (event if event >= 0 else ~event) in new
         ]
+        self.jumps = dict(enumerate(moments))
         self.brackets = [self.brackets[index] for index in kept]
         self.events = [
             new[event] if event >= 0 else ~new[~event]
@@ -105,13 +131,15 @@ class Record(Generic[UnitT]):
         self._open: list[int] = []
         self._failed: set[int] = set()
         self._key: Any = None  # of the checkpoint around the last call
-        self._num_segments = 0
+        self._num_calls = self._num_events = self._last_moment = 0
 
     def begin(self, is_common: bool) -> None:
         """A pass starts whose backward may follow."""
         self._running = Pass(is_common)
         self._open, self._failed = [], set()
-        self._key, self._num_segments = None, 0
+        self._key = None
+        self._num_calls = self._num_events = 0
+        self._last_moment = -1
 
     def enter(self, unit: UnitT, segment: Any) -> Bracket[UnitT] | None:
         """``unit`` is called, inside of ``segment`` if that is not None; None if no backward can follow."""
@@ -122,25 +150,34 @@ class Record(Generic[UnitT]):
         if segment is not None:
             if segment.key is not self._key:
                 self._key = segment.key
-                self._num_segments += 1
-            bracket.segment = self._num_segments - 1
+                before = running.brackets[-1].began if running.brackets else 0
+                running.starts.append(max(segment.start, before))
+            bracket.segment = len(running.starts) - 1
             if segment.node is not None:
                 bracket.node = weakref.ref(segment.node)
-        index = len(running.brackets)
-        running.brackets.append(bracket)
-        running.events.append(index)
-        running.moments.append(next(_moments))
+        index = self._num_calls
+        self._num_calls += 1
         self._open.append(index)
+        running.brackets.append(bracket)
+        self._note(running, index)
         return bracket
 
     def leave(self, completed: bool) -> None:
         """The innermost call is over; one that raised is forgotten."""
         if self._running is not None and self._open:
             index = self._open.pop()
-            self._running.events.append(~index)
-            self._running.moments.append(next(_moments))
+            self._note(self._running, ~index)
             if not completed:
                 self._failed.add(index)
+
+    def _note(self, running: Pass[UnitT], event: int) -> None:
+        global _moment
+        _moment += 1
+        if _moment != self._last_moment + 1:
+            running.jumps[self._num_events] = _moment
+        self._last_moment = _moment
+        self._num_events += 1
+        running.events.append(event)
 
     def end(self, completed: bool) -> None:
         """The pass is over; with ``completed`` it awaits its backward."""

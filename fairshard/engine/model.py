@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from fairshard.engine.exec_order import Record
@@ -12,16 +13,22 @@ from fairshard.utils.collectives import Communicator
 
 
 class Model(Protocol):
-    """A model that a backward goes through."""
+    """A model that a backward goes through.
+
+    Attributes:
+        note: to be called with each unit that is gathered or sent next.
+        last: the planner's own.
+    """
 
     number: int
+    note: Callable[[Unit], None]
     units: list[Unit]
     shared: Shared
     comms: list[Communicator]
     comms_of: dict[Unit, set[Communicator | None]]
     record: Record[Unit]
     num_interrupted: int
-    last_schedule: Any
+    last: Any
 
     @property
     def is_common(self) -> bool:
@@ -32,9 +39,6 @@ class Model(Protocol):
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` is to stay gathered from its forward to its backward."""
-
-    def note(self, unit: Unit) -> None:
-        """``unit`` is gathered or sent next."""
 
     def before_send(self, unit: Unit) -> None:
         """The gradients of ``unit`` leave."""

@@ -1,12 +1,15 @@
-"""Planning a backward: what this rank reaches, what all ranks agree on, and the schedule that follows from it."""
+"""Planning a backward: what this rank reaches, what all ranks agree on, and the schedule that follows from it.
+
+Most backwards are like the one before. What follows from the calls alone (`Calls`), and the schedule, are kept from
+one to the next; comparing them with what is there now takes no Python call per unit.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fairshard.engine.exec_order import Bracket, Pass
@@ -14,21 +17,51 @@ from fairshard.engine.model import Model
 from fairshard.engine.notices import other_rank_error
 from fairshard.engine.reach import Peers, Question, Reach, Verdict, agree_on
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
+from fairshard.engine.segments import find_recomputed
 from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.autograd import reaches
 from fairshard.utils.collectives import Communicator
 
 
+@dataclass(eq=False)
+class Calls:
+    """The calls of the forwards that await a backward, and what follows from them.
+
+    Attributes:
+        key: what all of it was made from.
+        places: where each call belongs.
+        events: beginnings and ends of calls, as `Pass.events` has them, numbered through.
+        peers: the groups that the calls concern.
+        digests: for each of the peers, of the calls that it concerns.
+    """
+
+    key: Any
+    places: list[CallPlace]
+    events: list[int]
+    peers: list[Peers]
+    digests: list[bytes]
+
+
+@dataclass
+class Last:
+    """What the last backward has left for the next one: the calls; the schedule, and what it was made from."""
+
+    calls: Calls | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    key: Any = None
+
+
 class Planner:
     """The plan of one backward through ``models``, ordered by number.
 
     Attributes:
+        mark: what `Bracket.plan` is for the calls of this one.
         number: the place of each of ``units``, as `Schedule` counts them.
         brackets: the calls, as `Schedule` counts them.
-        is_own: for each call, whether this rank's autograd reaches it, or another one in the same checkpoint.
         segment_of: for each call, the checkpoint that it is in.
-        own_segments: the checkpoints that it recomputes.
+        own_segments: the checkpoints that this rank recomputes.
+        stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
         from_parts: for each unit, whether it is gathered from parts that few ranks have kept.
         is_assumed: whether some leaves count as reached that may not be; see `Reach`.
         sends: whether any gradient is sent or kept.
@@ -39,21 +72,25 @@ class Planner:
         self.units = [unit for model in models for unit in model.units]
         self.model_of = {unit: model for model in models for unit in model.units}
         self.number = {unit: number for number, unit in enumerate(self.units)}
+        self.mark = object()
         self.schedule = Schedule()
         self.brackets: list[Bracket[Unit]] = []
-        self.is_own: Sequence[int] = ()
         self.own_segments: set[int] = set()
         self.segment_of: list[int] = []
+        self.stops: Sequence[int] = ()
         self.listed: set[Unit] = set()
         self.from_parts: list[bool] = []
         self.is_assumed = self.sends = False
         self._is_partial: dict[Unit, bool] = {}  # some of its leaves are not reached, as far as the graph shows
         self._peers: list[Peers] = []
 
-    def plan(self, numbers: Sequence[int], problem: Exception | None, is_final: bool) -> frozenset[int]:
+    def plan(
+        self, numbers: Sequence[int], problem: Exception | None, is_restricted: bool, is_final: bool
+    ) -> frozenset[int]:
         """Agree and make the schedule, unless other ranks reach other models; returns those that any reaches.
 
         ``numbers``: those of the models that this rank reaches. ``problem``: why this rank cannot begin.
+        ``is_restricted``: the backward was asked for some gradients only.
 
         **Collective.**
 
@@ -62,94 +99,145 @@ class Planner:
             FairshardError: on every rank, if any has a problem.
         """
         passes = [one for model in self._models for one in model.record.passes]
-        passes.sort(key=lambda one: one.number)
-        self.brackets = [bracket for one in passes for bracket in one.brackets]
-        events: list[int] = []
-        places: list[CallPlace] = []
-        num_segments = 0
-        lives = bytearray(len(passes))  # an unseen call, whose end nothing shows, awaits one backward
+        if len(self._models) > 1:
+            passes.sort(key=lambda one: one.number)
+        self.brackets = []
+        lives = bytearray(len(passes))
         for forward, one in enumerate(passes):
-            start = len(places)
-            events += [event + start if event >= 0 else event - start for event in one.events]
-            last = -1
             for bracket in one.brackets:
-                lives[forward] |= bracket.is_unseen and (bracket.index < 0 or is_final)
-                bracket.index = len(places)
-                last = max(last, bracket.segment)
-                segment = bracket.segment + num_segments if bracket.segment >= 0 else -1
-                places.append(CallPlace(self.number[bracket.unit], forward, segment))
-            num_segments += last + 1
-        if len(self._models) > 1:  # a model may be called inside of another one
-            moments = [moment for one in passes for moment in one.moments]
-            events = [event for _, event in sorted(zip(moments, events, strict=True))]
-        own = self._own_reach(passes, lives)
-        self.own_segments = {place.segment for place, mine in zip(places, own.calls, strict=True) if mine} - {-1}
-        self.segment_of = [place.segment for place in places]
-        self.is_own = bytes(
-            mine or segment in self.own_segments for segment, mine in zip(self.segment_of, own.calls, strict=True)
-        )
-        agreed = deepcopy(own)
-        self._peers = self._all_peers(passes, places)
-        hashes = [self._hash(one, events, places) for one in self._peers]
+                if bracket.is_unseen and (bracket.index < 0 or is_final):
+                    lives[forward] = 1  # an unseen call, whose end nothing shows, awaits one backward
+                bracket.index, bracket.plan = len(self.brackets), self.mark
+                self.brackets.append(bracket)
+        calls = self._calls(passes)
+        self._peers = calls.peers
+        self.segment_of = [place.segment for place in calls.places]
+        own = self._own_reach(calls, passes, lives, is_restricted)
+        agreed = replace(own, **{name: bytearray(answers) for name, answers in vars(own).items()})
+        hashes = [self._hash(*told) for told in zip(self._peers, calls.digests, strict=True)]
         verdict = agree_on(Question(agreed, self._peers, hashes, problem is not None, numbers, is_final))
         self._raise_for(verdict, problem)
         if len(verdict.models) > 1 and not is_final:
             return verdict.models
-        owed = self._note_owed(agreed.leaves)
-        rules = tuple(self._rule(unit) for unit in self.units)
-        self.schedule = self._built(events, places, agreed, owed, rules)
+        self._make_schedule(calls, agreed)
+        self.stops = self._own_marks(own)
         self.listed = {self.units[step.unit] for step in self.schedule.steps}
-        self.is_assumed = any(agreed.assumed)
+        self.is_assumed = 1 in agreed.assumed
         self.from_parts = [not uncut for uncut in agreed.uncut]
         for model in self._models:
             model.record.keep([one for one, lives in zip(passes, agreed.alive, strict=True) if lives])
-            sends = [self.units[number] for number in self.schedule.sends]
-            model.shared.bucketer.plan(_bucketed(unit for unit in sends if self.model_of[unit] is model))
+            model.shared.bucketer.plan(self._bucketed(model))
         return verdict.models
 
-    def _built(
-        self,
-        events: list[int],
-        places: list[CallPlace],
-        agreed: Reach,
-        owed: bytes,
-        rules: tuple[UnitRule, ...],
-    ) -> Schedule:
-        """The schedule; that of the last backward where nothing has changed."""
-        model = self._models[0]
-        resident = bytes(not missing for missing in agreed.missing)
-        key = (tuple(events), tuple(places), bytes(agreed.calls), resident, owed, rules)
-        if model.last_schedule is None or model.last_schedule[0] != key:
-            model.last_schedule = key, build(events, places, agreed.calls, resident, owed, rules)
-        schedule: Schedule = model.last_schedule[1]
-        return schedule
+    # ---- the calls
 
-    def _own_reach(self, passes: list[Pass[Unit]], lives: bytearray) -> Reach:
-        own = Reach(alive=lives)
+    def _calls(self, passes: list[Pass[Unit]]) -> Calls:
+        """What follows from the calls; that of the last backward where they are the same."""
+        key = (
+            [[bracket.unit for bracket in one.brackets] for one in passes],
+            [[bracket.segment for bracket in one.brackets] for one in passes],
+            [one.events for one in passes],
+            [one.is_common for one in passes],
+            [model.is_common for model in self._models],
+            self.units,
+            [[one.number, one.jumps] for one in passes] if len(self._models) > 1 else None,
+        )
+        last: Last = self._models[0].last
+        if last.calls is None or last.calls.key != key:
+            last.calls = self._new_calls(key, passes)
+        return last.calls
+
+    def _new_calls(self, key: Any, passes: list[Pass[Unit]]) -> Calls:
+        events: list[int] = []
+        places: list[CallPlace] = []
+        num_segments = 0
+        for forward, one in enumerate(passes):
+            start = len(places)
+            events += [event + start if event >= 0 else event - start for event in one.events]
+            for bracket in one.brackets:
+                segment = bracket.segment + num_segments if bracket.segment >= 0 else -1
+                places.append(CallPlace(self.number[bracket.unit], forward, segment))
+            num_segments += len(one.starts)
+        if len(self._models) > 1:  # a model may be called inside of another one
+            moments = [moment for one in passes for moment in one.moments]
+            events = [event for _, event in sorted(zip(moments, events, strict=True))]
+        comms = [comm for model in self._models if model.is_common for comm in model.comms]
+        comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
+        peers = [self._peers_of(comm, passes, places) for comm in comms]
+        return Calls(key, places, events, peers, [self._digest(one, events, places) for one in peers])
+
+    def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
+        talking = [comm in self.model_of[unit].comms_of[unit] and unit.has_shards for unit in self.units]
+        is_common = [one.is_common for one in passes]
+        calls = [call for call, place in enumerate(places) if talking[place.unit] and is_common[place.forward]]
+        leaves: list[int] = []
+        start = 0
+        for unit, talks in zip(self.units, talking, strict=True):
+            stop = start + sum(len(flat_param.slots) for flat_param in unit.flat_params)
+            if talks:
+                leaves += range(start, stop)
+            start = stop
+        alive = sorted({places[call].forward for call in calls})
+        return Peers(comm, calls, alive, leaves, [number for number, talks in enumerate(talking) if talks])
+
+    def _digest(self, peers: Peers, events: list[int], places: list[CallPlace]) -> bytes:
+        """Of what all ranks must have called alike: units, checkpoints, forwards."""
+        counted = set(peers.calls)
+        numbers = [len(peers.units)]
+        forwards: dict[int, int] = {}
+        for event in events:
+            call = event if event >= 0 else ~event
+            if call in counted:
+                place = places[call]
+                forward = forwards.setdefault(place.forward, len(forwards))
+                numbers += [place.unit if event >= 0 else ~place.unit, self.brackets[call].segment, forward]
+        return array("q", numbers).tobytes()
+
+    def _hash(self, peers: Peers, digest: bytes) -> int:
+        """Of what all ranks must have done alike: calls, ``no_sync``, backwards that raised."""
+        numbers = [self.units[number].sync for number in peers.units]
+        told = digest + array("q", [*numbers, *[model.num_interrupted for model in self._models]]).tobytes()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+
+    # ---- what this rank reaches
+
+    def _own_reach(self, calls: Calls, passes: list[Pass[Unit]], lives: bytearray, is_restricted: bool) -> Reach:
+        units = self.units
+        own = Reach(alive=lives, assumed=bytearray(len(units)))
+        own.missing = bytearray([not (unit.is_gathered or unit.is_held) or unit.stamp is None for unit in units])
+        own.uncut = bytearray([unit.parts is None or not unit.has_parts for unit in units])
         unsure: set[Unit] = set()
-        for unit in self.units:
+        for unit in units:
             for flat_param in unit.flat_params:
                 which = flat_param.reach()
                 if 0 in which:
                     unsure.add(unit)
                 own.leaves += which
-            own.missing.append(not unit.is_resident)
-            own.uncut.append(not unit.has_parts)
-            own.assumed.append(0)
+        reached = own.calls = bytearray(len(self.brackets))
         unseen = {bracket.unit for bracket in self.brackets if bracket.is_unseen}
-        reached = {unit for unit in unseen if any(map(reaches, unit.nodes))}
-        for forward, one in enumerate(passes):
-            for bracket in one.brackets:
-                call = None if bracket.call is None else bracket.call()
-                node = None if bracket.node is None else bracket.node()
-                lives[forward] |= call is not None or node is not None
-                is_reached = (call is not None and call.is_reached()) or (node is not None and reaches(node))
-                own.calls.append(is_reached or (bracket.is_unseen and bracket.unit in reached))
-                unit = bracket.unit
-                if is_reached and (node is not None or (unit in unsure and self._is_unsure(unit, call))):
-                    own.assumed[self.number[bracket.unit]] = 1
-        if any(own.assumed):
+        unseen = {unit for unit in unseen if any(map(reaches, unit.nodes))}
+        for index, bracket in enumerate(self.brackets):
+            call = None if bracket.call is None else bracket.call()
+            node = None if bracket.node is None else bracket.node()
+            if call is None and node is None:
+                reached[index] = bracket.is_unseen and bracket.unit in unseen
+                continue
+            lives[calls.places[index].forward] = 1
+            unit = bracket.unit
+            if (call is not None and call.is_reached(is_restricted)) or (node is not None and reaches(node)):
+                reached[index] = 1
+                if node is not None or (unit in unsure and self._is_unsure(unit, call)):
+                    own.assumed[self.number[unit]] = 1
+            elif bracket.is_unseen and unit in unseen:
+                reached[index] = 1
+        if 1 in own.assumed:
             self._assume(own)
+        self.own_segments = {place.segment for place, mine in zip(calls.places, reached, strict=True) if mine} - {-1}
+        if any(one.starts for one in passes):
+            starts = [start for one in passes for start in one.starts]
+            self.own_segments |= find_recomputed(self.brackets, calls.events, self.segment_of, starts, reached)
+            for index, segment in enumerate(self.segment_of):
+                reached[index] |= segment in self.own_segments
         return own
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:
@@ -167,6 +255,18 @@ class Planner:
                     own.leaves[start + index] |= bool(is_assumed) and node is not None and flat_param.shard_numel > 0
                 start += len(flat_param.slots)
 
+    def _own_marks(self, own: Reach) -> bytearray:
+        schedule = self.schedule
+        stops = bytearray(len(schedule.steps))
+        for marks in (schedule.at, schedule.done):
+            for call, position in marks.items():
+                stops[position] = own.calls[call]
+        for segment, position in schedule.recompute.items():
+            stops[position] = segment in self.own_segments
+        return stops
+
+    # ---- what follows
+
     def _raise_for(self, verdict: Verdict, problem: Exception | None) -> None:
         """Raise on every rank where they have run different things, or one has a problem. **Collective** then."""
         if not verdict.agree:
@@ -177,42 +277,37 @@ class Planner:
             told = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
             raise problem or other_rank_error([text for text in told if text])
 
-    def _all_peers(self, passes: list[Pass[Unit]], places: list[CallPlace]) -> list[Peers]:
-        comms = [comm for model in self._models if model.is_common for comm in model.comms]
-        comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
-        return [self._peers_of(comm, passes, places) for comm in comms]
-
-    def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
-        talking = [comm in self.model_of[unit].comms_of[unit] and unit.has_shards for unit in self.units]
-        is_common = [one.is_common for one in passes]
-        calls = [call for call, place in enumerate(places) if talking[place.unit] and is_common[place.forward]]
-        leaves: list[int] = []
-        start = 0
-        for unit, talks in zip(self.units, talking, strict=True):
-            stop = start + sum(len(flat_param.slots) for flat_param in unit.flat_params)
-            if talks:
-                leaves += range(start, stop)
-            start = stop
-        alive = sorted({places[call].forward for call in calls})
-        return Peers(comm, calls, alive, leaves, [number for number, talks in enumerate(talking) if talks])
-
-    def _hash(self, peers: Peers, events: list[int], places: list[CallPlace]) -> int:
-        """Of what all ranks must have done alike: calls, checkpoints, ``no_sync``, backwards that raised."""
-        counted = set(peers.calls)
-        numbers = [len(peers.units), *(self.units[number].sync for number in peers.units)]
-        numbers += [model.num_interrupted for model in self._models]
-        forwards: dict[int, int] = {}
-        for event in events:
-            call = event if event >= 0 else ~event
-            if call in counted:
-                place = places[call]
-                forward = forwards.setdefault(place.forward, len(forwards))
-                numbers += [place.unit if event >= 0 else ~place.unit, self.brackets[call].segment, forward]
-        digest = hashlib.blake2b(array("q", numbers).tobytes(), digest_size=7).digest()
-        return int.from_bytes(digest, "big")
+    def _make_schedule(self, calls: Calls, agreed: Reach) -> None:
+        """The schedule; that of the last backward where nothing has changed."""
+        owed = self._note_owed(agreed.leaves)
+        rules = [  # all that `_rule` looks at
+            (
+                unit.unshard_in_backward,
+                unit.reshard_after_backward,
+                unit.reshard_after_forward,
+                unit.sync,
+                unit.prefetch.ahead_in_backward,
+                unit.config,
+            )
+            for unit in self.units
+        ]
+        key = calls, agreed.calls, agreed.missing, owed, rules
+        last = self._models[0].last
+        if last.key != key:
+            resident = bytes(not missing for missing in agreed.missing)
+            ruled = tuple(self._rule(unit) for unit in self.units)
+            last.schedule = build(calls.events, calls.places, agreed.calls, resident, owed, ruled)
+            last.key = key
+        self.schedule = last.schedule
 
     def _note_owed(self, leaves: bytearray) -> bytes:
         """Tell each flat param which of its parameters any rank has gradients of; returns which units have some."""
+        self.sends = 1 in leaves
+        if 0 not in leaves:
+            for unit in self.units:
+                for flat_param in unit.flat_params:
+                    flat_param.note_reached(None)
+            return bytes([1]) * len(self.units)
         owed = bytearray()
         start = 0
         for unit in self.units:
@@ -221,8 +316,7 @@ class Planner:
                 stop = start + len(flat_param.slots)
                 flat_param.note_reached(leaves[start:stop])
                 start = stop
-            owed.append(any(leaves[before:start]))
-        self.sends = any(owed)
+            owed.append(1 in leaves[before:start])
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
@@ -245,13 +339,13 @@ class Planner:
         agree_on(Question(found, peers, [0] * len(peers), False, [self._models[0].number], is_final=True))
         return found.leaves
 
-
-def _bucketed(units: Iterable[Unit]) -> list[FlatParam]:
-    """The flat params of ``units`` whose gradients are summed over ranks in a bucket, in this order."""
-    return [
-        flat_param
-        for unit in units
-        if unit.sync
-        for flat_param in unit.flat_params
-        if flat_param.is_owed and flat_param.comms.num_ranks > 1 and flat_param.hook is None
-    ]
+    def _bucketed(self, model: Model) -> list[FlatParam]:
+        """The flat params of ``model`` whose gradients are summed over ranks in a bucket, in the order of sending."""
+        sends = [self.units[number] for number in self.schedule.sends]
+        return [
+            flat_param
+            for unit in sends
+            if unit.sync and self.model_of[unit] is model
+            for flat_param in unit.flat_params
+            if flat_param.is_owed and flat_param.hook is None and flat_param.comms.num_ranks > 1
+        ]

@@ -17,6 +17,7 @@ class Prefetch(Generic[UnitT]):
     Attributes:
         forward: named by the user, to be gathered in place of the unit that followed this one in the last pass.
         backward: named by the user, to be gathered in place of the one that the backward should reach next.
+        ahead_in_backward: what to gather when a backward reaches this one; None for the one that it should reach next.
         waits_for_grads: whether in a backward the unit gathers others only once it has its gradients and is freed.
     """
 
@@ -24,23 +25,19 @@ class Prefetch(Generic[UnitT]):
         self.forward: tuple[UnitT, ...] = ()
         self.backward: tuple[UnitT, ...] = ()
         self._forward: tuple[UnitT, ...] = ()
-        self._backward: tuple[UnitT, ...] = ()
         self.is_forward_on = config.forward_prefetch is not False
         self._is_backward_on = config.backward_prefetch is not None
         self.waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        self.ahead_in_backward: tuple[UnitT, ...] | None = None if self._is_backward_on else ()
 
     def settle(self, units: Collection[UnitT]) -> None:
         """Follow what was named, as far as it is among ``units``, those of one model."""
         self._forward = tuple(unit for unit in self.forward if unit in units)
-        self._backward = tuple(unit for unit in self.backward if unit in units)
+        backward = tuple(unit for unit in self.backward if unit in units)
+        self.ahead_in_backward = backward if backward or not self._is_backward_on else None
 
     def in_forward(self, predicted: UnitT | None) -> Sequence[UnitT]:
         """The units to gather before this one computes; ``predicted`` followed it in the last pass."""
         if self._forward or predicted is None or not self.is_forward_on:
             return self._forward
         return (predicted,)
-
-    @property
-    def ahead_in_backward(self) -> tuple[UnitT, ...] | None:
-        """The units to gather when a backward reaches this one; None for the one that it should reach next."""
-        return self._backward if self._backward or not self._is_backward_on else None

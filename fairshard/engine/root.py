@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from fairshard.engine.backward import Backward
-from fairshard.engine.call import Call
+from fairshard.engine.call import Call, Probe
 from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
 from fairshard.engine.listener import GradListener, JoinListener, OrderListener
 from fairshard.engine.notices import warn_autocast, warn_opaque_outputs
+from fairshard.engine.planner import Last
 from fairshard.engine.segments import current_segment
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
+from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
 from fairshard.utils.device import Event, now
@@ -53,7 +55,7 @@ class Root:
         self.join: JoinListener | None = None
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.record: Record[Unit] = Record()
-        self.last_schedule: Any = None
+        self.last = Last()
         self.backward: Backward | None = None
         self.after_step: Event | None = None  # what the next pass's gathers wait for, instead of its beginning
         self.has_begun = False
@@ -64,7 +66,8 @@ class Root:
         self._ahead: set[Unit] = set()
         self._is_trained = False
         self._warned_autocast = False
-        self._last_output: Callable[[], Tensor | None] = lambda: None
+        self._last_output: Callable[[], Tensor | None] = _none
+        self.note: Callable[[Unit], None] = order_check.note  # a unit is gathered or sent next
         _roots.add(self)
 
     @property
@@ -86,29 +89,26 @@ class Root:
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
         """Gather, look ahead, cast the inputs; returns the inputs and, with grad enabled, what tracks the call."""
-        if self.shared.depth == 0 and (self.backward is None or not self.backward.is_alive):
+        if self.shared.depth == 0 and (self.backward is None or self.backward.task() is None):
             self._begin_pass()
         self.shared.depth += 1
         try:
             unit.state = TrainingState.FORWARD
+            is_grad_enabled = torch.is_grad_enabled()
             if self.backward is not None:
                 bracket = self.backward.recompute(unit)
                 unit.state = TrainingState.FORWARD
             else:
-                bracket = self._enter(unit)
+                bracket = self._enter(unit, is_grad_enabled)
             if unit.buffers is not None:
                 unit.buffers.attach()
             call = None
-            if torch.is_grad_enabled():
+            if is_grad_enabled:
                 assert unit.stamp is not None
-                call = Call(self, unit.stamp.versions)
+                call = Call(self, unit.stamp[1], Bracket(unit) if bracket is None else bracket)
+                if bracket is not None and self.backward is None:
+                    bracket.call, bracket.began = weakref.ref(call), newest_node()
                 self._watch_inputs(call, args, kwargs)
-                if bracket is not None:
-                    call.bracket = bracket
-                    if self.backward is None:
-                        bracket.call = weakref.ref(call)
-                else:
-                    call.bracket = Bracket(unit)
             if unit.input_dtype is not None:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             return args, kwargs, call
@@ -119,17 +119,24 @@ class Root:
     def post_forward(self, unit: Unit, outputs: Any, call: Call | None) -> Any:
         """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once."""
         try:
-            is_seen = unit.is_pinned or is_transparent(outputs)
-            outputs = apply_to_tensors(unit.copied_out, outputs)
+            if type(outputs) is Tensor:
+                is_seen = True
+                outputs = unit.copied_out(outputs)
+                if call is not None:
+                    outputs = call.watch_output(outputs)
+            else:
+                is_seen = unit.is_pinned or is_transparent(outputs)
+                outputs = apply_to_tensors(unit.copied_out, outputs)
+                if call is not None:
+                    outputs = apply_to_tensors(call.watch_output, outputs)
             if call is not None:
-                outputs = apply_to_tensors(call.watch_output, outputs)
                 is_unseen = call.end() or (not call.probes and any(fp.requires_grad for fp in unit.flat_params))
                 if is_unseen or not is_seen:
                     call.bracket.is_unseen = True
                     unit.hold(for_good=not is_seen)
                 if not is_seen:
                     warn_opaque_outputs(unit.fqn, outputs)
-                self._last_output = weakref.ref(outputs) if isinstance(outputs, Tensor) else lambda: None
+                self._last_output = weakref.ref(outputs) if type(outputs) is Tensor else _none
         except BaseException:
             self.abort_forward(unit)
             raise
@@ -140,13 +147,12 @@ class Root:
         """The forward raised: leave everything as if it had not been called."""
         self._leave(unit, self.backward is not None, completed=False)  # a checkpoint may stop by raising
 
-    def _enter(self, unit: Unit) -> Bracket[Unit] | None:
-        bracket = self.record.enter(unit, current_segment() if self._is_trained else None)
-        self.order_check.note(unit)
+    def _enter(self, unit: Unit, is_grad_enabled: bool) -> Bracket[Unit] | None:
+        bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
+        self.note(unit)
         self._ahead.discard(unit)
-        ahead = unit.prefetch.in_forward(self.order.enter(unit))
         self._unshard(unit)
-        for other in ahead:
+        for other in unit.prefetch.in_forward(self.order.enter(unit)):
             if not other.is_gathered:
                 self._ahead.add(other)
             self._unshard(other)
@@ -154,16 +160,19 @@ class Root:
         return bracket
 
     def _unshard(self, unit: Unit) -> None:
-        if self.join is not None and not (unit.is_gathered and not unit.is_stale):
-            self.join.announce(unit)
-        unit.unshard()
+        if not unit.is_gathered or unit.stamp is None:
+            if self.join is not None:
+                self.join.announce(unit)
+            unit.unshard()
 
     def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook the inputs; the output of the unit that was called last has a hook already, which tells as much."""
         last = self._last_output()
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                (call.note_input if value is last else call.watch_input)(value)
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if value is last and last is not None:
+                call.note_input(last)
+            elif type(value) is Tensor:
+                call.watch_input(value)
             else:
                 apply_to_tensors(call.watch_input, value)
 
@@ -209,7 +218,7 @@ class Root:
         self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
 
     def _end_pass(self, completed: bool) -> None:
-        self._last_output = lambda: None
+        self._last_output = _none
         self._wait_for_reads()
         backward_follows = completed and torch.is_grad_enabled()
         self.record.end(backward_follows)
@@ -232,38 +241,33 @@ class Root:
             if own is None or owner is None:
                 return
             backward = own.backward
-            if backward is None or owner not in backward.touched or not backward.is_alive:
-                own.accumulate(owner)
+            if backward is None or backward.task() is None:
+                backward = own._start_backward(None)
+            if owner not in backward.touched:
+                backward.accumulate(owner)
 
         return on_grad
 
-    def reach(self, call: Call) -> None:
-        """Autograd has reached an output of ``call``."""
-        self._running().reach(call)
+    def reach(self, probe: Probe) -> None:
+        """Autograd has reached the output that ``probe`` is on."""
+        backward = self.backward
+        if backward is None or backward.task() is None:
+            backward = self._start_backward(probe)
+        backward.reach(probe.call)
 
     def finish(self, call: Call) -> None:
         """Autograd goes on before an input of ``call``."""
-        if self.backward is not None and self.backward.is_alive:
+        if self.backward is not None and self.backward.task() is not None:
             self.backward.finish(call)
 
-    def accumulate(self, unit: Unit) -> None:
-        """A leaf of ``unit`` has its gradient."""
-        self._running().accumulate(unit)
-
-    def _running(self) -> Backward:
-        """The running backward; begins it."""
-        backward = self.backward
-        if backward is None or not backward.is_alive:
-            if backward is not None:
-                self.reset()
-            backward = self._begin_backward()
-        return backward
-
-    def _begin_backward(self) -> Backward:
+    def _start_backward(self, probe: Probe | None) -> Backward:
+        """A backward that begins, at ``probe`` if that is not None."""
+        if self.backward is not None:  # its end never came: it raised
+            self.reset()
         if self.join is not None:
             self.join.begin_backward(self.record.passes)
         backward = Backward(self, self._others)
-        backward.begin()
+        backward.begin(is_restricted=probe is not None and probe.is_restricted())
         return backward
 
     def _others(self) -> list[Root]:
@@ -305,10 +309,6 @@ class Root:
         """The running backward is over, and has reached no unit of this model."""
         self.backward = None
         self.order_check.end_backward(False, True)
-
-    def note(self, unit: Unit) -> None:
-        """``unit`` is gathered or sent next."""
-        self.order_check.note(unit)
 
     def differ(self) -> NoReturn:
         """Raise: ranks have run different things. **Collective.**"""
@@ -372,7 +372,7 @@ class Root:
         Raises:
             TrainingStateError: one is.
         """
-        if self.backward is not None and not self.backward.is_alive:  # it raised, and nobody has cleaned up yet
+        if self.backward is not None and self.backward.task() is None:  # it raised, and nobody has cleaned up yet
             self.reset()
         for unit in self.units if units is None else units:
             if unit.state is not TrainingState.IDLE:
@@ -382,6 +382,10 @@ class Root:
                 )
         if self.join is not None and what not in _DONE_ALONE:
             self.join.check_all_compute(what)
+
+
+def _none() -> None:
+    """What a weak reference to nothing returns."""
 
 
 def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

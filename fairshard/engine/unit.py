@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,18 +25,6 @@ from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.names import renamed
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
-
-
-class Stamp(NamedTuple):
-    """What was gathered: how often optimizers had stepped, and how often each shard had been written to."""
-
-    num_steps: int
-    versions: list[int]
-
-    @staticmethod
-    def of(flat_params: Sequence[FlatParam]) -> Stamp:
-        """The shards of ``flat_params`` as they are now."""
-        return Stamp(num_steps(), versions_of(flat_params))
 
 
 class Unit:
@@ -71,7 +59,8 @@ class Unit:
         self.parts: KeptParts | None = None
         self.buffers: ComputeBuffers | None = None
         self.is_gathered = self.is_held = self.is_pinned = False
-        self.stamp: Stamp | None = None  # of what is gathered; None: it must not serve another forward
+        # What is gathered: how often optimizers had stepped, and how often each shard had been written to.
+        self.stamp: tuple[int, list[int]] | None = None  # None: it must not serve another forward
         self.is_kept = False  # between passes, as the user has asked
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,8 +111,11 @@ class Unit:
 
     def copied_out(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
-        if any(flat_param.holds(tensor) for flat_param in self.flat_params):
-            return tensor.clone()
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            memory = tensor.untyped_storage()._cdata
+            for flat_param in self.flat_params:
+                if flat_param.gathered.line_id == memory:
+                    return tensor.clone()
         return tensor
 
     def unshard(self, in_backward: bool = False, from_part: bool = True, anew: bool = False) -> None:
@@ -133,17 +125,23 @@ class Unit:
         """
         if self.is_gathered and self.stamp is not None and not anew:
             return
-        shared = self.shared
-        stream = shared.unshard_stream
-        with stream.use():
-            stream.wait(shared.free)
-            if self.parts is None or not (in_backward and from_part):
-                for flat_param in self.flat_params:
-                    flat_param.unshard()
-            else:
-                self.parts.unshard(self.flat_params)
+        parts = self.parts if in_backward and from_part else None
+        stream = self.shared.unshard_stream
+        if stream.is_asynchronous:
+            with stream.use():
+                stream.wait(self.shared.free)
+                self._start_gathers(parts)
+        else:
+            self._start_gathers(parts)
         self.is_gathered = True
-        self.stamp = Stamp.of(self.flat_params)
+        self.stamp = num_steps(), versions_of(self.flat_params)
+
+    def _start_gathers(self, parts: KeptParts | None) -> None:
+        if parts is None:
+            for flat_param in self.flat_params:
+                flat_param.unshard()
+        else:
+            parts.unshard(self.flat_params)
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, and attach them to the modules."""
@@ -201,7 +199,7 @@ class Unit:
     def keep_as_it_is(self) -> None:
         """Stay gathered between passes, until the shards change."""
         self.is_kept = True
-        self.stamp = Stamp.of(self.flat_params)
+        self.stamp = num_steps(), versions_of(self.flat_params)
 
     # ---- passes
 
@@ -211,7 +209,7 @@ class Unit:
             flat_param.begin_pass()
         if self.is_gathered:
             serves = self.is_kept or self.config.late.keeps_across_passes
-            if not serves or self.stamp != Stamp.of(self.flat_params):
+            if not serves or self.stamp != (num_steps(), versions_of(self.flat_params)):
                 self.stamp = None
         if self.members is not None:
             self.members.begin_pass()

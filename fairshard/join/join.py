@@ -271,7 +271,12 @@ class Join:
     ) -> Callable[[], object]:
         units = self._root.units
         passes = [
-            Pass(True, brackets=[Bracket(units[number], segment) for number, segment in calls], events=events)
+            Pass(
+                True,
+                brackets=[Bracket(units[number], segment) for number, segment in calls],
+                events=events,
+                starts=[0] * (1 + max(segment for _, segment in calls)),
+            )
             for events, calls in described
         ]
         return partial(self._follow_backward, passes, syncs)

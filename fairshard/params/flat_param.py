@@ -189,7 +189,7 @@ class FlatParam(Leaves):
     def gather_into(self, gathered: Gathered) -> None:
         """Gather into that memory from now on."""
         self.gathered = gathered
-        gathered.custom = self.route.gather
+        gathered.gather_by(self.route.gather)
         self._hook_leaves()
 
     def divide_by(self, division: Division) -> None:
@@ -211,7 +211,7 @@ class FlatParam(Leaves):
         comms = self.route.follow()
         if comms is not None:
             self.comms = comms
-            self.gathered.custom = self.route.gather
+            self.gathered.gather_by(self.route.gather)
 
     def reduce_in(self, reduce: Communicator) -> None:
         """Sum over the ranks of the shard in this group, which has the same ranks."""
@@ -248,7 +248,7 @@ class FlatParam(Leaves):
             self._follow_requires_grad()
             self._hook_leaves()
         self.grad.forget_dropped()
-        self.route.kept.begin_pass()
+        self.route.kept.arrived = None
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering the line, anew if it is gathered, from a ``part`` of it if given. **Collective.**"""
@@ -285,12 +285,6 @@ class FlatParam(Leaves):
     def is_under_way(self) -> bool:
         """Whether a gather has not been waited for."""
         return self.comm is not None and self.gathered.transfer is not None
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the memory of the whole parameters."""
-        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-            return False
-        return bool(tensor.untyped_storage()._cdata == self.kept_line.untyped_storage()._cdata)
 
     def wait_unshard(self) -> None:
         """Wait for the gather under way, if any, and attach the leaves to their modules."""

@@ -28,6 +28,7 @@ class Gathered:
         views: the whole parameters, which leaves show.
         transfer: the gather that nothing has waited for yet.
         custom: the user's own all-gather, if there is one.
+        line_id: of the storage of `kept_line`.
     """
 
     def __init__(self, gather: Gather, buffer: Tensor, rank: int, views: Sequence[Tensor]) -> None:
@@ -41,6 +42,7 @@ class Gathered:
         self._row = buffer[rank]
         self._storage = buffer.untyped_storage()
         self._nbytes = buffer.nbytes
+        self.line_id = self._storage._cdata
 
     @property
     def kept_line(self) -> Tensor:
@@ -51,11 +53,12 @@ class Gathered:
         """Start gathering: this rank's row is ``own``, or the rows come from a ``part`` of them. **Collective.**"""
         if self.transfer is not None:  # a gather not waited for yet; its weights have changed since
             self.transfer.wait()
-        if not self._storage.size():
+        if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
         if own is not None:
             self._row.copy_(own, non_blocking=True)
-        self.transfer = self._gather_from(part).start(tag)
+        plain = part is None and self.custom is None
+        self.transfer = (self._gather if plain else self._gather_from(part)).start(tag)
 
     def wait(self) -> None:
         """Wait for the gather under way, if any: the views are whole."""
@@ -69,6 +72,10 @@ class Gathered:
             transfer, self.transfer = self.transfer, None
             transfer.wait()
         self._storage.resize_(0)
+
+    def gather_by(self, custom: AllGather | None) -> None:
+        """Gather by the user's own all-gather from now on; None: by ours."""
+        self.custom = custom
 
     def _gather_from(self, part: KeptPart | None) -> Gather:
         """Return what fills the memory, in which this rank's row is written; with a ``part``, after writing that."""

@@ -15,14 +15,20 @@ from torch import Tensor
 
 
 class KeptSum:
-    """The sum ``[S]`` of one shard, in fp32 or wider; ``mark`` tells later whether the user has zeroed gradients."""
+    """The sum ``[S]`` of one shard, in fp32 or wider; ``mark`` tells later whether the user has zeroed gradients.
+
+    Attributes:
+        waiting: the sum.
+        leaving: what has waited, and the running backward is to add.
+        arrived: what it has added, which a GPU may still read; dropped when the next pass begins.
+    """
 
     def __init__(self) -> None:
         self.waiting: Tensor | None = None
         self.mark: Any = None
-        self._leaving: Tensor | None = None  # for the running backward to add ...
-        self._is_taken = False  # ... which it has done
-        self._arrived: Tensor | None = None  # a GPU may still read it
+        self.leaving: Tensor | None = None
+        self._is_taken = False  # the running backward has added it
+        self.arrived: Tensor | None = None
 
     def add(self, reduced: Tensor) -> None:
         """Let ``reduced`` wait, too."""
@@ -32,29 +38,25 @@ class KeptSum:
     def leave(self) -> None:
         """The running backward is to add what waits."""
         if self.waiting is not None:
-            self._leaving, self.waiting, self._is_taken = self.waiting, None, False
+            self.leaving, self.waiting, self._is_taken = self.waiting, None, False
 
     def take(self) -> Tensor | None:
         """What the running backward is to add; given out once."""
         if self._is_taken:
             return None
         self._is_taken = True
-        return self._leaving
+        return self.leaving
 
     def arrive(self) -> None:
         """A sum has arrived; what was added to it cannot come back."""
-        if self._is_taken and self._leaving is not None:
-            self._arrived = self._leaving if self._leaving.is_cuda else None
-            self._leaving = None
-
-    def begin_pass(self) -> None:
-        """Nothing is under way."""
-        self._arrived = None
+        if self._is_taken and self.leaving is not None:
+            self.arrived = self.leaving if self.leaving.is_cuda else None
+            self.leaving = None
 
     def come_back(self) -> None:
         """The backward that was to add it was interrupted."""
-        if self._leaving is not None:
-            self.waiting, self._leaving = self._leaving, None
+        if self.leaving is not None:
+            self.waiting, self.leaving = self.leaving, None
 
     def drop(self) -> None:
         """The user does not want it any more."""

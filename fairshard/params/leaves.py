@@ -135,8 +135,13 @@ class Leaves:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         empty = list(views[-1])
+        has_kept = self._accumulated is not None
         for index, slot in enumerate(self.slots):
-            runs, grad = views[index], self._take_grad(index, slot)
+            runs, grad = views[index], slot.leaf.grad
+            if has_kept or (grad is not None and grad.is_sparse):
+                grad = self._take_grad(index, slot)
+            else:
+                slot.leaf.grad = None
             if grad is None:
                 empty += runs
                 continue
@@ -148,7 +153,7 @@ class Leaves:
                 )
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
-                sources.append(grad)
+                sources += (grad,)
             else:
                 sources += cut_as(runs, index, grad)
         for run in empty:
@@ -158,7 +163,7 @@ class Leaves:
         self._sent_marker = self._marker
         self._marker = self._accumulated = None
         self._kept = bytearray(len(self.slots))
-        if not self.route.keeps_sums:
+        if not self.route.keeps_sums and self.route.kept.waiting is not None:
             self.route.kept.leave()
 
     def take_kept(self) -> Tensor | None:
@@ -178,12 +183,13 @@ class Leaves:
                 route.kept.mark = self.grad.mark()
             self.num_sent -= 1
             return
-        route.kept.arrive()
+        if route.kept.leaving is not None:
+            route.kept.arrive()
         if route.hook is not None:
             route.change(reduced)
         self.grad.add(reduced, self.reached)
         self._num_landed += 1
-        for param in self.registered:
+        for param in self.shows.registered:
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.grad.land()
@@ -196,21 +202,21 @@ class Leaves:
 
     def reach(self) -> bytearray:
         """For each parameter whether the running backward gives it a gradient here, or `no_sync` has kept one."""
-        if self.route.has_waiting:  # of all parameters
+        if self.route.kept.waiting is not None and not self.route.keeps_sums:  # of all parameters
             return bytearray(self._trained)
         if not self.shard_numel:
             return bytearray(len(self.slots))
-        if not self.has_frozen and not self.has_accumulated:
+        if not self.has_frozen and self._marker is None:
             return reached(self.nodes)
         kept = self._kept if self.has_accumulated else bytes(len(self.slots))
         return bytearray(
             own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)
         )
 
-    def note_reached(self, which: bytearray) -> None:
-        """Some rank has gradients of ``which`` parameters, 1 or 0 each; those that no rank has stay None."""
-        self.is_owed = any(which)
-        self.reached = None if all(which) else bytes(which)
+    def note_reached(self, which: bytearray | None) -> None:
+        """Some rank has gradients of ``which`` parameters, 1 or 0 each, all if None; those that no rank has stay None."""
+        self.is_owed = which is None or 1 in which
+        self.reached = None if which is None or 0 not in which else bytes(which)
         self.contributed = bytearray(len(self.slots))
         self._num_landed, self._sent_marker = 0, None
 
@@ -240,10 +246,13 @@ class Leaves:
 
     def forget_zeroed(self) -> None:
         """Drop what waits for each parameter whose gradient the user has zeroed since; before a pass adds to it."""
-        names, kept = self._names, self.route.kept
+        kept = self.route.kept
         if self._partial is not None and self._is_zeroed(self._partial):
             self._partial = None
             interrupted.discard(self)
+        if self._marker is None and kept.waiting is None:
+            return
+        names = self._names
         if self._marker is not None:
             zeroed = self.grad.zeroed_since(self._marker, names)
             if len(zeroed) == len(names):

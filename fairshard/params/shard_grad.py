@@ -127,7 +127,7 @@ class ShardGrad:
     @property
     def value(self) -> Tensor | None:
         """The gradient ``[S]``, wherever it is."""
-        return self._held if self.is_held else self._shard.grad
+        return self._held if self._home is GradHome.HELD else self._shard.grad
 
     @property
     def is_on_host(self) -> bool:
@@ -150,7 +150,7 @@ class ShardGrad:
         """
         if reduced.dtype != self._dtype:
             reduced = reduced.to(self._dtype)
-        if not self.is_on_host:
+        if self._home is not GradHome.HOST:
             self._set_or_add(reduced, reached)
             return
         host = self._take_buffer()
@@ -205,7 +205,7 @@ class ShardGrad:
             self.value.zero_()
 
     def _set(self, grad: Tensor | None) -> None:
-        if self.is_held:
+        if self._home is GradHome.HELD:
             self._held = grad
         elif self._dtype == self._shard.dtype:
             self._shard.grad = grad
@@ -213,7 +213,9 @@ class ShardGrad:
             set_grad(self._shard, grad)
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
-        kept = self.value
+        self._add_to(self.value, grad)
+
+    def _add_to(self, kept: Tensor | None, grad: Tensor) -> None:
         self._is_new, self._had_none = kept is None or self._had_none, False
         if kept is None:
             self._set(grad.data)  # a version counter of its own, not that of the whole bucket

@@ -138,7 +138,8 @@ class ParamSlot:
         leaf = self.leaf
         leaf.data = view
         for module, name in self.owners:
-            if module._parameters.get(name) is self.registered:  # else a user (functional_call) put another there
+            params = module._parameters
+            if name in params and params[name] is self.registered:  # else a user (functional_call) put another there
                 module.__dict__[name] = leaf
 
     def detach(self) -> None:
@@ -149,10 +150,11 @@ class ParamSlot:
         leaf.data = self._empty
         placeholder = self._placeholder
         for module, name in self.owners:
-            if module._parameters.get(name) is not self.registered or placeholder is None:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = placeholder
+            params, shown = module._parameters, module.__dict__
+            if placeholder is not None and name in params and params[name] is self.registered:
+                shown[name] = placeholder
+            elif name in shown:
+                del shown[name]
 
     def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
         """Register ``full``, the whole parameter, under every name, or nothing; the function returned undoes it."""

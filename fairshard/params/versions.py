@@ -10,7 +10,7 @@ from fairshard.params.flat_param import FlatParam
 
 def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
     """How often each parameter that is a view of a shard, or a shard, has been written to."""
-    return [param._version for flat_param in flat_params for param in flat_param.versioned]
+    return [param._version for flat_param in flat_params for param in flat_param.shows.versioned]
 
 
 def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:
@@ -19,7 +19,7 @@ def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None
     Raises:
         ShardChangedError: naming the first that is not.
     """
-    versions = [param._version for flat_param in flat_params for param in flat_param.versioned]  # as `versions_of`
+    versions = versions_of(flat_params)
     if versions == before:
         return
     owners = [flat_param for flat_param in flat_params for _ in flat_param.versioned]

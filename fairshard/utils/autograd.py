@@ -21,7 +21,6 @@ from torch.autograd.function import BackwardCFunction
 
 NO_BACKWARD = -1
 
-_sequence_nr: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -57,19 +56,33 @@ def reached(nodes: Sequence[Any]) -> bytearray:
         return bytearray(map(reaches, nodes))
 
 
-def is_accumulation(node: Any) -> bool:
-    """Whether ``node`` is the graph node of a leaf."""
-    return type(node) is _ACCUMULATION
-
-
 def nodes_before(node: Any) -> list[Any]:
     """The graph nodes that ``node`` hands its gradients to."""
     return [one for one, _ in node.next_functions if one is not None]
 
 
-def is_older(node: Any, number: int) -> bool:
-    """Whether ``node`` was made before `newest_node` was ``number``."""
-    return bool(node._sequence_nr() < number)
+def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The graph nodes that ``node`` hands its gradients to, and which of them tell most surely that it runs.
+
+    Those are the ones that are not ``given``, and of these the ones that are not of leaves, as far as there are such.
+    """
+    nodes: list[Any] = []
+    inside: list[Any] = []
+    leaves: list[Any] = []
+    for one, _ in node.next_functions:
+        if one is not None:
+            nodes += (one,)
+            if one not in given:
+                if type(one) is _ACCUMULATION:
+                    leaves += (one,)
+                else:
+                    inside += (one,)
+    return nodes, inside or leaves or nodes
+
+
+def sequence_number(node: Any) -> int:
+    """A number that grows with every graph node that a thread makes; that of a leaf's node is larger than all."""
+    return int(node._sequence_nr())
 
 
 def is_custom(node: Any) -> bool:
@@ -77,9 +90,8 @@ def is_custom(node: Any) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
-def newest_node() -> int:
-    """The sequence number that the next graph node of this thread will have; 0 where torch does not say."""
-    return 0 if _sequence_nr is None else _sequence_nr()
+newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+"""The sequence number that the next graph node of this thread will have; 0 where torch does not say."""
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:

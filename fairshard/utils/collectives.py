@@ -261,7 +261,9 @@ class Communicator(GroupMessages):
     def count(self, kind: Kind, nbytes: int) -> None:
         """Note one collective and the bytes it moves."""
         if self.world_size > 1:
-            count = self.counts.setdefault(kind, [0, 0])
+            if kind not in self.counts:
+                self.counts[kind] = [0, 0]
+            count = self.counts[kind]
             count[0] += 1
             count[1] += nbytes
 

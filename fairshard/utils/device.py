@@ -21,16 +21,22 @@ _CGROUP_MEMORY = (  # version 2, version 1; "max" means no limit
 
 
 class Stream:
-    """An ordered queue of work on one device, at a given priority (negative is sooner)."""
+    """An ordered queue of work on one device, at a given priority (negative is sooner).
+
+    Attributes:
+        is_asynchronous: whether the queue is another one than the program itself.
+    """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+        self.is_asynchronous = self._cuda is not None
 
     @classmethod
     def of(cls, cuda: Any) -> "Stream":
         """Wrap the user's CUDA stream; None is the program itself."""
         stream = cls(torch.device("cpu"))
         stream._cuda = cuda
+        stream.is_asynchronous = cuda is not None
         return stream
 
     def use(self) -> contextlib.AbstractContextManager[Any]:

@@ -33,15 +33,22 @@ class Block:
     columns: Span
     source: Span
 
+    @cached_property
+    def _shape(self) -> tuple[int, int]:
+        return self.rows.numel, self.columns.numel
+
+    @cached_property
+    def _is_repeated(self) -> bool:
+        return self.source.numel != self._shape[0] * self._shape[1]
+
     def of(self, buffer: Tensor) -> Tensor:
         """The block, as a view of ``buffer`` ``[W, S]``."""
         return buffer[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
 
     def like(self, flat: Tensor) -> Tensor:
         """The elements of ``flat``, the flattened parameter, that belong in the block; in the shape of the block."""
-        shape = self.rows.numel, self.columns.numel
         run = flat[self.source.start : self.source.stop]
-        return run.view(shape) if run.numel() == shape[0] * shape[1] else run.expand(shape)
+        return run.expand(self._shape) if self._is_repeated else run.view(self._shape)
 
 
 class RowsLayout(FlatLayout):
@@ -89,8 +96,12 @@ class RowsLayout(FlatLayout):
                     pieces.append(Piece(index, rank, source, Span(0, numel).shift(self.columns[index])))
         return tuple(pieces)
 
-    def blocks(self, index: int) -> list[Block]:
-        """The rectangles that hold parameter ``index``: one, or two if a rank's rows do not fill its columns."""
+    @cached_property
+    def blocks(self) -> tuple[Sequence[Block], ...]:
+        """For each parameter the rectangles that hold it: one, or two if a rank's rows do not fill its columns."""
+        return tuple(self._blocks_of(index) for index in range(len(self.sizes)))
+
+    def _blocks_of(self, index: int) -> list[Block]:
         numel, width = self.numels[index], self.widths[index]
         if not numel:
             return []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
-from fairshard.utils.custom_comms import Ready
+from fairshard.utils.custom_comms import AllGather, Ready
 from fairshard.utils.device import now
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.views.joint_gather import JointGather
@@ -38,6 +38,8 @@ class CopiedOut(Gathered):
     def __init__(self, gather: Gather, buffer: Tensor, rank: int, beside: Beside) -> None:
         super().__init__(gather, buffer, rank, beside.params)
         self._line, self._sources, self._targets = beside.line, beside.sources, beside.targets
+        self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
+        self.line_id = self._own_storage._cdata
         self._is_to_copy = False
         self._together: Sequence[CopiedOut] = [self]  # those that one gather brings, in order
         free_storage_(self._line)
@@ -77,21 +79,21 @@ class CopiedOut(Gathered):
         """Give all memory back, once no gather writes to it any more."""
         super().free()
         self._is_to_copy = False
-        free_storage_(self._line)
+        self._own_storage.resize_(0)
 
-    def _gather_from(self, part: KeptPart | None) -> Gather:
-        gather = super()._gather_from(part)
-        if isinstance(gather, JointGather):
-            gather.custom = self.custom
-        return gather
+    def gather_by(self, custom: AllGather | None) -> None:
+        """As `Gathered.gather_by`; a gather shared with others knows the user's itself."""
+        super().gather_by(custom)
+        if isinstance(self._gather, JointGather):
+            self._gather.custom = custom
 
-    @torch.no_grad()
     def _copy_out(self) -> None:
         assert self.transfer is not None
         transfer, self.transfer, self._is_to_copy = self.transfer, None, False
         transfer.wait()
-        alloc_storage_(self._line)
+        self._own_storage.resize_(self._line_nbytes)
         if self._targets:
+            # Neither the line nor the buffer is known to autograd: no graph, whether or not grad is enabled.
             torch._foreach_copy_(self._targets, self._sources)
         if self is self._together[-1]:
             self._storage.resize_(0)

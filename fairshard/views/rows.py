@@ -59,7 +59,7 @@ class Rows(FlatLine):
         """Whole parameters as a buffer ``[W, S]`` in new memory, padded with zeros."""
         buffer = values[0].new_zeros(self.layout.world_size, self.shard_numel)
         for index, value in enumerate(values):
-            for block in self.layout.blocks(index):
+            for block in self.layout.blocks[index]:
                 block.of(buffer).copy_(block.like(self.flattened(index, value)))
         return buffer
 
@@ -90,7 +90,7 @@ class Rows(FlatLine):
             span = self.layout.param_span(index)
             flat = line[span.start : span.stop]
             params.append(flat.view(each.shape))
-            for block in self.layout.blocks(index):
+            for block in self.layout.blocks[index]:
                 if each.dim is None:
                     block = replace(block, rows=Span(0, 1))
                 source = each.stacked(block.of(buffer)) if each.dim else block.of(buffer)
@@ -104,7 +104,7 @@ class Rows(FlatLine):
         """For each parameter the blocks of ``columns`` ``[W, S]`` where its gradient goes; last, the empty ones."""
         views = []
         for index, each in enumerate(self.cuts):
-            blocks = [block.of(columns) for block in self.layout.blocks(index)]
+            blocks = [block.of(columns) for block in self.layout.blocks[index]]
             views.append([each.stacked(block) for block in blocks] if each.dim else blocks)
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
@@ -113,7 +113,7 @@ class Rows(FlatLine):
         if self.cuts[index].dim:
             return [self.cuts[index].parts(value) for _ in runs]
         flat = value.reshape(-1)
-        return [block.like(flat) for block in self.layout.blocks(index)]
+        return [block.like(flat) for block in self.layout.blocks[index]]
 
 
 def join_gathers(flat_params: Sequence[FlatParam]) -> None:

@@ -65,17 +65,16 @@ class ViewedGrad(ShardGrad):
         """The gradient ``[S]``, with what was done to those of single parameters since."""
         whole = super().value
         shown = self._shown()
+        if _are_all_none(shown):
+            if whole is not None:
+                self._set(None)
+            return None
         if whole is None:
-            if all(grad is None for grad in shown):
-                return None
             whole = torch.zeros_like(self._shard)
             super()._set(whole)
             self._cut(whole)
-        elif all(grad is show for grad, show in zip(shown, self._shows, strict=True)):
+        elif _are_same(shown, self._shows):
             return whole
-        if all(grad is None for grad in shown):
-            self._set(None)
-            return None
         with torch.no_grad():
             for index, (grad, run, show) in enumerate(zip(shown, self._runs, self._shows, strict=True)):
                 if grad is None:
@@ -87,7 +86,7 @@ class ViewedGrad(ShardGrad):
 
     def forget_dropped(self) -> None:
         """Give back the memory of gradients that were all taken off."""
-        if super().value is not None and all(grad is None for grad in self._shown()):
+        if super().value is not None and _are_all_none(self._shown()):
             self._set(None)
 
     def of(self, index: int) -> Tensor | None:
@@ -196,12 +195,13 @@ class ViewedGrad(ShardGrad):
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         had_none = self._had_none or bytes(len(self._views))
-        self._were_none = bytearray(
-            none or grad is None for grad, none in zip(self._shown() or had_none, had_none, strict=True)
-        )
+        shown = self._shown() or had_none
+        self._were_none = bytearray([none or grad is None for grad, none in zip(shown, had_none)])  # noqa: B905
         if reached is None:
-            super()._set_or_add(grad, None)
-            self._show()
+            kept = self.value
+            self._add_to(kept, grad)
+            if kept is not None:  # what is set is shown at once
+                self._show()
         else:
             which = [bool(own) or not none for own, none in zip(reached, self._were_none, strict=True)]
             super()._set_or_add(grad, None)
@@ -210,6 +210,20 @@ class ViewedGrad(ShardGrad):
                 if not own:
                     self.drop(index)
         self._had_none = bytearray()
+
+
+def _are_all_none(grads: Sequence[Tensor | None]) -> bool:
+    for grad in grads:  # noqa: SIM110 (host time)
+        if grad is not None:
+            return False
+    return True
+
+
+def _are_same(grads: Sequence[Tensor | None], others: Sequence[Tensor]) -> bool:
+    for grad, other in zip(grads, others, strict=True):  # noqa: SIM110 (host time)
+        if grad is not other:
+            return False
+    return True
 
 
 class OrigGrad:
