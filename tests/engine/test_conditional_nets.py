@@ -3,12 +3,11 @@
 import contextlib
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests.engine.random_nets import CAPS_MB, DOORS, draw, flat_groups, loss_of, shard, whole_state
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 
 TOLERANCE = 2e-6  # the order of sums over three batches, in fp32, of numbers near 1
@@ -72,3 +71,31 @@ def train_all(seeds, checkpoints=False):
     for seed in seeds:
         with naming(f"net {seed} ({', '.join(map(str, settings(seed)))})"):
             train(seed, checkpoints)
+
+
+@on_ranks(2)
+def test_nets_on_two_ranks():
+    """Twenty nets: all doors and caps, experts in units and units as experts, towers, heads, modules called twice."""
+    train_all(range(20))
+
+
+@on_ranks(3, 4)
+def test_nets_on_more_ranks():
+    """Ten nets each, of other seeds: what reaches a parameter on one rank of several is averaged over all."""
+    first = 100 * dist.get_world_size()
+    train_all(range(first, first + 10))
+
+
+@on_ranks(2, 3)
+def test_nets_with_checkpoints():
+    """Checkpoints of both kinds over one stage and several: a rank recomputes more than it reaches."""
+    first = 600 + 20 * dist.get_world_size()
+    train_all(range(first, first + 10), checkpoints=True)
+
+
+@on_ranks(in_full(2), in_full(3), in_full(4), timeout=500.0)
+def test_many_nets():
+    """As above, for some eighty nets more on each number of ranks, half of them with checkpoints."""
+    first = 1000 * dist.get_world_size()
+    train_all(range(first, first + 42))
+    train_all(range(first + 100, first + 142), checkpoints=True)

@@ -276,7 +276,7 @@ class Failing(nn.Module):
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("place", [0, 1])  # the output of the last layer is the root's: nothing would have begun
 @pytest.mark.parametrize("exchange", [True, False])
 def test_an_exception_in_the_backward_of_one_rank(door, place, exchange):
     """The rank that failed serves the rest at its next forward; the next backward raises on all ranks alike."""

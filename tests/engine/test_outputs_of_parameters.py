@@ -158,7 +158,9 @@ def test_a_unit_that_returns_a_view_of_its_weight_trains(door):
     """The gradient of the rows that were returned reaches the weight; the other rows get zeros."""
     torch.manual_seed(0)
     plain = unit(Positions(), "table")
-    train_states(plain, shard(copy.deepcopy(plain), door), lambda model, key: model(randn(4, 2, key=key)).square().sum())
+    train_states(
+        plain, shard(copy.deepcopy(plain), door), lambda model, key: model(randn(4, 2, key=key)).square().sum()
+    )
 
 
 @on_ranks(1, 2, 3)
