@@ -1,0 +1,251 @@
+"""Units that return their own parameters or views of them; what an exception leaves of accumulated gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fairshard.errors import PartialGradientError
+from fairshard.utils.testing import rank_device
+from tests.engine.random_nets import DOORS, shard, whole_state
+from tests.on_ranks import on_ranks
+from tests.reference import average_grads_, randn, sgd
+
+TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # sums over ranks in another order, in fp32
+
+
+class Scaled(nn.Module):
+    """CLIP's: features, and the parameter that multiplies them outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.logit_scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x):
+        return self.layer(x), self.logit_scale
+
+
+class Clip(nn.Module):
+    """Multiplies what the unit inside returns, and returns its parameter once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Scaled()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        features, scale = self.inner(x)
+        return self.head(features) * scale.exp(), scale
+
+
+class Viewing(nn.Module):
+    """Returns some rows of its weight, as learned positions are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).view(6, 2))
+
+    def forward(self, n):
+        return self.weight[:n]
+
+
+class Positions(nn.Module):
+    """Adds what `Viewing`, a unit, returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Viewing()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) + self.table(x.size(0))
+
+
+class TwoLayers(nn.Module):
+    """Uses its weight detached before it uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) + 0.1)
+
+    def forward(self, x):
+        y = F.linear(x, self.weight.detach())
+        return F.linear(torch.tanh(y), self.weight)
+
+
+def unit(module, *names):
+    """``module`` a unit, and its children of these names."""
+    module.is_unit = True
+    for name in names:
+        getattr(module, name).is_unit = True
+    return module.to(rank_device())
+
+
+def num_hooks(model):
+    """Hooks on all leaves of the units of ``model``."""
+    leaves = [slot.leaf for part in _units(model) for fp in part.flat_params for slot in fp.slots]
+    return sum(len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ()) for leaf in leaves)
+
+
+def _units(model):
+    return [vars(module)["_fairshard_unit"] for module in model.modules() if "_fairshard_unit" in vars(module)]
+
+
+def loss_of_clip(model, key):
+    outputs, scale = model(randn(3, 4, key=key))
+    return outputs.square().sum() + scale.sum()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_unit_that_returns_its_own_parameter_trains(door):
+    """CLIP's logit_scale, used in the unit around and in the loss, trains as on the plain model."""
+    torch.manual_seed(0)
+    plain = unit(Clip(), "inner")
+    train_states(plain, shard(copy.deepcopy(plain), door), loss_of_clip)
+
+
+def train_states(plain, wrapped, loss_of):
+    """Three steps of both; all parameters agree."""
+    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
+    for step in range(3):
+        for model in (plain, wrapped):
+            loss_of(model, step).backward()
+        average_grads_(plain.parameters())
+        for optimizer in (of_plain, of_wrapped):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = whole_state(wrapped)
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(state[name], expected, **TOLERANCE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_hooks_on_a_returned_parameter_do_not_pile_up(door):
+    """A leaf outlives its graphs: it has as many hooks after five steps as after one, evaluations included."""
+    torch.manual_seed(0)
+    wrapped = shard(unit(Clip(), "inner"), door)
+    loss_of_clip(wrapped, 0).backward()
+    before = num_hooks(wrapped)
+    for step in range(5):
+        loss_of_clip(wrapped, step)  # a forward whose backward never comes
+        with torch.no_grad():
+            loss_of_clip(wrapped, step)
+        loss_of_clip(wrapped, step).backward()
+    assert num_hooks(wrapped) == before
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_returned_view_has_its_values_after_the_unit_was_freed(door, with_grad):
+    """Rows of a weight read after the call are those of the weight, not of freed memory."""
+    wrapped = shard(unit(nn.Sequential(Viewing()), "0"), door)
+    with torch.set_grad_enabled(with_grad):
+        rows = wrapped[0](4) if door == "fully_shard" else wrapped.module[0](4)
+        others = [torch.full((6, 2), 7.0) for _ in range(8)]  # takes memory that was freed
+    assert torch.equal(rows.cpu(), torch.arange(8.0).view(4, 2))
+    assert all(torch.equal(other, torch.full((6, 2), 7.0)) for other in others)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_unit_that_returns_a_view_of_its_weight_trains(door):
+    """The gradient of the rows that were returned reaches the weight; the other rows get zeros."""
+    torch.manual_seed(0)
+    plain = unit(Positions(), "table")
+    train_states(
+        plain, shard(copy.deepcopy(plain), door), lambda model, key: model(randn(4, 2, key=key)).square().sum()
+    )
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("input_has_grad", [False, True])
+def test_a_detached_weight_before_the_weight_itself(door, input_has_grad):
+    """What is computed with ``weight.detach()`` is no part of the weight's gradient; the unit is not freed too early."""
+    plain = unit(nn.Sequential(TwoLayers(), TwoLayers(), nn.Linear(4, 2)), "0", "1")
+
+    def loss_of(model, key):
+        return model(randn(3, 4, key=key).requires_grad_(input_has_grad)).square().sum()
+
+    train_states(plain, shard(copy.deepcopy(plain), door), loss_of)
+
+
+class Faulty(nn.Module):
+    """Two layers; the backward of the first raises while ``fails``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x))
+        if self.fails:
+            y.register_hook(self._fail)
+        return self.second(y)
+
+    def _fail(self, grad):
+        raise KeyError("on purpose")
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("names", [(), ("first", "second")], ids=["one unit", "each"])
+def test_an_exception_after_no_sync_never_leaves_a_part(door, names):
+    """The next step uses all that was accumulated, or raises; after ``zero_grad`` training goes on as if new."""
+    torch.manual_seed(0)
+    plain = unit(Faulty(), *names)
+    wrapped = shard(copy.deepcopy(plain), door)
+    fault = next(module for module in wrapped.modules() if isinstance(module, Faulty))
+    optimizer = sgd(wrapped, momentum=0.0)
+
+    def loss_of(model, key):
+        return model(randn(3, 4, key=key)).square().sum()
+
+    _set_sync(wrapped, False)
+    loss_of(wrapped, 0).backward()
+    _set_sync(wrapped, True)
+    fault.fails = True
+    with pytest.raises(KeyError, match="on purpose"):
+        loss_of(wrapped, 1).backward()
+    fault.fails = False
+    raised = False
+    try:
+        optimizer.step()  # sees nothing that was accumulated, which is not reduced, or a part: that raises
+    except PartialGradientError:
+        raised = True
+    if not raised:
+        loss_of(wrapped, 2).backward()
+        try:
+            optimizer.step()
+        except PartialGradientError:
+            raised = True
+    if not raised:
+        for key in (0, 2):
+            loss_of(plain, key).backward()
+        average_grads_(plain.parameters())
+        sgd(plain, momentum=0.0).step()
+        _assert_same(plain, wrapped)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for name, value in whole_state(wrapped).items():
+            plain.state_dict()[name].copy_(value)
+    plain.zero_grad()
+    train_states(plain, wrapped, lambda model, key: loss_of(model, ("after", key)))
+
+
+def _assert_same(plain, wrapped):
+    state = whole_state(wrapped)
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(state[name], expected, **TOLERANCE)
+
+
+def _set_sync(model, reduces):
+    for part in _units(model):
+        part.sync = reduces
