@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fairshard.utils.autograd import (
+    goes_through,
     hook_first,
     inner_nodes,
     is_custom,
@@ -110,7 +111,9 @@ class Call:
         """
         for reference in self.probes:
             probe = reference()
-            if probe is not None and 1 in reached(probe.nodes if by_inputs else probe.inside):
+            if probe is None:
+                continue
+            if 1 in reached(probe.inside) or (by_inputs and any(map(goes_through, probe.nodes))):
                 return True
         return False
 
@@ -152,6 +155,7 @@ class Probe:
         self.inside = inside
 
     def __call__(self, _grad: Tensor) -> None:
+        """The backward has reached the output."""
         self.call.listener.reach(self)
 
     def is_restricted(self) -> bool:

@@ -48,7 +48,7 @@ def current_segment(is_grad_enabled: bool) -> Segment | None:
         try:
             hooks = _saved_tensor_hooks(True)  # those inside a checkpoint that is not reentrant
         except (RuntimeError, TypeError):
-            pass
+            hooks = ("unknown",)
     return None if hooks is None and is_grad_enabled else _find_segment(hooks)
 
 

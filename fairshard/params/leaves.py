@@ -214,7 +214,7 @@ class Leaves:
         )
 
     def note_reached(self, which: bytearray | None) -> None:
-        """Some rank has gradients of ``which`` parameters, 1 or 0 each, all if None; those that no rank has stay None."""
+        """Some rank has gradients of ``which`` parameters, 1 or 0 each, or of all; those that no rank has stay None."""
         self.is_owed = which is None or 1 in which
         self.reached = None if which is None or 0 not in which else bytes(which)
         self.contributed = bytearray(len(self.slots))

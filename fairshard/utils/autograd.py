@@ -61,6 +61,16 @@ def nodes_before(node: Any) -> list[Any]:
     return [one for one, _ in node.next_functions if one is not None]
 
 
+def goes_through(node: Any) -> bool:
+    """As `reaches`, but True for a leaf whose gradient is handed out."""
+    if _will_execute is None:
+        return True
+    try:
+        return _will_execute(node)
+    except RuntimeError:
+        return True
+
+
 def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The graph nodes that ``node`` hands its gradients to, and which of them tell most surely that it runs.
 

@@ -194,7 +194,7 @@ def input_of(*key):
 
 
 def loss_of(net, key, rank=None):
-    """The loss of ``net`` on the batch that ``rank`` (this one by default) has of ``key``; and what it must not need."""
+    """The loss of ``net`` on the batch that ``rank`` (this one by default) has of ``key``; and what is not used."""
     rank = dist.get_rank() if rank is None else rank
     outputs, unused = net(input_of(key, rank), hits_of(net, key, rank))
     return sum(output.square().mean() for output in outputs), unused

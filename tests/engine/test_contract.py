@@ -89,13 +89,13 @@ def forwards_and_backwards_in_turn(model, key):
 def two_losses(model, key):
     """The first is a part of what the second goes through again."""
     rank = dist.get_rank()
-    outputs, unused = model(input_of(key, rank), hits_of(model, key, rank))
+    outputs, _unused = model(input_of(key, rank), hits_of(model, key, rank))
     outputs[0].square().sum().backward(retain_graph=True)
     sum(output.sum() for output in outputs).backward()
 
 
 def twice(model, key):
-    loss, unused = loss_of(model, key)
+    loss, _unused = loss_of(model, key)
     loss.backward(retain_graph=True)
     loss.backward()
 
@@ -105,7 +105,7 @@ def grad_of_inputs(model, key):
     rank = dist.get_rank()
     if not (model.has_cut or model.is_reentrant):  # else a rank may have no backward
         x = input_of(key, rank).requires_grad_()
-        outputs, unused = model(x, hits_of(model, key, rank))
+        outputs, _unused = model(x, hits_of(model, key, rank))
         torch.autograd.grad(sum(output.square().sum() for output in outputs), x)
     one_pass(model, key)
 

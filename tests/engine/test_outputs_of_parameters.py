@@ -167,7 +167,7 @@ def test_a_unit_that_returns_a_view_of_its_weight_trains(door):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("input_has_grad", [False, True])
 def test_a_detached_weight_before_the_weight_itself(door, input_has_grad):
-    """What is computed with ``weight.detach()`` is no part of the weight's gradient; the unit is not freed too early."""
+    """What is computed with ``weight.detach()`` is no part of its gradient; the unit is not freed too early."""
     plain = unit(nn.Sequential(TwoLayers(), TwoLayers(), nn.Linear(4, 2)), "0", "1")
 
     def loss_of(model, key):

@@ -1,4 +1,4 @@
-"""A parameter that no rank's backward reached keeps ``.grad`` None; one that any rank reached gets the mean over all."""
+"""A parameter that no rank's backward reached keeps ``.grad`` None; one that any rank reached gets the mean."""
 
 import copy
 from functools import partial
@@ -126,7 +126,10 @@ def parts_without_grads(model):
     return missing
 
 
-def run(door, steps, mode=None, make=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1), **kwargs):
+decaying = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def run(door, steps, mode=None, make=decaying, **kwargs):
     """Train; a gradient of zeros would decay the weight, None leaves it."""
     plain = build(mode)
     wrapped = shard(copy.deepcopy(plain), door, **kwargs)
