@@ -111,6 +111,7 @@ LAYERS = [
         f"{DATA_PARALLEL}.shard_grad",
         f"{DATA_PARALLEL}.kept_part",
         f"{DATA_PARALLEL}.kept_sum",
+        f"{DATA_PARALLEL}.listing",
         f"{DATA_PARALLEL}.param_slot",
         f"{DATA_PARALLEL}.buffers",
         f"{DATA_PARALLEL}.exec_order",

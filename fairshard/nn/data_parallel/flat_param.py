@@ -19,6 +19,7 @@ from fairshard.nn.data_parallel.autograd_hooks import accumulate_node
 from fairshard.nn.data_parallel.config import GradHome, UnitConfig, check_param_dtype
 from fairshard.nn.data_parallel.flat_line import FlatLine
 from fairshard.nn.data_parallel.kept_part import KeptPart
+from fairshard.nn.data_parallel.listing import Listing
 from fairshard.nn.data_parallel.param_slot import ParamSlot
 from fairshard.nn.data_parallel.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.collectives import Communicators, RowGather, Transfer, exchange_tag
@@ -143,6 +144,7 @@ class FlatParam(FlatLine):
                 self._look_at(self._empty_line(self.compute_dtype))
                 free_storage_(self.buffer)
         self._hook_leaves()
+        self.listing = Listing(self.slots, self._holder, self._key, self.shard)
 
     def divide_by(self, division: Division) -> None:
         """Divide gradients by this from now on, instead of by the number of ranks."""
@@ -249,6 +251,7 @@ class FlatParam(FlatLine):
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.wait()
+        self.listing.hide()
         for slot in self.slots:
             slot.detach()
         if not self.computes_on_shard:
@@ -287,8 +290,7 @@ class FlatParam(FlatLine):
         """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and tell who waits for it."""
         self.grad.add(reduced)
         for param in self.registered:
-            hooks = param._post_accumulate_grad_hooks
-            if hooks:
+            if hooks := param._post_accumulate_grad_hooks:
                 self.grad.land()
                 for hook in tuple(hooks.values()):
                     hook(param)

@@ -17,8 +17,8 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
     not run. The call is **collective**. Parameters of units inside are gathered when those are called. Call it under
     ``torch.no_grad()`` if no backward follows: else the parameters stay gathered for that until the next pass.
 
-    Some methods look for a parameter first (``generate`` asks for the device). While such a method runs, the wrapped
-    module lists whole parameters where it has been flattened, and shards elsewhere.
+    Some methods look for a parameter first (``generate`` asks for the device). As in a forward, ``self.parameters()``
+    yields the gathered parameters of the unit while such a method runs.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method

@@ -230,13 +230,6 @@ class ParamSlot:
 
         return conceal
 
-    def list_leaf(self) -> Callable[[], None]:
-        """Register the leaf, which is gathered, if nothing is registered; the function returned undoes it."""
-        if self.registered is not None:
-            return lambda: None
-        self._register(self.leaf)
-        return lambda: self._register(None)
-
     def _register(self, param: nn.Parameter | None) -> None:
         self.registered = param
         for module, name in self.owners:

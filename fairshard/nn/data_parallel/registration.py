@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from fairshard.errors import FairshardError
 from fairshard.nn.data_parallel.optimizer_check import stepped_of
 from fairshard.nn.data_parallel.orig_param import OrigParam
-from fairshard.nn.data_parallel.param_slot import taken_from
+from fairshard.nn.data_parallel.param_slot import slot_of, taken_from
 from fairshard.nn.data_parallel.settling import refusal_of_new
 from fairshard.nn.data_parallel.tree import join, unit_of, walk
 
@@ -43,6 +43,8 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
     old = module._parameters.get(name)
     if param is old:
         return None
+    slot = None if old is None else slot_of(old)  # inside a forward the leaf is listed
+    old = old if slot is None else slot.registered
     stepped = stepped_of(old)
     if isinstance(stepped, OrigParam) and isinstance(old, DTensor):
         if isinstance(param, DTensor):

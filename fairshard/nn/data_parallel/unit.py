@@ -25,6 +25,7 @@ from fairshard.nn.data_parallel.flat_param import FlatParam
 from fairshard.nn.data_parallel.grad_notes import grads_of
 from fairshard.nn.data_parallel.groups import UnitGroups, part_of
 from fairshard.nn.data_parallel.kept_part import KeptParts
+from fairshard.nn.data_parallel.listing import list_for_recomputation
 from fairshard.nn.data_parallel.members import Members
 from fairshard.nn.data_parallel.origin import Origin
 from fairshard.nn.data_parallel.prefetch import Prefetch
@@ -210,6 +211,7 @@ class Unit:
         self.wait_unshard()
         if self.buffers is not None:
             self.buffers.attach()
+        list_for_recomputation(self.flat_params)
         if task not in self._counted:
             if reached := self._num_reached():
                 self._counted[task] = reached
@@ -381,8 +383,7 @@ class Unit:
                     flat_param.unshard()
             else:
                 self._parts.unshard(self.flat_params)
-        self.is_gathered = True
-        self.is_stale = False
+        self.is_gathered, self.is_stale = True, False
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, and hang them into the modules."""
@@ -395,6 +396,5 @@ class Unit:
             flat_param.reshard()
         self.is_gathered = False
         self._kept_at = None
-        root = self.root
-        if root is not None:
-            root.note_free()
+        if self.root is not None:
+            self.root.note_free()
