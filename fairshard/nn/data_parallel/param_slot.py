@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -14,17 +15,81 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fairshard.errors import FairshardError, ParameterShardedError
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What a parameter is when it is gathered, apart from its shape."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 class ShardedParameter:
     """Stands where a parameter was while only its shards exist; reading it raises `ParameterShardedError`.
 
-    An empty tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
+    It says what the parameter will be when it is gathered: shape, dtype, device, ``requires_grad``. An empty tensor in
+    its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
     """
 
-    __slots__ = ("__weakref__", "fqn", "shape")
+    __slots__ = ("__weakref__", "_known", "_slot", "fqn", "shape")
 
-    def __init__(self, fqn: str, shape: torch.Size) -> None:
+    def __init__(self, fqn: str, shape: torch.Size, known: Gathered | None = None) -> None:
         self.fqn = fqn
         self.shape = shape
+        self._known = known
+        self._slot: weakref.ref[ParamSlot] | None = None  # weak: the slot holds this
+
+    def follow(self, slot: "ParamSlot") -> None:
+        """Say from now on what the parameter of ``slot`` would be."""
+        self._slot = weakref.ref(slot)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it computes."""
+        return self._gathered.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._gathered.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether its shards are trained."""
+        return self._gathered.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._refuse()
+
+    @property
+    def ndim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """As of a tensor: of the whole parameter."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor: of the whole parameter."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def is_floating_point(self) -> bool:
+        """As of a tensor."""
+        return self.dtype.is_floating_point
+
+    @property
+    def _gathered(self) -> Gathered:
+        slot = None if self._slot is None else self._slot()
+        known = self._known if slot is None else slot.gathered
+        if known is None:
+            self._refuse()
+        return known
 
     def __repr__(self) -> str:
         return f"<sharded parameter {self.fqn} {tuple(self.shape)}>"
@@ -35,10 +100,10 @@ class ShardedParameter:
         self._refuse()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        return ShardedParameter(self.fqn, self.shape)
+        return ShardedParameter(self.fqn, self.shape, self._gathered)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedParameter, (self.fqn, self.shape)
+        return ShardedParameter, (self.fqn, self.shape, self._gathered)
 
     @classmethod
     def __torch_function__(
@@ -138,6 +203,7 @@ class ParamSlot:
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
         self._empty: Tensor | None = None
+        self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
@@ -177,6 +243,22 @@ class ParamSlot:
                 _guard(self, module, name)
         self.leaf.grad = None
         self.detach()
+
+    def explain(self, shard: nn.Parameter, compute_dtype: torch.dtype | None) -> None:
+        """Let the placeholder say what is gathered from ``shard``: its own dtype, if ``compute_dtype`` is None."""
+        self._cut = shard, None if self.keeps_dtype else compute_dtype
+        if self._placeholder is not None:
+            self._placeholder.follow(self)
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """What the parameter is when it is gathered; None before `explain`."""
+        if self._cut is None:
+            return None
+        shard, dtype = self._cut
+        # An offloaded shard is on the CPU, and its leaf where it computes; the leaf follows `.cuda()` later.
+        device = self.leaf.device if shard.device.type == "cpu" else shard.device
+        return Gathered(dtype or shard.dtype, device, shard.requires_grad)
 
     def renew_leaf(self, device: torch.device) -> None:
         """Let another leaf stand there, on ``device``: one of the meta device can never show memory."""
@@ -243,3 +325,5 @@ class ParamSlot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _slots[self.leaf] = weakref.ref(self)
+        if self._placeholder is not None:
+            self._placeholder.follow(self)
