@@ -78,7 +78,7 @@ LAYERS = [
         "fairshard.nn.flatten_params_wrapper",
     ],
     [f"{DATA_PARALLEL}.claim"],
-    [f"{DATA_PARALLEL}.settling"],
+    [f"{DATA_PARALLEL}.settling", f"{DATA_PARALLEL}.one_model"],
     [f"{DATA_PARALLEL}.root"],
     [
         f"{DATA_PARALLEL}.agreement",

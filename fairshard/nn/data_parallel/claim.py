@@ -6,6 +6,7 @@ from torch import nn
 
 from fairshard.nn.data_parallel.agreement import all_or_none, check_agreement
 from fairshard.nn.data_parallel.groups import check_pairs
+from fairshard.nn.data_parallel.one_model import check_one_model, note_model
 from fairshard.nn.data_parallel.order_check import check_settings
 from fairshard.nn.data_parallel.placement import check_host_memory, compute_device
 from fairshard.nn.data_parallel.root import Root
@@ -18,13 +19,18 @@ def claim(module: nn.Module) -> Root:
     """Make ``module``, just called and in no model yet, the outermost of all units below it. **Collective.**
 
     Sets up the groups' communicators and compares the units across ranks.
+
+    Raises:
+        ValueError: a unit is in another model too, and that is still there.
     """
     found = units_below(module)
-    for fqn, unit in found:
+    for _, unit in found:
         if unit.root is not None:
             unit.root.assert_idle("forward of an outer unit")
-            if unit.is_gathered:
-                unit.reshard()
+    check_one_model(module, found)
+    for fqn, unit in found:
+        if unit.is_gathered:
+            unit.reshard()
         unit.place(fqn)
     units = [unit for _, unit in found]
     settle_all(module, units)
@@ -44,6 +50,7 @@ def claim(module: nn.Module) -> Root:
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
     root = Root(units, device, list(dict.fromkeys(shared)))
+    note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):
         if (owner := unit_of(part)) is not None:
