@@ -45,6 +45,7 @@ LAYERS = [
     [
         f"{DATA_PARALLEL}.state_methods",
         f"{DATA_PARALLEL}.state_dict",
+        f"{DATA_PARALLEL}.assigned_values",
         f"{DATA_PARALLEL}.local_state_dict",
         f"{DATA_PARALLEL}.fairscale_shards",
         f"{DATA_PARALLEL}.full_params",

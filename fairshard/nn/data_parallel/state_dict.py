@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.errors import FairshardError, MixedGroupsError
 from fairshard.nn.data_parallel.agreement import raise_together
+from fairshard.nn.data_parallel.assigned_values import own_tensors_kept
 from fairshard.nn.data_parallel.full_params import Showing, show, show_spans, with_owners
 from fairshard.nn.data_parallel.state_dict_config import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.nn.data_parallel.tree import COMPILED, clean_tensor_name, join, modules_of, paths_of, walk
@@ -114,8 +115,11 @@ class Loading:
         self._prefix = ""
         self.is_shared = False  # what rank 0 has is there already
 
-    def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Show the unit's parameters, and name the entries of ``state`` as the wrapper's tree has them."""
+    def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str, assigns: bool) -> None:
+        """Show the unit's parameters, and name the entries of ``state`` as the wrapper's tree has them.
+
+        With ``assigns`` torch is about to put them in the place of what is shown: then they are copied there.
+        """
         self.abandon()
         self._prefix = prefix
         settings = self._unit.state_dict_settings
@@ -131,6 +135,8 @@ class Loading:
             state[f"{prefix}module.{name_in_tree(key[len(prefix) :])}"] = state.pop(key)
         self._stack = ExitStack()
         self._stack.enter_context(_showing(self._unit, writeback=True))
+        if assigns:
+            self._stack.enter_context(own_tensors_kept(modules_of(wrapper)))
 
     def end(self, keys: _IncompatibleKeys) -> None:
         """Write the loaded values into the shards; name what was missing or unexpected without the wrapper."""
@@ -254,7 +260,8 @@ def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         fqns = {id(module): clean_tensor_name(fqn) for fqn, module in walk(wrapper)}
-        copied._metadata = {name: metadata.get(fqns[id(module)], {}) for name, module in wrapper.named_modules()}
+        own = {name: metadata.get(fqns[id(module)], {}) for name, module in wrapper.named_modules()}
+        copied._metadata = {name: dict(versions) for name, versions in own.items()}  # torch adds to them
     return copied
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fairshard.errors import FairshardError, NotRootError, StateDictTypesDifferError
+from fairshard.nn.data_parallel.assigned_values import is_assigned
 from fairshard.nn.data_parallel.claim import claim, roots_below
 from fairshard.nn.data_parallel.fairscale_shards import consolidate
 from fairshard.nn.data_parallel.full_params import Showing, summon
@@ -66,19 +67,22 @@ class StateMethods(UnitAttributes):
             state = after(self, state, prefix, {"version": self._version}) or state
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the form that is set; returns missing and unexpected keys. **Collective.**
 
         A whole one is given on every rank; with ``FullStateDictConfig(rank0_only=True)`` on rank 0, and ``{}``
         elsewhere, where each rank receives its shards unit by unit. Sharded values must hold what this rank owns, or
         be whole.
+
+        ``assign=True`` copies all the same: parameters stay those that optimizers know, in their dtype and on their
+        device. Only what has no memory yet, an ignored parameter or a buffer on the meta device, becomes the value.
         """
         self._claimed().assert_idle("load_state_dict")
         if common_settings(self).state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return load_local_state_dict(self, state_dict, strict)
         loadings = [part._loading for _, part in walk(self) if isinstance(part, StateMethods)]
         load = super().load_state_dict
-        return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict))
+        return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict, assign))
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards and buffers, copied; loads only into the same wrapping, rank and world size."""
@@ -219,7 +223,7 @@ class StateMethods(UnitAttributes):
         self._claimed()
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *rest)
-        self._loading.begin(self, state_dict, prefix)
+        self._loading.begin(self, state_dict, prefix, assigns=is_assigned(rest[0]))
 
     def _assert_idle(self, what: str) -> None:
         """Raise unless neither this unit nor one below it is in a pass or shown whole."""
