@@ -17,10 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fairshard.errors import FairshardError, MixedGroupsError
+from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.nn.data_parallel.agreement import raise_together
 from fairshard.nn.data_parallel.assigned_values import own_tensors_kept
-from fairshard.nn.data_parallel.full_params import Showing, show, show_spans, with_owners
+from fairshard.nn.data_parallel.full_params import (
+    Showing,
+    is_shown,
+    is_shown_on_first,
+    show,
+    show_spans,
+    with_owners,
+)
 from fairshard.nn.data_parallel.state_dict_config import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.nn.data_parallel.tree import COMPILED, clean_tensor_name, join, modules_of, paths_of, walk
 from fairshard.nn.data_parallel.unit import Unit
@@ -44,7 +51,7 @@ def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: 
     with _showing(unit, writeback=False):
         state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     added = [key for key in state if key not in before or state[key] is not before[key]]
-    if takes_from_first(config) and unit.group.rank != 0:
+    if (takes_from_first(config) or is_shown_on_first(unit)) and unit.group.rank != 0:
         for key in added:
             del state[key]
         getattr(state, "_metadata", {}).clear()
@@ -88,15 +95,49 @@ def _memory(value: Tensor) -> int:
     return (value.run if isinstance(value, SpanTensor) else value).untyped_storage().data_ptr()
 
 
+def check_whole_inside(units: Iterable[Unit], what: str) -> None:
+    """Raise unless ``what``, of units that are shown now, is about whole values: shards have not yet what is shown.
+
+    Raises:
+        TrainingStateError: a unit is shown, and another form of state dicts is set.
+    """
+    for unit in filter(is_shown, units):
+        kind = unit.state_dict_settings.state_dict_type
+        if kind is not StateDictType.FULL_STATE_DICT and unit.members is None:
+            raise TrainingStateError(
+                f"`{what}` inside summon_full_params must be of whole values, but unit `{unit.fqn or 'root'}` has "
+                f"{kind.name} set, and its shards do not have yet what is shown. Call it outside of the `with` block, "
+                "or set FULL_STATE_DICT."
+            )
+
+
+def check_loads_inside(units: Iterable[Unit]) -> None:
+    """Raise unless units that are shown now can be loaded on each rank.
+
+    Raises:
+        TrainingStateError: one is shown, or has its state dict, on rank 0 alone; or as `check_whole_inside`.
+    """
+    for unit in filter(is_shown, units):
+        check_whole_inside([unit], "load_state_dict")
+        if is_shown_on_first(unit) or takes_from_first(unit.state_dict_settings.state_dict_config):
+            raise TrainingStateError(
+                f"A load inside summon_full_params must be on every rank, but unit `{unit.fqn or 'root'}` is shown, or "
+                "has its state dict, on rank 0 alone. Load outside of the `with` block."
+            )
+
+
 @contextmanager
 def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
-    """Show what the modules of ``unit`` use: its own parameters, and those of others that it shares."""
+    """Show what the modules of ``unit`` use: its own parameters, and those of others that it shares.
+
+    Inside `summon` they are shown already, with what has been written to them since.
+    """
     settings = unit.state_dict_settings
     config = settings.state_dict_config
     from_first = takes_from_first(config)
     how = Showing(writeback, from_first, from_first, config.offload_to_cpu and not writeback)
     with ExitStack() as stack:
-        for each in with_owners([unit]):
+        for each in [each for each in with_owners([unit]) if not is_shown(each)]:
             is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
             stack.enter_context(show_spans(each) if is_sharded else show(each, how))
         yield
@@ -130,6 +171,7 @@ class Loading:
             )
         if takes_from_first(settings.state_dict_config) and not (self.is_shared or self._unit.is_inner):
             share_state(wrapper, self._unit, state, prefix)
+        check_loads_inside([self._unit])
         name_in_tree = _Names(wrapper)
         for key in [key for key in state if key.startswith(prefix)]:
             state[f"{prefix}module.{name_in_tree(key[len(prefix) :])}"] = state.pop(key)

@@ -14,10 +14,16 @@ from fairshard.errors import FairshardError, NotRootError, StateDictTypesDifferE
 from fairshard.nn.data_parallel.assigned_values import is_assigned
 from fairshard.nn.data_parallel.claim import claim, roots_below
 from fairshard.nn.data_parallel.fairscale_shards import consolidate
-from fairshard.nn.data_parallel.full_params import Showing, summon
+from fairshard.nn.data_parallel.full_params import Showing, is_shown, summon
 from fairshard.nn.data_parallel.local_state_dict import load_local_state_dict, local_metadata, local_state_dict
 from fairshard.nn.data_parallel.root import Root
-from fairshard.nn.data_parallel.state_dict import Loading, load_module_state_dict, module_state_dict
+from fairshard.nn.data_parallel.state_dict import (
+    Loading,
+    check_loads_inside,
+    check_whole_inside,
+    load_module_state_dict,
+    module_state_dict,
+)
 from fairshard.nn.data_parallel.state_dict_config import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -42,7 +48,8 @@ class StateMethods(UnitAttributes):
         """The model's state under its unwrapped names, in the precision of the shards, in the form that is set.
 
         Whole by default: every rank gets all of it, in tensors of its own, which load into the unwrapped module and
-        back. See `state_dict_type` for the other forms. **Collective**, except for local and sharded ones.
+        back. See `state_dict_type` for the other forms. Inside `summon_full_params` it is whole, and has what has been
+        written there. **Collective**, except for local and sharded ones.
 
         Raises:
             TrainingStateError: inside a forward or backward.
@@ -52,7 +59,8 @@ class StateMethods(UnitAttributes):
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
-        self._assert_idle("state_dict")
+        self._assert_idle("state_dict", or_shown=True)
+        check_whole_inside((unit for _, unit in units_below(self)), "state_dict")
         # The outermost wrapper has compared the units: once for each of them would cost a walk for each.
         settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -77,7 +85,8 @@ class StateMethods(UnitAttributes):
         ``assign=True`` copies all the same: parameters stay those that optimizers know, in their dtype and on their
         device. Only what has no memory yet, an ignored parameter or a buffer on the meta device, becomes the value.
         """
-        self._claimed().assert_idle("load_state_dict")
+        self._assert_idle("load_state_dict", or_shown=True)
+        check_loads_inside(unit for _, unit in units_below(self))
         if common_settings(self).state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return load_local_state_dict(self, state_dict, strict)
         loadings = [part._loading for _, part in walk(self) if isinstance(part, StateMethods)]
@@ -225,12 +234,13 @@ class StateMethods(UnitAttributes):
             hook(state_dict, prefix, *rest)
         self._loading.begin(self, state_dict, prefix, assigns=is_assigned(rest[0]))
 
-    def _assert_idle(self, what: str) -> None:
-        """Raise unless neither this unit nor one below it is in a pass or shown whole."""
+    def _assert_idle(self, what: str, or_shown: bool = False) -> None:
+        """Raise unless neither this unit nor one below it is in a pass or, unless ``or_shown``, shown whole."""
         root = self._claimed()
+        units = [unit for _, unit in units_below(self)]
         if root.units[0] is self._unit:
-            root.assert_idle(what)
-        root.assert_idle(what, [unit for _, unit in units_below(self)])
+            units += root.units
+        root.assert_idle(what, [unit for unit in units if not (or_shown and is_shown(unit))])
 
     def _claimed(self) -> Root:
         """The root that this unit belongs to; it becomes one itself if nothing has claimed it."""
