@@ -20,6 +20,7 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
+from fairshard.params.listing import hide_leaves, show_leaves
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
 from fairshard.utils.device import Event, now
@@ -382,9 +383,12 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
     """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
     root: Root = unit.root
     args, kwargs, call = root.pre_forward(unit, args, kwargs)
+    shown = show_leaves(unit.flat_params)
     try:
         outputs = function(*args, **kwargs)
     except BaseException:
+        hide_leaves(shown)
         root.abort_forward(unit)
         raise
+    hide_leaves(shown)
     return root.post_forward(unit, outputs, call)

@@ -17,6 +17,7 @@ from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
+from fairshard.params.listing import list_for_recomputation
 from fairshard.params.versions import versions_of
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
@@ -152,8 +153,10 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the whole parameters, unless this rank must hold them; what is left is the shards."""
-        if not self.is_held:
-            for flat_param in self.flat_params:
+        for flat_param in self.flat_params:
+            if self.is_held:
+                flat_param.listing.hide()
+            else:
                 flat_param.reshard()
         self.is_gathered = self.is_kept = False
         self.shared.note_free()
@@ -228,6 +231,7 @@ class Unit:
         self.state = TrainingState.BACKWARD_PRE
         if self.buffers is not None:
             self.buffers.attach()
+        list_for_recomputation(self.flat_params)
 
     def send_grads(self, bucketer: ReduceScatterBucketer) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
@@ -241,21 +245,18 @@ class Unit:
 
     def rest(self) -> None:
         """A backward is done with the parameters of one forward."""
-        if self.buffers is not None:
-            self.buffers.detach()
+        self._stop_computing()
         if self.is_gathered:
             self.reshard()
 
     def rest_whole(self) -> None:
         """As `rest`, but they stay gathered."""
-        if self.buffers is not None:
-            self.buffers.detach()
+        self._stop_computing()
         self.keep_as_it_is()
 
     def end_backward(self, keep: bool) -> None:
         """The backward is over; ``keep`` what is gathered for one that follows."""
-        if self.buffers is not None:
-            self.buffers.detach()
+        self._stop_computing()
         if not keep:
             if self.parts is not None:
                 self.parts.forget()
@@ -263,6 +264,13 @@ class Unit:
             if (self.is_gathered or was_held) and not self.is_kept:
                 self.reshard()
         self.state = TrainingState.IDLE
+
+    def _stop_computing(self) -> None:
+        """Undo `begin_backward`."""
+        if self.buffers is not None:
+            self.buffers.detach()
+        for flat_param in self.flat_params:
+            flat_param.listing.hide()
 
     def reset(self) -> None:
         """Leave an interrupted pass: drop its gradients, reshard, be idle."""

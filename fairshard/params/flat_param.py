@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fairshard.errors import BackwardOrderError, FairshardError, PartialGradientError
 from fairshard.params.kept_part import KeptPart
 from fairshard.params.line import FlatLine
+from fairshard.params.listing import Listing
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
@@ -147,6 +148,7 @@ class FlatParam(FlatLine):
                 self._look_at(self._empty_line(self.compute_dtype))
                 free_storage_(self.buffer)
         self._hook_leaves()
+        self.listing = Listing(self.slots, self._holder, self._key, self.shard)
 
     def divide_by(self, division: Division) -> None:
         """Divide gradients by this from now on, instead of by the number of ranks."""
@@ -264,6 +266,7 @@ class FlatParam(FlatLine):
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.wait()
+        self.listing.hide()
         for slot in self.slots:
             slot.detach()
         if not self.computes_on_shard:
@@ -310,8 +313,7 @@ class FlatParam(FlatLine):
         self.grad.add(reduced, self.reached)
         self._num_landed += 1
         for param in self.registered:
-            hooks = param._post_accumulate_grad_hooks
-            if hooks:
+            if hooks := param._post_accumulate_grad_hooks:
                 self.grad.land()
                 for hook in tuple(hooks.values()) if param.grad is not None else ():
                     hook(param)

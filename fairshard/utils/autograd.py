@@ -6,7 +6,8 @@ What is used, and what stands in for it where torch lacks it:
   every leaf counts as reached, so that a unit with an unused one is finished at the end of the backward: later,
   with the same result (``tests/utils/test_autograd_hooks.py`` compares the two).
 - ``torch._C._current_graph_task_id``: tells one backward from another, and from none (-1).
-- ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task.
+- ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task. The task holds the
+  callback until it is over, with or without an exception.
 - ``Tensor._backward_hooks``: a dictionary of hooks, called in the order in which they are kept. Where torch keeps them
   elsewhere a hook is called last: a unit's memory is given back a moment later.
 """
@@ -65,6 +66,26 @@ def newest_node() -> int:
 def at_end_of_task(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running graph task ends well; never after an exception."""
     Variable._execution_engine.queue_callback(callback)
+
+
+class AlwaysAtEnd:
+    """Calls ``callback`` when the running graph task is over, also after an exception; once or twice.
+
+    The graph task drops its callbacks when it is over; after an exception nothing else happens to them.
+    """
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        at_end_of_task(self)
+
+    def __call__(self) -> None:
+        """The task has ended without an exception."""
+        self._callback()
+
+    def __del__(self) -> None:
+        self._callback()
 
 
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
