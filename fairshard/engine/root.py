@@ -40,6 +40,7 @@ class Root:
     gathered.
 
     Attributes:
+        number: the same on all ranks, and unique and increasing on each.
         is_last_backward: False: what the next backward does not reach stays gathered for the one after it.
         num_interrupted: backwards that raised; the same on all ranks, or the next backward raises.
     """
@@ -83,6 +84,14 @@ class Root:
     def is_common(self) -> bool:
         """Whether a pass needs all ranks; with whole parameters under ``no_sync`` each may do as many as it likes."""
         return self._is_cut or any(unit.sync for unit in self.units)
+
+    def agree_on_number(self) -> None:
+        """Take a number that is the same on all ranks, which may have made other models before. **Collective.**"""
+        global _numbers
+        for comm in self.comms:
+            if comm.world_size > 1 and comm.is_real:
+                self.number = max(comm.gather_objects(self.number))
+        _numbers = itertools.count(self.number + 1)
 
     # ---- forward
 

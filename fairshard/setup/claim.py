@@ -67,6 +67,7 @@ def claim(module: nn.Module) -> Root:
         OrderCheck(units, distinct),
         NanCheck(units, distinct),
     )
+    root.agree_on_number()
     note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):

@@ -211,6 +211,20 @@ def test_a_model_that_lost_the_unit():
 
 
 @on_ranks(2)
+def test_a_rank_that_has_run_a_model_alone():
+    """Ranks take the models that they run together for the same ones, whatever each has run alone before."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for _ in range(2 - dist.get_rank()):
+        FSDP(mlp(2, 2), process_group=alone)(randn(2, 2)).sum().backward()
+    actor, critic = actor_and_critic(FSDP)
+    kept = actor(randn(2, 4))  # a backward could still reach the actor as a model of its own
+    both = FSDP(Both(actor, critic))
+    for _ in range(2):
+        both(randn(2, 4)).backward()
+    assert kept.requires_grad
+
+
+@on_ranks(2)
 def test_plain_models_may_share_a_unit():
     """Modules that are not sharded may have one unit: it is a model of its own, called twice."""
     backbone = FSDP(body())
