@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import FairshardError, ParameterShardedError
-from fairshard.params.placeholder import ShardedParameter
+from fairshard.params.placeholder import GatheredAs, ShardedParameter
 
 
 class _Guard:
@@ -81,6 +81,7 @@ class ParamSlot:
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
         self._empty: Tensor | None = None
+        self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
@@ -120,6 +121,22 @@ class ParamSlot:
                 _guard(self, module, name)
         self.leaf.grad = None
         self.detach()
+
+    def explain(self, shard: nn.Parameter, compute_dtype: torch.dtype | None) -> None:
+        """Let the placeholder answer as what is gathered from ``shard`` will; ``compute_dtype`` None: the shard's."""
+        self._cut = shard, None if self.keeps_dtype else compute_dtype
+        if self._placeholder is not None:
+            self._placeholder.follow(self)
+
+    @property
+    def gathered_as(self) -> GatheredAs | None:
+        """What the parameter is when it is gathered; None before `explain`."""
+        if self._cut is None:
+            return None
+        shard, dtype = self._cut
+        # An offloaded shard is on the CPU, and its leaf where it computes; the leaf follows `.cuda()` later.
+        device = self.leaf.device if shard.device.type == "cpu" else shard.device
+        return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
 
     def renew_leaf(self, device: torch.device) -> None:
         """Let another leaf stand there, on ``device``: one of the meta device can never show memory."""
@@ -173,13 +190,6 @@ class ParamSlot:
 
         return conceal
 
-    def list_leaf(self) -> Callable[[], None]:
-        """Register the leaf, which is gathered, if nothing is registered; the function returned undoes it."""
-        if self.registered is not None:
-            return lambda: None
-        self._register(self.leaf)
-        return lambda: self._register(None)
-
     def _register(self, param: nn.Parameter | None) -> None:
         self.registered = param
         for module, name in self.owners:
@@ -193,3 +203,5 @@ class ParamSlot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _slots[self.leaf] = weakref.ref(self)
+        if self._placeholder is not None:
+            self._placeholder.follow(self)
