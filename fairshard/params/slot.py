@@ -19,7 +19,8 @@ class _Guard:
     """A hook before the forward of a module that has a shard, of one dimension, where it computes with a parameter.
 
     Raises `ParameterShardedError` unless the parameter of ``slot`` is there: torch would name neither the module nor
-    the cure, or compute with the shard where its shape happens to fit.
+    the cure, or compute with the shard where its shape happens to fit. The same if a leaf would hide what
+    ``functional_call`` has put in its place, which happens outside of the unit's forward alone.
     """
 
     def __init__(self, slot: "ParamSlot", name: str) -> None:
@@ -27,7 +28,9 @@ class _Guard:
         self._name = name
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        if self._name not in module.__dict__ and module._parameters.get(self._name) is self._slot.registered:
+        if self._name in module.__dict__:
+            _check_not_hidden(module)
+        elif module._parameters.get(self._name) is self._slot.registered:
             slot = self._slot
             if not isinstance(slot.registered, DTensor):
                 ShardedParameter(slot.fqn, slot.shape)._refuse()
@@ -36,6 +39,18 @@ class _Guard:
                 f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
                 "that fully_shard was called on. Call that module; or make the method of it that comes here one that "
                 'gathers, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
+            )
+
+
+def _check_not_hidden(module: nn.Module) -> None:
+    for name, param in module._parameters.items():
+        leaf = module.__dict__.get(name)
+        slot = None if leaf is None else slot_of(leaf)
+        if slot is not None and param is not slot.registered:
+            raise ParameterShardedError(
+                f"What takes the place of parameter `{slot.fqn}` for one call (functional_call) must come before its "
+                "unit is called, or inside the unit's forward, but the unit is gathered and not in its forward. Use "
+                "functional_call on the whole unit, or free it first (`reshard`, or a backward)."
             )
 
 
@@ -155,8 +170,13 @@ class ParamSlot:
         leaf = self.leaf
         leaf.data = view
         for module, name in self.owners:
-            if module._parameters.get(name) is self.registered:  # else a user (functional_call) put another there
+            shown = module._parameters.get(name)
+            if shown is self.registered:
                 module.__dict__[name] = leaf
+            elif shown is not leaf and module.__dict__.get(name) is leaf:  # it would hide what a user put there
+                module.__dict__.pop(name)
+                if self._placeholder is not None:
+                    module.__dict__[name] = self._placeholder
 
     def detach(self) -> None:
         """Empty the leaf and take it off the modules."""

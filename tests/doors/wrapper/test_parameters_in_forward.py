@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.engine.tree import units_below
+from fairshard.errors import ParameterShardedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_forward_method
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
@@ -285,6 +286,27 @@ def test_replaced_parameters_stay(door):
             assert torch.equal(inside(model).seen[-1]["scale"], replaced[f"{prefix}scale"])
             assert registered(model) == before
             model(randn(2, 3))
+        check_seen(inside(model).seen[-1], plain)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "flat"])
+def test_replaced_parameters_of_a_gathered_unit(door):
+    """The same while a forward with grad has left it gathered; a part of it on its own is refused by name then."""
+    plain = looking()
+    model = sharding(door, "kept")(copy.deepcopy(plain))
+    prefix = "module." if isinstance(model, FSDP) else ""
+    scale, weight = torch.full((1,), 7.0, device=rank_device()), torch.ones(5, 3, device=rank_device())
+    for _ in range(2):
+        out = model(randn(2, 3))
+        with pytest.raises(ParameterShardedError, match=r"`up\.weight`.*functional_call"):
+            torch.func.functional_call(inside(model).up, {"weight": weight}, (randn(2, 3),))
+        out.sum().backward()
+        model(randn(2, 3))
+        with torch.no_grad():
+            torch.func.functional_call(model, {f"{prefix}scale": scale}, (randn(2, 3),))
+        assert torch.equal(inside(model).seen[-1]["scale"], scale)
+        model(randn(2, 3)).sum().backward()
         check_seen(inside(model).seen[-1], plain)
 
 
