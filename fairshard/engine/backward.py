@@ -30,6 +30,7 @@ from fairshard.engine.planner import Planner
 from fairshard.engine.schedule import Kind
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
+from fairshard.params.listing import Listing
 from fairshard.params.versions import check_unchanged
 from fairshard.utils.autograd import at_end_of_task
 
@@ -40,7 +41,14 @@ _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
 
 class _Token:
-    """Lives as long as the graph task that holds it."""
+    """Lives as long as the graph task that holds it; ``listings`` are off afterwards, also after an exception."""
+
+    def __init__(self, listings: list[Listing]) -> None:
+        self.listings = listings
+
+    def __del__(self) -> None:
+        for listing in self.listings:
+            listing.hide()
 
 
 class Backward:
@@ -61,6 +69,7 @@ class Backward:
         self._sent: set[Unit] = set()
         self.touched: set[Unit] = set()
         self._used: set[Unit] = set()  # units that this rank computes with since they were gathered
+        self._listings: list[Listing] = []  # those of `_used`
         self._is_restricted = False
         self._is_serving = False  # after an exception
         self._is_broken = False
@@ -79,7 +88,7 @@ class Backward:
 
         ``is_restricted``: it was asked for some gradients only, as by ``torch.autograd.grad``.
         """
-        self.task = _at_end(self.end)
+        self.task = _at_end(self.end, self._listings)
         self._is_restricted = is_restricted
         self._first.begin_backward(self)
         problem: Exception | None = None
@@ -201,6 +210,7 @@ class Backward:
             self._gather(unit, is_listed=False)
         unit.wait_unshard()  # leaves have their shapes then, even without memory
         unit.begin_backward()
+        self._listings.append(unit.listing)
 
     # ---- the walk
 
@@ -318,9 +328,9 @@ def _no_task() -> None:
     """What a weak reference to a graph task that has ended returns."""
 
 
-def _at_end(end: Callable[[], None]) -> weakref.ref[_Token]:
+def _at_end(end: Callable[[], None], listings: list[Listing]) -> weakref.ref[_Token]:
     """Call ``end`` when the graph task ends; what is returned is dead when the task is over, however it ends."""
-    token = _Token()
+    token = _Token(listings)
 
     def call(_held: _Token = token) -> None:
         end()

@@ -393,7 +393,7 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
     root: Root = unit.root
     args, kwargs, call = root.pre_forward(unit, args, kwargs)
     try:
-        outputs = function(*args, **kwargs)
+        outputs = unit.listing.call(function, args, kwargs)
     except BaseException:
         root.abort_forward(unit)
         raise

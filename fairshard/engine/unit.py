@@ -17,6 +17,7 @@ from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
+from fairshard.params.listing import Listing
 from fairshard.params.versions import versions_of
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
@@ -57,6 +58,7 @@ class Unit:
         self.root: Any = None
         self.comm: Communicator | None = None
         self.parts: KeptParts | None = None
+        self.listing = Listing()
         self.buffers: ComputeBuffers | None = None
         self.is_gathered = self.is_held = self.is_pinned = False
         # What is gathered: how often optimizers had stepped, and how often each shard had been written to.
@@ -91,6 +93,7 @@ class Unit:
         self.device = shared.device
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, shared.transfers, root.leaf_hook(self))
+        self.listing = Listing(self.flat_params)
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
@@ -150,6 +153,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the whole parameters, unless this rank must hold them; what is left is the shards."""
+        if self.listing.is_on:
+            self.listing.hide()
         if not self.is_held:
             for flat_param in self.flat_params:
                 flat_param.reshard()
@@ -226,6 +231,8 @@ class Unit:
         self.state = TrainingState.BACKWARD_PRE
         if self.buffers is not None:
             self.buffers.attach()
+        if self.is_whole:
+            self.listing.show()  # a checkpoint may recompute
 
     def send_grads(self, bucketer: ReduceScatterBucketer) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
@@ -239,21 +246,18 @@ class Unit:
 
     def rest(self) -> None:
         """A backward is done with the parameters of one forward."""
-        if self.buffers is not None:
-            self.buffers.detach()
+        self._stop_computing()
         if self.is_gathered:
             self.reshard()
 
     def rest_whole(self) -> None:
         """As `rest`, but they stay gathered."""
-        if self.buffers is not None:
-            self.buffers.detach()
+        self._stop_computing()
         self.keep_as_it_is()
 
     def end_backward(self, keep: bool) -> None:
         """The backward is over; ``keep`` what is gathered for one that follows."""
-        if self.buffers is not None:
-            self.buffers.detach()
+        self._stop_computing()
         if not keep:
             if self.parts is not None:
                 self.parts.forget()
@@ -261,6 +265,13 @@ class Unit:
             if (self.is_gathered or was_held) and not self.is_kept:
                 self.reshard()
         self.state = TrainingState.IDLE
+
+    def _stop_computing(self) -> None:
+        """Undo `begin_backward`."""
+        if self.buffers is not None:
+            self.buffers.detach()
+        if self.listing.is_on:
+            self.listing.hide()
 
     def reset(self) -> None:
         """Leave an interrupted pass: drop its gradients, reshard, be idle."""

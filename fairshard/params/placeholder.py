@@ -1,23 +1,97 @@
 """What stands where a parameter was while only its shards exist."""
 
-from typing import Any, NoReturn
+import weakref
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from fairshard.errors import ParameterShardedError
 
 
+@dataclass(frozen=True)
+class GatheredAs:
+    """What a parameter is when it is gathered, apart from its shape."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class Source(Protocol):
+    """Whoever knows what a parameter is when it is gathered."""
+
+    @property
+    def gathered_as(self) -> GatheredAs | None:
+        """None: not known yet."""
+
+
 class ShardedParameter:
     """Stands where a parameter was while only its shards exist; reading it raises `ParameterShardedError`.
 
-    An empty tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
+    It has the shape, dtype, device and ``requires_grad`` that the gathered parameter will have, but no values. An empty
+    tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
     """
 
-    __slots__ = ("__weakref__", "fqn", "shape")
+    __slots__ = ("__weakref__", "_known", "_source", "fqn", "shape")
 
-    def __init__(self, fqn: str, shape: torch.Size) -> None:
+    def __init__(self, fqn: str, shape: torch.Size, known: GatheredAs | None = None) -> None:
         self.fqn = fqn
         self.shape = shape
+        self._known = known
+        self._source: weakref.ref[Source] | None = None  # weak: the source holds this object
+
+    def follow(self, source: Source) -> None:
+        """Answer as ``source`` does from now on."""
+        self._source = weakref.ref(source)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return self._gathered_as.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self._gathered_as.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether its shards are trained."""
+        return self._gathered_as.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._refuse()
+
+    @property
+    def ndim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """As of a tensor: of the whole parameter."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor: of the whole parameter."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def is_floating_point(self) -> bool:
+        """As of a tensor."""
+        return self.dtype.is_floating_point
+
+    @property
+    def _gathered_as(self) -> GatheredAs:
+        source = None if self._source is None else self._source()
+        known = self._known if source is None else source.gathered_as
+        if known is None:
+            self._refuse()
+        return known
 
     def __repr__(self) -> str:
         return f"<sharded parameter {self.fqn} {tuple(self.shape)}>"
@@ -28,10 +102,10 @@ class ShardedParameter:
         self._refuse()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        return ShardedParameter(self.fqn, self.shape)
+        return ShardedParameter(self.fqn, self.shape, self._gathered_as)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedParameter, (self.fqn, self.shape)
+        return ShardedParameter, (self.fqn, self.shape, self._gathered_as)
 
     @classmethod
     def __torch_function__(

@@ -23,6 +23,7 @@ class ShownShard:
         registered: what users see, and attach hooks to.
         versioned: a change of the shard is counted by one of these.
         on_cpu: whether the shard is kept in host memory.
+        holder, key: the module that the shard is registered on, and as what, if it is one for all parameters.
     """
 
     def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
@@ -32,8 +33,8 @@ class ShownShard:
         self.shard = nn.Parameter(shard, requires_grad=slots[0].leaf.requires_grad)
         self.registered: tuple[nn.Parameter, ...] = (self.shard,)
         self.versioned: tuple[nn.Parameter, ...] = (self.shard,)
-        self._holder: nn.Module | None = None
-        self._key = ""
+        self.holder: nn.Module | None = None
+        self.key = ""
 
     def stepped_by(self, flat_param: Any) -> Sequence[Any]:
         """What optimizers see of ``flat_param``, of which this is shown."""
@@ -89,12 +90,12 @@ class ShownShard:
 
     def register_on(self, module: nn.Module, key: str) -> None:
         """Register the shard as parameter ``key`` of ``module``."""
-        self._holder, self._key = module, key
+        self.holder, self.key = module, key
         module.register_parameter(key, self.shard)
 
     def unregister(self) -> Callable[[], None]:
         """Undo `register_on`, if it was done; the function returned does it again."""
-        holder, key = self._holder, self._key
+        holder, key = self.holder, self.key
         if holder is None:
             return lambda: None
         holder._parameters[key] = None  # keeps its place among the others
@@ -103,7 +104,7 @@ class ShownShard:
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("slots", "line", "on_cpu", "shard", "registered", "versioned", "_holder", "_key")
+        kept = ("slots", "line", "on_cpu", "shard", "registered", "versioned", "holder", "key")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

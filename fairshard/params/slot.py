@@ -12,14 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import FairshardError, ParameterShardedError
-from fairshard.params.placeholder import ShardedParameter
+from fairshard.params.placeholder import GatheredAs, ShardedParameter
 
 
 class _Guard:
     """A hook before the forward of a module that has a shard, of one dimension, where it computes with a parameter.
 
     Raises `ParameterShardedError` unless the parameter of ``slot`` is there: torch would name neither the module nor
-    the cure, or compute with the shard where its shape happens to fit.
+    the cure, or compute with the shard where its shape happens to fit. The same if a leaf would hide what
+    ``functional_call`` has put in its place, which happens outside of the unit's forward alone.
     """
 
     def __init__(self, slot: "ParamSlot", name: str) -> None:
@@ -27,7 +28,9 @@ class _Guard:
         self._name = name
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        if self._name not in module.__dict__ and module._parameters.get(self._name) is self._slot.registered:
+        if self._name in module.__dict__:
+            _check_not_hidden(module)
+        elif module._parameters.get(self._name) is self._slot.registered:
             slot = self._slot
             if not isinstance(slot.registered, DTensor):
                 ShardedParameter(slot.fqn, slot.shape)._refuse()
@@ -36,6 +39,18 @@ class _Guard:
                 f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
                 "that fully_shard was called on. Call that module; or make the method of it that comes here one that "
                 'gathers, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
+            )
+
+
+def _check_not_hidden(module: nn.Module) -> None:
+    for name, param in module._parameters.items():
+        leaf = module.__dict__.get(name)
+        slot = None if leaf is None else slot_of(leaf)
+        if slot is not None and param is not slot.registered:
+            raise ParameterShardedError(
+                f"What takes the place of parameter `{slot.fqn}` for one call (functional_call) must come before its "
+                "unit is called, or inside the unit's forward, but the unit is gathered and not in its forward. Use "
+                "functional_call on the whole unit, or free it first (`reshard`, or a backward)."
             )
 
 
@@ -81,6 +96,7 @@ class ParamSlot:
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
         self._empty: Tensor | None = None
+        self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
@@ -121,6 +137,22 @@ class ParamSlot:
         self.leaf.grad = None
         self.detach()
 
+    def explain(self, shard: nn.Parameter, compute_dtype: torch.dtype | None) -> None:
+        """Let the placeholder answer as what is gathered from ``shard`` will; ``compute_dtype`` None: the shard's."""
+        self._cut = shard, None if self.keeps_dtype else compute_dtype
+        if self._placeholder is not None:
+            self._placeholder.follow(self)
+
+    @property
+    def gathered_as(self) -> GatheredAs | None:
+        """What the parameter is when it is gathered; None before `explain`."""
+        if self._cut is None:
+            return None
+        shard, dtype = self._cut
+        # An offloaded shard is on the CPU, and its leaf where it computes; the leaf follows `.cuda()` later.
+        device = self.leaf.device if shard.device.type == "cpu" else shard.device
+        return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
+
     def renew_leaf(self, device: torch.device) -> None:
         """Let another leaf stand there, on ``device``: one of the meta device can never show memory."""
         old = self.leaf
@@ -139,8 +171,13 @@ class ParamSlot:
         leaf.data = view
         for module, name in self.owners:
             params = module._parameters
-            if name in params and params[name] is self.registered:  # else a user (functional_call) put another there
+            shown = params[name] if name in params else None  # noqa: SIM401 (host time)
+            if shown is self.registered:
                 module.__dict__[name] = leaf
+            elif shown is not leaf and module.__dict__.get(name) is leaf:  # it would hide what a user put there
+                module.__dict__.pop(name)
+                if self._placeholder is not None:
+                    module.__dict__[name] = self._placeholder
 
     def detach(self) -> None:
         """Empty the leaf and take it off the modules."""
@@ -175,13 +212,6 @@ class ParamSlot:
 
         return conceal
 
-    def list_leaf(self) -> Callable[[], None]:
-        """Register the leaf, which is gathered, if nothing is registered; the function returned undoes it."""
-        if self.registered is not None:
-            return lambda: None
-        self._register(self.leaf)
-        return lambda: self._register(None)
-
     def _register(self, param: nn.Parameter | None) -> None:
         self.registered = param
         for module, name in self.owners:
@@ -195,3 +225,5 @@ class ParamSlot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _slots[self.leaf] = weakref.ref(self)
+        if self._placeholder is not None:
+            self._placeholder.follow(self)

@@ -16,6 +16,7 @@ from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import connect, settle_all
+from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.views.rows import join_gathers
 
@@ -24,13 +25,18 @@ def claim(module: nn.Module) -> Root:
     """Make ``module``, just called and in no model yet, the outermost of all units below it. **Collective.**
 
     Sets up the groups' communicators and compares the units across ranks.
+
+    Raises:
+        ValueError: a unit is also in another model that still exists.
     """
     found = units_below(module)
-    for fqn, unit in found:
+    for _, unit in found:
         if unit.root is not None:
             unit.root.assert_idle("forward of an outer unit")
-            if unit.is_gathered:
-                unit.reshard()
+    check_one_model(module, found)
+    for fqn, unit in found:
+        if unit.is_gathered:
+            unit.reshard()
         unit.place(fqn)
     units = [unit for _, unit in found]
     settle_all(module, units)
@@ -62,6 +68,7 @@ def claim(module: nn.Module) -> Root:
         OrderCheck(units, distinct),
         NanCheck(units, distinct),
     )
+    note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):
         if (owner := unit_of(part)) is not None:

@@ -59,6 +59,8 @@ def shard_parameters(
                 slot.register(None if config.flatten_parameters else flat_param.shard)
         for slot in group:
             slot.move_to(origin.device)
+            if config.flatten_parameters and not config.use_orig_params:
+                slot.explain(flat_param.shard, config.compute_dtype)
         if not flat_param.on_cpu:
             flat_param.move_to(origin.device)
         flat_params.append(flat_param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -62,9 +63,25 @@ def show(unit: Unit, how: Showing) -> Iterator[None]:
     An exception skips the write-back. **Collective.**
     """
     with _summoned(unit), ExitStack() as stack:
+        if how.from_first:
+            _shown_on_first.add(unit)
+            stack.callback(_shown_on_first.discard, unit)
         for flat_param in unit.flat_params:
             stack.enter_context(_Whole(flat_param, how).shown())
         yield
+
+
+_shown_on_first: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def is_shown(unit: Unit) -> bool:
+    """Whether a `show` of ``unit`` is on, on this rank or another one."""
+    return unit.state is TrainingState.SUMMON_FULL_PARAMS
+
+
+def is_shown_on_first(unit: Unit) -> bool:
+    """Whether a `show` of ``unit`` is on that shows it on rank 0 alone; the same on every rank."""
+    return unit in _shown_on_first
 
 
 @contextmanager

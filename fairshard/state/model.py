@@ -20,9 +20,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fairshard.checks.agreement import raise_together
 from fairshard.engine.tree import modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
-from fairshard.errors import FairshardError, MixedGroupsError
+from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
-from fairshard.state.full_params import Showing, show, show_spans, with_owners
+from fairshard.state.assigned_values import own_tensors_kept
+from fairshard.state.full_params import Showing, is_shown, is_shown_on_first, show, show_spans, with_owners
 from fairshard.utils.names import COMPILED, clean_tensor_name, join
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -44,7 +45,7 @@ def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: 
     with _showing(unit, writeback=False):
         state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     added = [key for key in state if key not in before or state[key] is not before[key]]
-    if takes_from_first(config) and unit.group.rank != 0:
+    if (takes_from_first(config) or is_shown_on_first(unit)) and unit.group.rank != 0:
         for key in added:
             del state[key]
         getattr(state, "_metadata", {}).clear()
@@ -88,15 +89,49 @@ def _memory(value: Tensor) -> int:
     return (value.run if isinstance(value, SpanTensor) else value).untyped_storage().data_ptr()
 
 
+def check_whole_inside(units: Iterable[Unit], what: str) -> None:
+    """Check that the state dicts of units that are shown now are whole: their shards are written back only later.
+
+    Raises:
+        TrainingStateError: a unit is shown, and another form is set; the message names ``what``.
+    """
+    for unit in filter(is_shown, units):
+        kind = unit.state_dict_settings.state_dict_type
+        if kind is not StateDictType.FULL_STATE_DICT and unit.members is None:
+            raise TrainingStateError(
+                f"`{what}` inside summon_full_params must be of whole values, but unit `{unit.fqn or 'root'}` has "
+                f"{kind.name} set, and its shards are only written at the end of the `with` block. Call it outside of "
+                "the block, or set FULL_STATE_DICT."
+            )
+
+
+def check_loads_inside(units: Iterable[Unit]) -> None:
+    """Check that every rank can load into the units that are shown now.
+
+    Raises:
+        TrainingStateError: one is shown, or has its state dict, on rank 0 alone; or as `check_whole_inside`.
+    """
+    for unit in filter(is_shown, units):
+        check_whole_inside([unit], "load_state_dict")
+        if is_shown_on_first(unit) or takes_from_first(unit.state_dict_settings.state_dict_config):
+            raise TrainingStateError(
+                f"A load inside summon_full_params must be on every rank, but unit `{unit.fqn or 'root'}` is shown, or "
+                "has its state dict, on rank 0 alone. Load outside of the `with` block."
+            )
+
+
 @contextmanager
 def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
-    """Show the parameters that the modules of ``unit`` use: its own, and those it shares with other units."""
+    """Show the parameters that the modules of ``unit`` use: its own, and those it shares with other units.
+
+    Inside `summon` they are already shown, with what has been written to them since.
+    """
     settings = unit.state_dict_settings
     config = settings.state_dict_config
     from_first = takes_from_first(config)
     how = Showing(writeback, from_first, from_first, config.offload_to_cpu and not writeback)
     with ExitStack() as stack:
-        for each in with_owners([unit]):
+        for each in [each for each in with_owners([unit]) if not is_shown(each)]:
             is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
             stack.enter_context(show_spans(each) if is_sharded else show(each, how))
         yield
@@ -115,8 +150,11 @@ class Loading:
         self._prefix = ""
         self.is_shared = False  # rank 0's state is already on this rank
 
-    def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Show the unit's parameters, and rename the entries of ``state`` to the names of the wrapper's tree."""
+    def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str, assigns: bool) -> None:
+        """Show the unit's parameters, and rename the entries of ``state`` to the names of the wrapper's tree.
+
+        With ``assigns`` torch would put the entries in place of what is shown; they are copied instead.
+        """
         self.abandon()
         self._prefix = prefix
         settings = self._unit.state_dict_settings
@@ -127,11 +165,14 @@ class Loading:
             )
         if takes_from_first(settings.state_dict_config) and not (self.is_shared or self._unit.is_inner):
             share_state(wrapper, self._unit, state, prefix)
+        check_loads_inside([self._unit])
         name_in_tree = _Names(wrapper)
         for key in [key for key in state if key.startswith(prefix)]:
             state[f"{prefix}module.{name_in_tree(key[len(prefix) :])}"] = state.pop(key)
         self._stack = ExitStack()
         self._stack.enter_context(_showing(self._unit, writeback=True))
+        if assigns:
+            self._stack.enter_context(own_tensors_kept(modules_of(wrapper)))
 
     def end(self, keys: _IncompatibleKeys) -> None:
         """Write the loaded values into the shards; strip the wrapper from missing and unexpected names."""
@@ -255,7 +296,8 @@ def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         fqns = {id(module): clean_tensor_name(fqn) for fqn, module in walk(wrapper)}
-        copied._metadata = {name: metadata.get(fqns[id(module)], {}) for name, module in wrapper.named_modules()}
+        own = {name: metadata.get(fqns[id(module)], {}) for name, module in wrapper.named_modules()}
+        copied._metadata = {name: dict(versions) for name, versions in own.items()}  # torch adds to them
     return copied
 
 

@@ -6,7 +6,8 @@ What is used, and what stands in for it where torch lacks it:
   every leaf counts as reached, so that a unit with an unused one is finished at the end of the backward: later,
   with the same result (``tests/utils/test_autograd_hooks.py`` compares the two).
 - ``torch._C._current_graph_task_id``: tells one backward from another, and from none (-1).
-- ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task.
+- ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task. The task holds the
+  callback until it is over, with or without an exception.
 - ``Tensor._backward_hooks``: a dictionary of hooks, called in the order in which they are kept. Where torch keeps them
   elsewhere a hook is called last: a unit's memory is given back a moment later.
 """

@@ -21,7 +21,7 @@ OPERATIONS = {
     "clone": lambda weight: weight.clone(),
     "detach": lambda weight: weight.detach(),
     "data": lambda weight: weight.data,
-    "shape_of_it": lambda weight: weight.size(),
+    "strides": lambda weight: weight.stride(),
     "add": lambda weight: weight + 1,
     "radd": lambda weight: 1 + weight,
     "matmul": lambda weight: torch.ones(2, 5) @ weight,

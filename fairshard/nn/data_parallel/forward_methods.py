@@ -17,8 +17,8 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
     The call is **collective**. Units inside are gathered when they are called. Call it under ``torch.no_grad()`` if no
     backward follows; otherwise the parameters stay gathered until the next pass.
 
-    Some methods first look for a parameter (``generate`` reads its device). While the method runs, the wrapped module
-    lists whole parameters if they are flattened, otherwise shards.
+    Some methods first look for a parameter (``generate`` reads its device). While the method runs, as in a forward,
+    ``self.parameters()`` yields the gathered parameters of the unit.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method

@@ -29,7 +29,7 @@ from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
-from fairshard.state.full_params import Showing, summon
+from fairshard.state.full_params import Showing, is_shown, summon
 from fairshard.utils.names import join
 
 
@@ -262,14 +262,16 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module below and to this one, with whole parameters. **Collective.**"""
-        unit = self._unit
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+        if is_shown(self._unit):
             return super().apply(fn)
         self._claimed()
-        with summon([unit], Showing(writeback=True)):
+        with summon([self._unit], Showing(writeback=True)):
             return super().apply(fn)
 
     def _reset_whole(self) -> None:
+        if is_shown(self._unit):
+            self.module.reset_parameters()  # type: ignore[operator]
+            return
         self._claimed()
         with summon([self._unit], Showing(writeback=True)):
             self.module.reset_parameters()  # type: ignore[operator]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
 
@@ -25,7 +26,7 @@ def accept_whole_values(modules: Iterable[nn.Module]) -> None:
     """Make ``load_state_dict`` of ``modules`` accept whole tensors as well as DTensors.
 
     Each rank copies its part of a whole tensor, without communication. Values are copied even with ``assign=True``,
-    because optimizers hold the existing parameters, and shards share one buffer.
+    into ignored parameters too, because optimizers hold the existing parameters, and shards share one buffer.
     """
     for module in modules:
         module.register_load_state_dict_pre_hook(_take_parts)
@@ -33,13 +34,15 @@ def accept_whole_values(modules: Iterable[nn.Module]) -> None:
 
 @torch.no_grad()
 def _take_parts(
-    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: Any, *problems: list[str]
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, _strict: Any, *problems: list[str]
 ) -> None:
     """Copy values in ``state`` into the DTensors of ``module``, and replace them by these, which torch then keeps."""
     messages = problems[-1]  # the list after missing and unexpected names
     for name, param in module._parameters.items():
         key = prefix + name
         value = state.get(key)
+        if isinstance(param, nn.Parameter) and not isinstance(param, DTensor) and is_assigned(metadata):
+            copy_into(param, state, key, messages)
         if not isinstance(param, DTensor) or not isinstance(value, Tensor):
             continue
         if not param.dim() and value.shape == torch.Size([1]):  # torch allows it too

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.tree import unit_of, walk
 from fairshard.errors import FairshardError
-from fairshard.params.slot import taken_from
+from fairshard.params.slot import slot_of, taken_from
 from fairshard.setup.late_changes import refusal_of_new
 from fairshard.utils.names import join
 from fairshard.views.orig_param import OrigParam
@@ -44,6 +44,8 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
     old = module._parameters.get(name)
     if param is old:
         return None
+    slot = None if old is None else slot_of(old)  # inside a forward the leaf is listed
+    old = old if slot is None else slot.registered
     stepped = stepped_of(old)
     if isinstance(stepped, OrigParam) and isinstance(old, DTensor):
         if isinstance(param, DTensor):

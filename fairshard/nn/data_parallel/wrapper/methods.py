@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,20 +15,13 @@ from fairshard.errors import FairshardError, ParameterShardedError
 
 
 def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, called through ``run(function, args, kwargs)`` like a forward of ``unit``.
-
-    During the call ``parameters()`` of flattened modules yields whole parameters instead of none.
-    """
-
-    def listed(*args: Any, **kwargs: Any) -> Any:
-        with _listed(unit):
-            return method(*args, **kwargs)
+    """``method``, called through ``run(function, args, kwargs)`` like a forward of ``unit``."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return method(*args, **kwargs)
-        return run(listed, args, kwargs)
+        return run(method, args, kwargs)
 
     return call
 
@@ -68,15 +60,6 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
             ) from error
 
     return call
-
-
-@contextmanager
-def _listed(unit: Unit) -> Iterator[None]:
-    with ExitStack() as stack:
-        for flat_param in unit.flat_params:
-            for slot in flat_param.slots:
-                stack.callback(slot.list_leaf())
-        yield
 
 
 def _explained(module: nn.Module, name: str, error: StopIteration) -> Exception:

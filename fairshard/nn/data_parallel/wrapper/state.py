@@ -21,11 +21,18 @@ from fairshard.settings.state_dicts import (
 )
 from fairshard.setup.claim import claim, roots_below
 from fairshard.state import forms
+from fairshard.state.assigned_values import is_assigned
 from fairshard.state.fairscale_shards import consolidate
 from fairshard.state.forms import common_settings
-from fairshard.state.full_params import Showing, summon
+from fairshard.state.full_params import Showing, is_shown, summon
 from fairshard.state.local import load_local_state_dict, local_metadata, local_state_dict
-from fairshard.state.model import Loading, load_module_state_dict, module_state_dict
+from fairshard.state.model import (
+    Loading,
+    check_loads_inside,
+    check_whole_inside,
+    load_module_state_dict,
+    module_state_dict,
+)
 
 
 class StateMethods(UnitAttributes):
@@ -39,7 +46,8 @@ class StateMethods(UnitAttributes):
         """The model's state under unwrapped names, in the dtype of the shards, in the form set for the model.
 
         Whole by default: every rank gets all of it, in new tensors, which load into the unwrapped module and back. See
-        `state_dict_type` for the other forms. **Collective**, except for the local and sharded forms.
+        `state_dict_type` for the other forms. Inside `summon_full_params` it is whole and includes what was written
+        there. **Collective**, except for the local and sharded forms.
 
         Raises:
             TrainingStateError: inside a forward or backward.
@@ -49,7 +57,8 @@ class StateMethods(UnitAttributes):
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
-        self._assert_idle("state_dict")
+        self._assert_idle("state_dict", or_shown=True)
+        check_whole_inside((unit for _, unit in units_below(self)), "state_dict")
         # Only the outermost wrapper compares the units: comparing in each one would cost a walk of the tree each.
         settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -64,19 +73,23 @@ class StateMethods(UnitAttributes):
             state = after(self, state, prefix, {"version": self._version}) or state
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the form set for the model; returns missing and unexpected keys. **Collective.**
 
         Every rank passes a whole state dict; with ``FullStateDictConfig(rank0_only=True)`` only rank 0 does, the other
         ranks pass ``{}`` and receive their shards unit by unit. Sharded values must hold this rank's part, or be
         whole.
+
+        ``assign=True`` copies too: the parameters that optimizers hold stay, in their dtype and on their device. Only
+        an ignored parameter or a buffer on the meta device, which has no memory yet, is replaced by the value.
         """
-        self._claimed().assert_idle("load_state_dict")
+        self._assert_idle("load_state_dict", or_shown=True)
+        check_loads_inside(unit for _, unit in units_below(self))
         if common_settings(self).state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return load_local_state_dict(self, state_dict, strict)
         loadings = [part._loading for _, part in walk(self) if isinstance(part, StateMethods)]
         load = super().load_state_dict
-        return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict))
+        return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict, assign))
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's shards and buffers; they load only into the same wrapping, rank and world size."""
@@ -208,14 +221,15 @@ class StateMethods(UnitAttributes):
         self._claimed()
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *rest)
-        self._loading.begin(self, state_dict, prefix)
+        self._loading.begin(self, state_dict, prefix, assigns=is_assigned(rest[0]))
 
-    def _assert_idle(self, what: str) -> None:
-        """Check that no unit from here down is in a pass or shown whole."""
+    def _assert_idle(self, what: str, or_shown: bool = False) -> None:
+        """Check that no unit from here down is in a pass or, unless ``or_shown``, shown whole."""
         root = self._claimed()
+        units = [unit for _, unit in units_below(self)]
         if root.units[0] is self._unit:
-            root.assert_idle(what)
-        root.assert_idle(what, [unit for _, unit in units_below(self)])
+            units += root.units
+        root.assert_idle(what, [unit for unit in units if not (or_shown and is_shown(unit))])
 
     def _claimed(self) -> Root:
         """The root of this unit, which becomes the root itself if no other has claimed it."""

@@ -1,0 +1,237 @@
+"""A unit belongs to one model: a second one that has it too is refused by name, at its first forward."""
+
+import copy
+import gc
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.engine.tree import units_below
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
+from fairshard.utils.testing import CollectiveCounter, rank_device
+from tests.models import mlp
+from tests.on_ranks import on_ranks
+from tests.reference import randn, train_alike
+
+DOORS = {
+    "flat": FSDP,
+    "apart": partial(FSDP, flatten_parameters=False),
+    "orig": partial(FSDP, use_orig_params=True),
+    "rows": fully_shard,
+    "offload": partial(FSDP, cpu_offload=True),
+}
+every_door = pytest.mark.parametrize("door", DOORS)
+
+
+class Head(nn.Module):
+    """A layer of its own behind a body that others may have too."""
+
+    def __init__(self, body, out, seed):
+        super().__init__()
+        self.body = body
+        self.layer = mlp(5, out, seed=seed)[0]
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.body(x)))
+
+
+class Both(nn.Module):
+    """Calls two heads in one graph."""
+
+    def __init__(self, actor, critic):
+        super().__init__()
+        self.actor, self.critic = actor, critic
+
+    def forward(self, x):
+        return self.actor(x).sum() + self.critic(x).square().sum()
+
+
+def body():
+    return mlp(4, 5, seed=1)[0]
+
+
+def actor_and_critic(shard):
+    backbone = shard(body())
+    return shard(Head(backbone, 3, seed=2)), shard(Head(backbone, 1, seed=3))
+
+
+REFUSED = r"`body` of this \w*Head.*`body` of another \w*Head.*module around both"
+
+
+@on_ranks(1, 2)
+@every_door
+def test_the_second_model_is_refused(door):
+    """At its first forward, by name, with the cure; the first model works on, and so does the cure."""
+    actor, critic = actor_and_critic(DOORS[door])
+    expected = actor(randn(2, 4))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            critic(randn(2, 4))
+        assert all(unit.root is actor_root(actor) for _, unit in units_below(actor))
+    expected.sum().backward()
+    for _ in range(2):
+        assert torch.equal(actor(randn(2, 4)), expected)
+        with pytest.raises(ValueError, match=REFUSED):
+            critic.state_dict() if door != "rows" else critic(randn(2, 4))
+    both = DOORS[door](Both(actor, critic))
+    for _ in range(2):
+        loss = both(randn(2, 4))
+        assert torch.isfinite(loss)
+        loss.backward()
+
+
+def actor_root(model):
+    return units_below(model)[0][1].root
+
+
+@on_ranks(2)
+@every_door
+def test_the_cure_trains(door):
+    """Both heads inside one outer unit train as the plain module, after a refusal too."""
+    shard = DOORS[door]
+
+    def wrap(model):
+        model.actor.body = model.critic.body = shard(model.actor.body)
+        model.actor, model.critic = shard(model.actor), shard(model.critic)
+        with torch.no_grad():
+            model.actor(randn(2, 4))
+            with pytest.raises(ValueError, match=REFUSED):
+                model.critic(randn(2, 4))
+        return shard(model)
+
+    backbone = body()
+    plain = Both(Head(backbone, 3, seed=2), Head(backbone, 1, seed=3))
+    if door == "rows":
+        train_rows(plain, wrap)
+    else:
+        train_alike(plain, wrap, lambda model, key: model(randn(3, 4, key=key)))
+
+
+def train_rows(plain, wrap):
+    model = wrap(copy.deepcopy(plain))
+    for step in range(3):
+        for net in (plain, model):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net(randn(3, 4, key=(step, 0))).backward()
+            if net is plain:
+                for param in net.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad /= dist.get_world_size()
+            optimizer.step()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.full_tensor(), one.detach())
+
+
+@on_ranks(2)
+def test_no_model_is_gathered_first():
+    """The refusal comes before any collective but one that all ranks agree in."""
+    actor, critic = actor_and_critic(FSDP)
+    actor(randn(2, 4)).sum().backward()
+    with CollectiveCounter() as counter, pytest.raises(ValueError, match=REFUSED):
+        critic(randn(2, 4))
+    assert all(nbytes < 2**12 for _, nbytes in counter.calls), "messages of errors"
+    assert counter.count("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single") == 0
+    assert not any(unit.is_gathered for _, unit in units_below(critic))
+
+
+@on_ranks(2)
+@every_door
+def test_ranks_that_hold_other_models_raise_together(door):
+    """A model that only one rank still refers to is refused on all: none goes on alone."""
+    actor, critic = actor_and_critic(DOORS[door])
+    actor(randn(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        del actor
+    with pytest.raises(ValueError, match=r"`body`.*module around both|rank 0"):
+        critic(randn(2, 4))
+
+
+@on_ranks(1, 2)
+@every_door
+def test_a_unit_that_was_called_alone(door):
+    """An inner unit, then the model around it, then one around that, train in turns."""
+    shard = DOORS[door]
+    plain = nn.Sequential(Head(body(), 3, seed=2), nn.Tanh())
+    inner = shard(copy.deepcopy(plain[0].body))
+    x = randn(2, 4)
+    assert torch.equal(inner(x), plain[0].body(x))
+    inner(x).sum().backward()
+    model = shard(Head(inner, 3, seed=2))
+    for _ in range(2):
+        assert torch.equal(model(x), plain[0](x))
+        model(x).sum().backward()
+        inner(x).sum().backward()
+    outer = shard(nn.Sequential(model, nn.Tanh()))
+    for _ in range(2):
+        assert torch.equal(outer(x), plain(x))
+        outer(x).sum().backward()
+        model(x).sum().backward()
+        inner(x).sum().backward()
+
+
+@on_ranks(1, 2)
+@every_door
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_new_model_after_the_old_one(door, collects):
+    """Once the old outer model is gone, collected yet or not, a new one may have its units."""
+    shard = DOORS[door]
+    backbone = shard(body())
+    old = shard(Head(backbone, 3, seed=2))
+    x = randn(2, 4)
+    old(x).sum().backward()
+    gc.disable()
+    try:
+        for seed in (3, 4):
+            del old
+            if collects:
+                gc.collect()
+            old = shard(Head(backbone, 2, seed=seed))
+            plain = Head(body(), 2, seed=seed)
+            for _ in range(2):
+                assert torch.equal(old(x), plain(x))
+                old(x).sum().backward()
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+def test_a_model_that_lost_the_unit():
+    """A unit that was taken out of its old model, which lives on, may go into another one."""
+    backbone = FSDP(body())
+    old = FSDP(Head(backbone, 3, seed=2))
+    old(randn(2, 4)).sum().backward()
+    old.module.body = nn.Linear(4, 5, device=rank_device())
+    new = FSDP(Head(backbone, 3, seed=2))
+    assert torch.equal(new(randn(2, 4)), Head(body(), 3, seed=2)(randn(2, 4)))
+    new(randn(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_rank_that_has_run_a_model_alone():
+    """Ranks take the models that they run together for the same ones, whatever each has run alone before."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for _ in range(2 - dist.get_rank()):
+        FSDP(mlp(2, 2), process_group=alone)(randn(2, 2)).sum().backward()
+    actor, critic = actor_and_critic(FSDP)
+    kept = actor(randn(2, 4))  # a backward could still reach the actor as a model of its own
+    both = FSDP(Both(actor, critic))
+    for _ in range(2):
+        both(randn(2, 4)).backward()
+    assert kept.requires_grad
+
+
+@on_ranks(2)
+def test_plain_models_may_share_a_unit():
+    """Modules that are not sharded may have one unit: it is a model of its own, called twice."""
+    backbone = FSDP(body())
+    actor, critic = Head(backbone, 3, seed=2), Head(backbone, 1, seed=3)
+    shared = body()
+    plain = Both(Head(shared, 3, seed=2), Head(shared, 1, seed=3))
+    for _ in range(2):
+        loss = Both(actor, critic)(randn(2, 4))
+        assert torch.equal(loss, plain(randn(2, 4)))
+        loss.backward()

@@ -1,0 +1,247 @@
+"""Inside ``summon_full_params``: state dicts give what is shown, and what initialises parameters is kept.
+
+Both doors; the wrapper's ``state_dict()``, that of the module inside, ``reset_parameters()`` and ``nn.init``.
+"""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.errors import FairshardError
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.data_parallel import StateDictType
+from fairshard.utils.testing import rank_device
+from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state, randn
+from tests.trained import odd
+
+BF16 = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+DOORS = {
+    "flat": FSDP,
+    "apart": partial(FSDP, flatten_parameters=False),
+    "orig": partial(FSDP, use_orig_params=True),
+    "offload": partial(FSDP, cpu_offload=True),
+    "bf16": partial(FSDP, **BF16),
+    "rows": fully_shard,
+    "rows_offload": partial(fully_shard, offload_policy=CPUOffloadPolicy()),
+    "rows_bf16": partial(fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+}
+every_door = pytest.mark.parametrize("door", DOORS)
+
+
+class Boom(Exception):
+    pass
+
+
+def sharded(door, seed):
+    """An `odd` model in two units."""
+    model = odd(seed)
+    model.frozen = DOORS[door](model.frozen)
+    return DOORS[door](model)
+
+
+def inside(model):
+    return model.module if isinstance(model, FSDP) else model
+
+
+def whole_state(model):
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def double_(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+def copied(state):
+    return {name: value.clone() for name, value in state.items()}
+
+
+@on_ranks(1, 2)
+@every_door
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_state_dicts(door, writeback, has_run):
+    """Of the wrapper and of the module inside: names of the plain module, values as shown, also those just written."""
+    plain, model = odd(2), sharded(door, 2)
+    if has_run:
+        with torch.no_grad():
+            plain(randn(2, 3)), model(randn(2, 3))
+    before = copied(plain.state_dict())
+    for _ in range(2):
+        with FSDP.summon_full_params(model, writeback=writeback):
+            for changed in (False, True):
+                if changed:
+                    double_(plain), double_(model)
+                for state in (model.state_dict(), inside(model).state_dict()):
+                    assert list(state) == list(plain.state_dict())
+                    assert not any(isinstance(value, nn.Parameter) for value in state.values())
+                    assert_same_state(state, plain.state_dict())
+        if not writeback and dist.get_world_size() > 1:  # one rank keeps what is written in any case
+            plain.load_state_dict(before)
+        assert_same_state(whole_state(model), plain.state_dict())
+    model(randn(2, 3)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [door for door in DOORS if "rows" not in door])
+def test_a_wrappers_state_is_the_callers_own(door):
+    """What the wrapper's ``state_dict()`` returns stays as it was, whatever is written inside or later."""
+    model = sharded(door, 2)
+    with model.summon_full_params():
+        state = model.state_dict()
+        double_(model)
+    double_(model)
+    assert_same_state(state, odd(2).state_dict())
+
+
+@on_ranks(1, 2)
+@every_door
+def test_nn_init(door):
+    """``nn.init`` on shown parameters writes what it writes to plain ones, twice in a row."""
+    plain, model = odd(1), sharded(door, 1)
+    for seed in (3, 4):
+        for net in (plain, model):
+            torch.manual_seed(seed)
+            with FSDP.summon_full_params(model) if net is model else nullcontext():
+                nn.init.normal_(net.up.weight)
+                nn.init.zeros_(net.up.bias)
+                nn.init.uniform_(inside(net.frozen).weight)
+                nn.init.constant_(net.one, 3.0)
+        assert_same_state(whole_state(model), plain.state_dict())
+    model(randn(2, 3)).sum().backward()
+
+
+class Reset(nn.Module):
+    """Initialises all that it has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.own = nn.Parameter(torch.zeros(7))
+
+    def reset_parameters(self):
+        self.up.reset_parameters()
+        self.down.reset_parameters()
+        nn.init.normal_(self.own)
+
+    def forward(self, x):
+        return self.down(self.up(x)) * self.own.sum()
+
+
+@on_ranks(1, 2)
+@every_door
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_reset_parameters(door, allow, nested):
+    """Of the model, of the module inside and of a part: as unsharded, with the argument for it or without."""
+    if "rows" in door and allow:
+        return
+    more = {"allow_reset_parameters": allow} if "rows" not in door else {}
+    plain = Reset().to(rank_device())
+    model = copy.deepcopy(plain)
+    if nested:
+        model.up = DOORS[door](model.up, **more)
+    model = DOORS[door](model, **more)
+    for call in (
+        lambda net: net.reset_parameters(),
+        lambda net: inside(net).reset_parameters(),
+        lambda net: net.up.reset_parameters(),
+        lambda net: net.apply(lambda part: part.reset_parameters() if type(part) is nn.Linear else None)
+        if "rows" not in door
+        else net.down.reset_parameters(),
+    ):
+        for seed in (3, 4):
+            for net in (plain, model):
+                torch.manual_seed(seed)
+                with FSDP.summon_full_params(model) if net is model else nullcontext():
+                    call(net)
+            assert_same_state(whole_state(model), plain.state_dict())
+    model(randn(2, 3)).sum().backward()
+
+
+@on_ranks(2)
+@every_door
+def test_after_an_exception(door):
+    """Nothing is written back; state dicts work outside and inside again."""
+    model = sharded(door, 1)
+
+    def fail():
+        with FSDP.summon_full_params(model):
+            double_(model)
+            model.state_dict()
+            raise Boom
+
+    for _ in range(2):
+        with pytest.raises(Boom):
+            fail()
+        assert_same_state(whole_state(model), odd(1).state_dict())
+        with FSDP.summon_full_params(model):
+            assert_same_state(model.state_dict(), odd(1).state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["flat", "apart", "orig"])
+def test_the_outermost_unit_alone(door):
+    """With ``recurse=False`` units inside are gathered for the state dict, as outside."""
+    model = sharded(door, 1)
+    with model.summon_full_params(recurse=False):
+        nn.init.zeros_(model.up.weight)
+        state = model.state_dict()
+    expected = odd(1)
+    nn.init.zeros_(expected.up.weight)
+    assert_same_state(state, expected.state_dict())
+    assert_same_state(model.state_dict(), expected.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["flat", "apart", "orig"])
+def test_on_rank_0_alone(door):
+    """Where parameters are whole on rank 0 only, the other ranks' state dict is empty."""
+    model = sharded(door, 1)
+    for _ in range(2):
+        with model.summon_full_params(rank0_only=True, writeback=False):
+            state = model.state_dict()
+        if dist.get_rank() == 0:
+            assert_same_state(state, odd(1).state_dict())
+        else:
+            assert state == {}
+        with model.summon_full_params(rank0_only=True, writeback=False):
+            with pytest.raises(FairshardError, match="must be on every rank"):
+                model.load_state_dict(odd(2).state_dict())
+        assert_same_state(model.state_dict(), odd(1).state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
+def test_other_forms_are_refused(kind):
+    """Shards do not have yet what is shown: only whole state can be given inside."""
+    model = sharded("orig", 1)
+    with FSDP.state_dict_type(model, kind), model.summon_full_params():
+        with pytest.raises(FairshardError, match=rf"summon_full_params.*{kind.name}"):
+            model.state_dict()
+    assert len(model.state_dict()) == len(odd(1).state_dict())
+
+
+@on_ranks(2)
+@every_door
+def test_loading_inside(door):
+    """``load_state_dict`` of the model, and of the module inside, writes what is shown, and so the shards."""
+    model = sharded(door, 1)
+    for seed, load in ((2, lambda state: model.load_state_dict(state)), (3, inside(model).load_state_dict)):
+        with FSDP.summon_full_params(model):
+            load(odd(seed).state_dict())
+            assert_same_state(model.state_dict(), odd(seed).state_dict())
+        assert_same_state(whole_state(model), odd(seed).state_dict())
+    model(randn(2, 3)).sum().backward()
