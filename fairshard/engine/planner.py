@@ -32,6 +32,7 @@ class Calls:
         key: what all of it was made from.
         places: where each call belongs.
         events: beginnings and ends of calls, as `Pass.events` has them, numbered through.
+        empty: those of units without parameters: ranks need not make them alike, and they are in no schedule.
         peers: the groups that the calls concern.
         digests: for each of the peers, of the calls that it concerns.
     """
@@ -39,6 +40,7 @@ class Calls:
     key: Any
     places: list[CallPlace]
     events: list[int]
+    empty: list[int]
     peers: list[Peers]
     digests: list[bytes]
 
@@ -164,7 +166,8 @@ class Planner:
         comms = [comm for model in self._models if model.is_common for comm in model.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
         peers = [self._peers_of(comm, passes, places) for comm in comms]
-        return Calls(key, places, events, peers, [self._digest(one, events, places) for one in peers])
+        empty = [call for call, bracket in enumerate(self.brackets) if not bracket.unit.has_shards]
+        return Calls(key, places, events, empty, peers, [self._digest(one, events, places) for one in peers])
 
     def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
         talking = [comm in self.model_of[unit].comms_of[unit] and unit.has_shards for unit in self.units]
@@ -238,6 +241,8 @@ class Planner:
             self.own_segments |= find_recomputed(self.brackets, calls.events, self.segment_of, starts, reached)
             for index, segment in enumerate(self.segment_of):
                 reached[index] |= segment in self.own_segments
+        for index in calls.empty:
+            reached[index] = 0
         return own
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:
