@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.watchdog import Place, first_difference
+from fairshard.utils.watchdog import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
 
 _MAX_NOTED = 1 << 15  # of one step; forwards with grad enabled whose backward never comes would add up for ever
 _FORWARD, _BACKWARD = -1, -2  # a pass begins; other numbers are those of units
@@ -154,7 +154,7 @@ class OrderCheck:
         for number in noted:
             if number < 0:
                 kind = "forward" if number == _FORWARD else "backward"
-                words.append(f"the beginning of a {kind}")
+                words.append(BEGINS_FORWARD if number == _FORWARD else BEGINS_BACKWARD)
             elif number in self._shared:
                 words.append(f"`{self._names[number]}` ({kind})")
         return tuple(words)

@@ -200,6 +200,15 @@ class Watchdog:
         return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
 
 
+BEGINS_FORWARD, BEGINS_BACKWARD = "the beginning of a forward", "the beginning of a backward"
+"""What `Place.entered` says where a pass begins."""
+
+_MISSED_BACKWARD = (
+    " A backward that reaches no unit of the model, or raises before it comes to one, is none: let the loss of that "
+    "rank reach the model (`loss + 0 * output.sum()`), or call no backward on any rank."
+)
+
+
 def first_difference(places: dict[int, list[Place]], to_the_end: bool = False) -> str:
     """The first difference between the lowest rank and another in one step, as a sentence; empty if there is none.
 
@@ -214,7 +223,8 @@ def first_difference(places: dict[int, list[Place]], to_the_end: bool = False) -
             for ours, other in zip_longest(place.entered, theirs[place.step]):
                 if ours != other and (to_the_end or (ours and other)):
                     at = [entry or "the end" for entry in (ours, other)]
-                    return f"In step {place.step} rank {first} is at {at[0]}, rank {rank} at {at[1]}."
+                    text = f"In step {place.step} rank {first} is at {at[0]}, rank {rank} at {at[1]}."
+                    return text + _MISSED_BACKWARD if set(at) == {BEGINS_FORWARD, BEGINS_BACKWARD} else text
     return ""
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
 from fairshard.utils import watchdog
 from fairshard.utils.testing import fake_group
-from fairshard.utils.watchdog import Place, explain, explained, first_difference, watch
+from fairshard.utils.watchdog import BEGINS_BACKWARD, BEGINS_FORWARD, Place, explain, explained, first_difference, watch
 from tests.on_ranks import on_ranks
 
 
@@ -189,6 +189,14 @@ def test_differences_are_those_of_one_step():
     told[3] = [Place("", 1, ("a", "c"))]
     assert first_difference(told) == "In step 1 rank 0 is at b, rank 3 at c."
     assert first_difference({1: told[0]}) == ""
+
+
+def test_a_rank_that_has_missed_a_backward_is_told_why():
+    """Its loss reached no unit, or raised first: it is in the next forward where others begin a backward."""
+    told = {0: [Place("", 1, ("a", BEGINS_BACKWARD))], 1: [Place("", 1, ("a", BEGINS_FORWARD))]}
+    text = first_difference(told)
+    assert text.startswith("In step 1 rank 0 is at the beginning of a backward, rank 1 at the beginning of a forward.")
+    assert "0 * output.sum()" in text
 
 
 @pytest.mark.parametrize(
