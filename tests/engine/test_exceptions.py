@@ -139,7 +139,7 @@ def test_what_no_sync_accumulated_survives_a_failed_pass():
 
 @on_ranks(2)
 def test_no_optimizer_steps_a_part_of_a_gradient():
-    """A backward that raised has used up what `no_sync` had accumulated in one unit: a step raises until `zero_grad`."""
+    """A backward that raised has used up what `no_sync` accumulated in one unit: a step raises until `zero_grad`."""
     wrapped = wrap_layers(faulty(1), bucket_cap_mb=0)
     optimizer = sgd(wrapped)
     with wrapped.no_sync():
