@@ -1,14 +1,14 @@
-"""The only file that touches autograd's private API.
+"""The only file that uses autograd's private API.
 
-What is used, and what stands in for it where torch lacks it:
+The names it uses, and the replacement where torch lacks one:
 
-- ``torch._C._will_engine_execute_node`` (torch >= 2.1): which leaves the running backward will reach. Without it
-  every leaf counts as reached, so that a unit with an unused one is finished at the end of the backward: later,
-  with the same result (``tests/utils/test_autograd_hooks.py`` compares the two).
+- ``torch._C._will_engine_execute_node`` (torch >= 2.1): which leaves the running backward will reach. Without it every
+  leaf counts as reached, so that a unit with an unused leaf is finished at the end of the backward: later, with the
+  same result (``tests/utils/test_autograd_hooks.py`` compares the two).
 - ``torch._C._current_graph_task_id``: tells one backward from another, and from none (-1).
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task.
-- ``Tensor._backward_hooks``: a dictionary of hooks, called in the order in which they are kept. Where torch keeps them
-  elsewhere a hook is called last: a unit's memory is given back a moment later.
+- ``Tensor._backward_hooks``: a dictionary of hooks, called in its order. If torch keeps hooks elsewhere, ours is called
+  last, and a unit's memory is freed slightly later.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def accumulate_node(leaf: Tensor) -> Any:
-    """The graph node that adds to ``leaf.grad``; it is the same for as long as someone holds it."""
+    """The graph node that adds to ``leaf.grad``; stays the same object as long as something refers to it."""
     with torch.inference_mode(False), torch.enable_grad():
         grad_fn = leaf.view_as(leaf).grad_fn
     assert grad_fn is not None
@@ -37,7 +37,7 @@ def accumulate_node(leaf: Tensor) -> Any:
 def reaches(node: Any) -> bool:
     """Whether the running graph task executes ``node``, or has executed it.
 
-    False for a leaf inside ``torch.autograd.grad``, which hands gradients out instead of accumulating them.
+    False for leaves in ``torch.autograd.grad``, which returns gradients instead of accumulating them.
     """
     if _will_execute is None:
         return True
@@ -63,32 +63,32 @@ def is_accumulation(node: Any) -> bool:
 
 
 def nodes_before(node: Any) -> list[Any]:
-    """The graph nodes that ``node`` hands its gradients to."""
+    """The graph nodes to which ``node`` passes its gradients."""
     return [one for one, _ in node.next_functions if one is not None]
 
 
 def is_older(node: Any, number: int) -> bool:
-    """Whether ``node`` was made before `newest_node` was ``number``."""
+    """Whether ``node`` was created before `newest_node` returned ``number``."""
     return bool(node._sequence_nr() < number)
 
 
 def is_custom(node: Any) -> bool:
-    """Whether ``node`` is that of a ``torch.autograd.Function``."""
+    """Whether ``node`` belongs to a ``torch.autograd.Function``."""
     return isinstance(node, BackwardCFunction)
 
 
 def newest_node() -> int:
-    """The sequence number that the next graph node of this thread will have; 0 where torch does not say."""
+    """The sequence number of the next graph node of this thread; 0 if torch does not provide it."""
     return 0 if _sequence_nr is None else _sequence_nr()
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running graph task ends well; never after an exception."""
+    """Call ``callback`` when the running graph task ends, but not after an exception."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
-    """``tensor.register_hook(hook)``, to be called before the hooks that are there already."""
+    """``tensor.register_hook(hook)``, called before the hooks that the tensor already has."""
     handle = tensor.register_hook(hook)
     hooks: dict[int, Any] = getattr(tensor, "_backward_hooks", None) or {}
     if len(hooks) > 1:
