@@ -100,7 +100,7 @@ def test_a_module_on_another_device_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), fake_on_gpu(nn.Linear(2, 2), 1))
     with pytest.raises(ValueError, match=r"requested device, cpu, but `1.weight` is on cuda:1"):
         FSDP(model, device_id=CPU)
-    with gpus(2), pytest.raises(ValueError, match=r"asked for, cuda:0, but `1.weight` is on cuda:1"):
+    with gpus(2), pytest.raises(ValueError, match=r"requested device, cuda:0, but `1.weight` is on cuda:1"):
         FSDP(model, device_id=0)
 
 
