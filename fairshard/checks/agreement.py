@@ -1,4 +1,4 @@
-"""Whether all ranks of a group have built the same units of the same values; compared once, before the first gather."""
+"""Checks that all ranks of a group have built the same units from the same values, once, before the first gather."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_agreement(comm: Communicator, units: list[Unit], device: torch.device)
 
 
 def check_same(comm: Communicator, own: list[str], device: torch.device) -> None:
-    """Compare what each rank of ``comm`` says of its model, line by line. **Collective.**
+    """Compare the ranks' descriptions of their models, ``own``, line by line. **Collective.**
 
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
@@ -49,7 +49,7 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
 
 
 def warn_of_other_values(units: list[Unit]) -> None:
-    """Warn if ``units``, still as they were cut, were cut from other values on other ranks. **Collective.**"""
+    """Warn if ranks have cut ``units`` from different values; ignores units changed since. **Collective.**"""
     groups = {unit: [communicator(group) for group in unit.groups.spanning()] for unit in units}
     for comm in dict.fromkeys(comm for comms in groups.values() for comm in comms):
         own: dict[str, int | None] = {}
@@ -68,18 +68,18 @@ def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
         for fqn, value in every[0].items():
             if None not in (value, theirs.get(fqn)) and value != theirs[fqn]:
                 warnings.warn(
-                    f"All ranks should begin with the same weights, but `{fqn}` was not the same on ranks 0 and {rank} "
-                    "when it was wrapped: the model is now made of parts of both. Seed all ranks alike, load a state "
-                    "dict, or pass `sync_module_states=True` to every wrapper.",
+                    f"All ranks should begin with the same weights, but `{fqn}` differed between ranks 0 and {rank} "
+                    "when it was wrapped: the model now has parts of both. Seed all ranks alike, load a state dict, or "
+                    "pass `sync_module_states=True` to every wrapper.",
                     stacklevel=level_of_user(),
                 )
                 return
 
 
 def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:
-    """Raise ``error``; where it is None, one of the same kind if another rank of a group has one. **Collective.**
+    """Raise ``error``; if it is None and another rank has an error, raise one of the same kind. **Collective.**
 
-    A rank that raises alone leaves the others waiting in their next collective.
+    A rank that raises alone would leave the others waiting in their next collective.
     """
     for comm in comms:
         if comm.world_size > 1 and comm.is_real:
@@ -98,7 +98,7 @@ def _digest(lines: list[str]) -> int:
 
 
 def _describe_place(unit: Unit, comm: Communicator) -> list[str]:
-    """Of a unit with replicas, what must be alike among those, or among the ranks that it is cut among."""
+    """For a unit with replicas: what must be equal among replicas, or among the ranks that share one replica."""
     shard, replicas = unit.groups.shard, unit.groups.replicas
     if replicas is None:
         return []

@@ -1,4 +1,4 @@
-"""Which gradients are NaN or infinite, and on which rank: by the names of the parameters."""
+"""Finds gradients that are NaN or infinite: reports parameters by name, and ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAX_NAMED = 4
 
 
 class NanCheck:
-    """Looks at the gradients of one model.
+    """Checks the gradients of one model.
 
-    Every rank's own gradients are looked at before they are added up, for a sum says no more whose fault it is; then
-    the sums, which may overflow where no summand did. The device is waited for once, at the end of the backward.
+    Checks each rank's own gradients before they are summed, because a sum no longer shows the rank of origin; then the
+    sums, which can overflow although no summand did. Waits for the device once, at the end of the backward.
     """
 
     def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
@@ -33,7 +33,7 @@ class NanCheck:
         self._has_warned = False
 
     def look(self, unit: Unit) -> None:
-        """Note whether the gradients of ``unit``, whole and of this rank alone, are finite."""
+        """Record whether this rank's own, whole gradients of ``unit`` are finite."""
         for flat_param in unit.flat_params:
             for slot in flat_param.slots:
                 grad = slot.leaf.grad
@@ -42,12 +42,12 @@ class NanCheck:
                     self._flags.append(_is_finite(grad))
 
     def forget(self) -> None:
-        """A pass was interrupted."""
+        """Drop the records of a pass that was interrupted."""
         self._names.clear()
         self._flags.clear()
 
     def end_backward(self) -> None:
-        """Gradients are reduced: compare notes. **Collective.**
+        """Combine the records of all ranks, after gradients are reduced. **Collective.**
 
         Raises:
             NonFiniteGradientError: on every rank, if a gradient of any is not finite.
@@ -61,24 +61,24 @@ class NanCheck:
             raise NonFiniteGradientError(
                 f"With `nan_check=True` gradients must be finite, but in the backward's order the first that are not "
                 f"are {found}. No optimizer has stepped. Look at what these modules compute there; with scaled fp16 "
-                "gradients leave `nan_check` out, for they overflow now and then and the scaler skips that step."
+                "gradients leave `nan_check` out, because these overflow sometimes, and the scaler skips that step."
             )
 
     def warn_once(self, norm: Tensor) -> None:
-        """Say which reduced gradients make ``norm`` NaN or infinite; the same on every rank. **Collective.**"""
+        """Warn once which reduced gradients make ``norm`` NaN or infinite; the same on every rank. **Collective.**"""
         if self._has_warned or bool(torch.isfinite(norm)):
             return
         self._has_warned = True
         found = self._gather([f"`{name}`" for name in _bad_sums(self._units)])
         warnings.warn(
             f"The gradient norm is {norm.item()}, because of the reduced gradients of {found}: the rank is the one "
-            "that keeps that part. Now and then this is normal with scaled fp16 gradients, whose scaler skips the "
-            "step; else `nan_check=True` names the rank that it began on. This is said once.",
+            "that keeps that part. This is sometimes normal with scaled fp16 gradients, whose scaler skips the step; "
+            "otherwise `nan_check=True` names the rank of origin. This warning appears once.",
             stacklevel=4,
         )
 
     def _gather(self, own: list[str]) -> str:
-        """What any rank found, in words; empty if none did."""
+        """The findings of all ranks as text; empty if there are none."""
         told = [f"{', '.join(own[:_MAX_NAMED])} on rank {dist.get_rank()}"] if own else []
         for comm in self._comms:
             has_found = torch.tensor([float(bool(told))], device=self._units[0].device)
@@ -89,7 +89,7 @@ class NanCheck:
 
 
 def _bad_sums(units: list[Unit]) -> list[str]:
-    """Parameters of whose reduced gradient this rank keeps a part that is not finite."""
+    """Parameters whose reduced gradient is not finite in the part that this rank keeps."""
     return [name for unit in reversed(units) for flat_param in unit.flat_params for name in _bad_runs(flat_param)]
 
 

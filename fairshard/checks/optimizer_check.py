@@ -1,4 +1,4 @@
-"""An optimizer that would step nothing, half a gradient, or the wrong thing, is told so at its first step."""
+"""Checks optimizers at their first step: raises if one would step nothing, wrong values, or partial gradients."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
 
-# Which original parameters are leaves now, which parameters are shards; how many there were, and how many it held, when
-# an optimizer was clean, and the shards whose parts, DTensors, it holds.
+# Original parameters that are leaves now.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# By `id`: torch converts DTensors in place (`module.to`) unless something refers to them weakly.
+# Parameters that are shards. By `id`: `module.to` converts DTensors in place only if they have no weak references.
 _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
+# Optimizers that passed: the numbers of sharded parameters and of their own parameters then, and the shards that hold
+# their DTensors.
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[Tensor]]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that a deepcopy or an unpickling has made since
+_copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units made by deepcopy or unpickling that are not watched yet
 _num_sharded = 0
 _is_installed = False
 
@@ -45,7 +46,7 @@ def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> No
     global _num_sharded
     for flat_param in flat_params:
         for slot in flat_param.slots:
-            _sharded[slot.leaf] = weakref.ref(slot)  # a slot holds its leaf, which would never go away
+            _sharded[slot.leaf] = weakref.ref(slot)  # weak: a slot refers to its leaf and would keep it alive
             _num_sharded += 1
         for stepped in flat_param.stepped:
             _watch(stepped, config.grad_home)
@@ -63,14 +64,14 @@ def _watch(stepped: Any, home: GradHome) -> None:
 
 
 def _watched(param: Tensor) -> tuple[Any, GradHome]:
-    """The flat param, or `OrigParam`, whose shard ``param`` is, and where its gradient is kept; else None."""
+    """The flat param, or `OrigParam`, whose shard ``param`` is, or None; and where its gradient is kept."""
     reference, home = _shards.get(id(param), (None, GradHome.SHARD))
     stepped = reference() if reference is not None else None
     return (stepped if stepped is not None and stepped.shard is param else None), home
 
 
 def watch_copy(unit: Unit) -> None:
-    """From the next check on, watch the optimizers of ``unit`` too, a copy that is still being put together."""
+    """Watch the optimizers of ``unit``, a copy that is not complete yet, from the next check on."""
     _copies.add(unit)
     _install()
 
@@ -89,7 +90,7 @@ def _watch_copies() -> None:
 
 
 def allow_held_gradients(optimizer: Optimizer) -> None:
-    """``optimizer`` is handed the gradients that units hold: let it step."""
+    """Let ``optimizer`` step although units hold gradients, because it fetches these."""
     _fetchers.add(optimizer)
 
 
@@ -158,9 +159,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:
-    """The shards in which the DTensors lie that ``optimizer`` steps.
+    """The shards that hold the DTensors of ``optimizer``.
 
-    torch counts no write of a foreach or fused kernel to a DTensor: it is counted before the step, on these.
+    torch does not count writes of foreach and fused kernels to DTensors, so they are counted here, before the step.
     """
     found = [_watched(p)[0] for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     return list({id(shard): shard for one in found if one is not None for shard in one.versioned[:1]}.values())
@@ -172,7 +173,7 @@ def _check(optimizer: Optimizer) -> None:
             slot: weakref.ref[ParamSlot] | None = _sharded.get(param)
             if slot is not None:
                 known = slot()
-                name = known.fqn if known else "of a model that is gone"
+                name = known.fqn if known else "of a model that no longer exists"
                 raise StaleOptimizerError(
                     f"An optimizer must be built after wrapping, but {type(optimizer).__name__} holds the original "
                     f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
@@ -185,13 +186,13 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
     flat_param, home = _watched(param)
     if flat_param is None:
         return
-    if not isinstance(param, DTensor):  # which has its own shape, and what PyTorch's optimizers make of it
+    if not isinstance(param, DTensor):  # DTensors have their true shapes, which PyTorch's optimizers support
         check_optimizer_class(type(optimizer), flat_param.name)
     if param._backward_hooks:
         warnings.warn(
-            f"A hook that `register_hook` put on `{flat_param.name}` is never called, for autograd does not come to "
+            f"A hook that `register_hook` put on `{flat_param.name}` is never called, because autograd does not reach "
             "shards. Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
-            "original parameter before wrapping, where it sees this rank's whole one.",
+            "original parameter before wrapping, where it sees this rank's whole gradient.",
             stacklevel=5,
         )
     if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
@@ -199,14 +200,14 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
     if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
         raise HeldGradientError(
             f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
-            f"compute device, where {type(optimizer).__name__} does not see it: it would skip the parameter. Use "
+            f"compute device, where {type(optimizer).__name__} does not see it and would skip the parameter. Use "
             "fairshard.optim.CPUOptimizer, or leave `move_grads_to_cpu` out."
         )
 
 
 def _refuse_low_precision(name: str, param: nn.Parameter) -> None:
-    why = f"but `{name}` is {param.dtype}: its moments lose what they add up."
-    if isinstance(param, DTensor):  # PyTorch's own optimizers step such ones without a word
+    why = f"but `{name}` is {param.dtype}, in which moments lose small updates."
+    if isinstance(param, DTensor):  # only a warning: with PyTorch's fully_shard such steps are allowed
         warnings.warn(
             f"An optimizer on the CPU should step fp32 masters, {why} Shard the fp32 module with "
             f"MixedPrecisionPolicy(param_dtype={param.dtype}).",

@@ -1,4 +1,4 @@
-"""Which units this rank has run, in which order: to say where it stands, and in what it differs from other ranks.
+"""Records which units this rank has run, and in which order, to report its position and differences among ranks.
 
 Ranks are compared at the start of each backward, by the exchange that plans it (`Backward`), before it communicates
 anything. That compares a hash of all calls that await a backward, so no forward goes unnoticed.
@@ -16,12 +16,12 @@ from fairshard.errors import RanksDisagreeError
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.watchdog import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
 
-_MAX_NOTED = 1 << 15  # of one step; forwards with grad enabled whose backward never comes would add up for ever
-_FORWARD, _BACKWARD = -1, -2  # a pass begins; other numbers are those of units
+_MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
+_FORWARD, _BACKWARD = -1, -2  # the start of a pass; all other numbers are units
 
 
 def check_settings(units: Sequence[Unit]) -> None:
-    """Raise unless what counts for the whole model is set alike in all of ``units``, outermost first.
+    """Raise unless the options of the whole model are equal in all of ``units``, outermost first.
 
     Raises:
         ValueError: an inner unit has another ``order_check`` or ``nan_check``.
@@ -40,9 +40,9 @@ def check_settings(units: Sequence[Unit]) -> None:
 class OrderCheck:
     """The units that the running step has called, gathered and sent.
 
-    A step ends with a backward that reduces gradients: what comes before it under ``no_sync`` belongs to it.
-    Recomputation by a checkpoint is not noted, and a pass without gradients is not compared. Units that move no
-    parameters between ranks do not count.
+    A step ends with a backward that reduces gradients, and includes the passes before it under ``no_sync``.
+    Recomputation by a checkpoint is not recorded, and a pass without gradients is not compared. Units without
+    communication do not count.
     """
 
     def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
@@ -55,16 +55,16 @@ class OrderCheck:
         }
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
         self.step = 1
-        self.noted: list[int] = []  # of the running step, or of a pass that is not compared
+        self.noted: list[int] = []  # the running step, or a pass that is not compared
         self._trained = self.noted
-        self._kept = 0  # length of the part that an exception leaves
+        self._kept = 0  # length of the part that is kept after an exception
         self._begun = 0
         self._phase = "between passes, before the first one"
 
     # ---- called by the root
 
     def begin_forward(self, is_compared: bool) -> None:
-        """A pass through the model starts; inside ``join`` each rank has passes of its own."""
+        """A pass through the model starts; inside ``join`` ranks may have different passes."""
         if is_compared:
             self.noted = self._trained
             if len(self.noted) > _MAX_NOTED:
@@ -82,7 +82,7 @@ class OrderCheck:
         self.noted.append(self._numbers[unit])
 
     def end_forward(self, completed: bool) -> None:
-        """The pass is over; one that raised is forgotten."""
+        """The pass is over; drops one that raised."""
         if not completed:
             self._phase = f"after it raised {self.place().text}"
             del self.noted[self._begun :]
@@ -97,9 +97,9 @@ class OrderCheck:
         self._phase = f"in the backward of step {self.step}"
 
     def end_backward(self, ends_step: bool, is_common: bool) -> None:
-        """A backward is over; with ``ends_step`` it has reduced gradients, and what optimizers do comes next.
+        """A backward is over; with ``ends_step`` it has reduced gradients, and the optimizers step next.
 
-        Unless it ``is_common`` to all ranks, its step is forgotten.
+        Drops the record of a step that is not ``is_common`` to all ranks.
         """
         self._phase = f"after the backward of step {self.step}"
         self.step += ends_step
@@ -108,16 +108,16 @@ class OrderCheck:
         self._kept = len(self.noted)
 
     def forget(self) -> None:
-        """A pass was interrupted: it will run again, or never."""
+        """Drop the record of an interrupted pass, which is run again or never."""
         self.noted = self._trained
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
 
     def differ(self) -> NoReturn:
-        """Raise: ranks have run different things. **Collective.**
+        """Raise, because ranks have run different units. **Collective.**
 
         Raises:
-            RanksDisagreeError: naming the first unit in which they differ.
+            RanksDisagreeError: with the first unit in which they differ.
         """
         told = {dist.get_rank(): [Place("", self.step, self._words(self.noted))]}
         for comm in self._comms:
@@ -132,10 +132,10 @@ class OrderCheck:
             "it would compute with the parameters of others."
         )
 
-    # ---- where this rank stands
+    # ---- this rank's position
 
     def place(self) -> Place:
-        """Where training is."""
+        """The present position of training."""
         noted = list(self.noted)
         text = self._phase
         last = next((number for number in reversed(noted) if number >= 0), None)
@@ -144,11 +144,11 @@ class OrderCheck:
         return Place(text, self.step, self._words(noted if self.noted is self._trained else []))
 
     def progress(self) -> Hashable:
-        """Changes with every unit that is noted."""
+        """A value that changes with every recorded unit."""
         return self.step, len(self.noted), self._phase
 
     def _words(self, noted: list[int]) -> tuple[str, ...]:
-        """``noted`` as names, with the kind of pass that each is of."""
+        """``noted`` as names, each with the kind of its pass."""
         words: list[str] = []
         kind = "forward"
         for number in noted:

@@ -1,14 +1,14 @@
-"""Ranks that run out of batches at different times: those that are done keep their part in all that is collective.
+"""Ranks that run out of batches at different times: ranks that are done still take part in all collectives.
 
-Inside ``join`` each pass, backward, clipping and step begins with a small all-reduce that says how many ranks still
-compute. As soon as one does not, the others say before all that they do together what it is, and the ranks that are
-done do their part: they gather, and free at once; they give zeros to be reduced; they step their shards::
+Inside ``join`` each pass, backward, clipping and step begins with a small all-reduce that counts the ranks that still
+compute. As soon as one is done, the others announce each collective operation, and the ranks that are done take part:
+they gather, and free at once; they reduce zeros; they step their shards::
 
     rank 0 (computes)  | forward | a: gather, compute | ... | backward | a: gather, compute | a: reduce | end | step |
     rank 1 (is done)   | forward | a: gather, free    | ... | backward | a: gather, free    | a: zeros  | end | step |
 
-*Invariant*: what ranks say begins with one number each, whoever they are and whatever follows, so that one message
-always meets another. It is the number that ``torch.distributed.algorithms.Join`` sends, which can take part therefore.
+*Invariant*: every message begins with one number from each rank, whether it computes or is done, so that messages
+always match. ``torch.distributed.algorithms.Join`` sends the same number, and can therefore take part.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.watchdog import watch
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
-_FAILED = 1 << 16  # in a sum of which each rank that computes makes up 1
+_FAILED = 1 << 16  # added to a sum in which each rank that computes counts 1
 
 Call = Callable[..., Callable[[], object]]
-"""What a rank that is done does where others make a call: looks at the arguments, raises, or returns what to do."""
+"""Called on a rank that is done when others make a call: checks the arguments, and returns this rank's part of it."""
 
 
 @dataclass(frozen=True)
 class _Message:
-    """What the ranks said together: how many compute, with grad, have failed; and what the first of them does next."""
+    """Sums over ranks: how many compute, compute with grad, have failed; and the number of their next operation."""
 
     num_active: int
     num_with_grad: int
@@ -49,7 +49,7 @@ class _Message:
 
 
 class Join:
-    """The part of one rank in one ``with model.join():``; ``calls`` is what others may call, by name."""
+    """One rank in one ``with model.join():``; ``calls``: the calls that ranks may make, by name."""
 
     def __init__(self, root: Root, throws: bool, divides_by_all: bool, calls: Mapping[str, Call]) -> None:
         comm = root.units[0].comm
@@ -69,7 +69,7 @@ class Join:
         if root.join is not None and root.join.is_in_block:
             raise TrainingStateError("`join` must not be entered inside of itself. Leave the outer `with` block first.")
         self.throws = throws
-        self.is_short = False  # some rank is done, as far as this pass knows
+        self.is_short = False  # some rank is done, as of the last message
         self.was_short = False
         self.is_done = False  # this rank is
         self.has_followed = False
@@ -82,14 +82,14 @@ class Join:
         self._grads = GradNotes(self._flat_params)
         self._divisions: dict[FlatParam, Division] = {}
         self._num_active = comm.world_size
-        self._is_inside = self._is_in_backward = False  # of what a rank that is done follows
+        self._is_inside = self._is_in_backward = False  # while done: inside a pass of the others
         self._has_failed = False
 
     # ---- the block
 
     @contextmanager
     def taking_part(self, finish: Callable[[], object]) -> Iterator[None]:
-        """Compute inside; then do what is left to do for the ranks that go on, and ``finish`` with all of them."""
+        """Compute inside; then take part in the passes of ranks that go on, and call ``finish`` with all of them."""
         self.is_in_block = True
         try:
             yield
@@ -104,11 +104,11 @@ class Join:
         finish()
 
     def close(self) -> None:
-        """The block is over: from now on ranks have the same passes again."""
+        """The block is over: from now on all ranks run the same passes."""
         root = self._root
         if self._is_in_backward:
             root.reset()
-        self._give_back_divisions()
+        self._restore_divisions()
         if self.was_short:
             for unit in root.units:
                 if unit.is_gathered:
@@ -134,7 +134,7 @@ class Join:
             self._say(_FIRST + self._units[unit])
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
-        """A backward of ``passes`` begins: ranks that are done get them, and walk the same schedule at once."""
+        """A backward of ``passes`` begins: sends them to ranks that are done, which walk the same schedule."""
         self.tell("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
         self._divide()
 
@@ -145,16 +145,16 @@ class Join:
         ]
 
     def end_backward(self, ends_step: bool) -> bool:
-        """A backward is over, and ``ends_step`` if it has reduced gradients; whether all ranks have computed it."""
+        """A backward is over; ``ends_step``: it has reduced gradients. Returns whether all ranks have computed it."""
         if self.is_short:
             self._say(_END_STEP if ends_step else _END_BACKWARD)
         self._root.settle()
-        self._give_back_divisions()
+        self._restore_divisions()
         self._grads.note()
         return not self.is_short
 
     def tell(self, call: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
-        """``call`` is made next, by all ranks; raise where one that is done cannot follow.
+        """All ranks make ``call`` next; raise if one that is done cannot take part.
 
         Raises:
             FairshardError: on all ranks.
@@ -166,13 +166,13 @@ class Join:
 
     @contextmanager
     def telling(self, call: str, *arguments: Any) -> Iterator[None]:
-        """`tell` of a call, which changes gradients inside."""
+        """`tell` of ``call``, and record the changes that it makes to gradients inside."""
         self.tell(call, lambda: arguments)
         yield
         self._grads.note()
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks are done: zero what was zeroed on the last, and return their ``value``. **Collective.**"""
+        """All ranks are done: zero gradients as the last ranks did, and return their ``value``. **Collective.**"""
         told = self._comm.gather_objects(None if self.has_followed else (value, self._grads.states()))
         last = [said for said in told if said is not None]
         if self.has_followed:
@@ -180,10 +180,10 @@ class Join:
         return [value for value, _ in last]
 
     def agree(self, problem: str) -> None:
-        """Raise, on all ranks, if any has a problem. **Collective.**
+        """Raise on all ranks if any has a ``problem``. **Collective.**
 
         Raises:
-            FairshardError: the problem of the first rank that has one.
+            FairshardError: with the problem of the first rank that has one.
         """
         problems = [told for told in self._comm.gather_objects(problem) if told]
         if problems:
@@ -191,7 +191,7 @@ class Join:
             raise FairshardError(problems[0])
 
     def check_all_compute(self, what: str) -> None:
-        """Raise, on all ranks, if ``what``, which needs all of them, is called while some are done."""
+        """Raise on all ranks if ``what``, which needs all of them, is called while some are done."""
         self._say(_OTHER)
         if self.is_short:
             self._fail(
@@ -202,13 +202,13 @@ class Join:
     # ---- a rank that is done
 
     def follow_pass(self) -> None:
-        """Do a rank's part in a whole forward, backward or call, after a count of ranks that compute."""
+        """Take part in a whole forward, backward or call, after a count of ranks that compute."""
         self._obey()
         while self._is_inside and self._follow():
             pass
 
     def _follow(self) -> bool:
-        """Do a rank's part in what the others do next; False when there are no others."""
+        """Take part in the next operation of the others; returns False if all are done."""
         self.is_done = True
         total = self._count(0)
         if total:
@@ -229,7 +229,7 @@ class Join:
             self._is_inside = False
         elif subject in (_END_BACKWARD, _END_STEP):
             root.settle()
-            self._give_back_divisions()
+            self._restore_divisions()
             self._is_inside = self._is_in_backward = False
             root.order_check.end_backward(subject == _END_STEP, is_common=False)
             if subject == _END_STEP and root.nan_check.is_on:
@@ -237,13 +237,16 @@ class Join:
         elif subject == _CALL:
             self._join_call()
         elif subject == _OTHER:
-            self._fail("Another rank called what needs all ranks, but this one has run out of batches: see its error.")
+            self._fail(
+                "Another rank made a call that needs all ranks, but this one has run out of batches: see the error of "
+                "the other."
+            )
         else:
             self._join_transfer(subject - _FIRST)
 
     def _join_forward(self) -> None:
         root = self._root
-        if self._is_in_backward:  # it raised on the others, who go on
+        if self._is_in_backward:  # it raised on the other ranks, which go on
             root.reset()
             self._is_in_backward = False
         self._is_inside = True
@@ -259,7 +262,7 @@ class Join:
         action, problem = None, ""
         try:
             action = self._calls[call](*arguments)
-        except Exception as error:  # whatever it is: the others wait to hear of it
+        except Exception as error:  # of any kind: the others wait for the result
             problem = str(error)
         self.agree(problem)
         assert action is not None
@@ -295,28 +298,28 @@ class Join:
 
     def _join_transfer(self, number: int) -> None:
         unit = self._root.units[number]
-        unit.unshard(anew=True)  # as on the other ranks
+        unit.unshard(anew=True)  # like the other ranks
         if unit.is_held:
             unit.wait_unshard()
         unit.reshard()
 
-    # ---- by what gradients are divided
+    # ---- the divisors of gradients
 
     def _divide(self) -> None:
-        """Divide by the number of ranks that compute, where that is asked for."""
-        self._give_back_divisions()
+        """Divide gradients by the number of ranks that compute, if the user has asked for that."""
+        self._restore_divisions()
         if self._divides_by_all or not self.is_short:
             return
         for flat_param in self._flat_params:
             before = self._divisions[flat_param] = flat_param.division
             flat_param.division = Division(before.before, before.after * self._num_active / self._comm.world_size)
 
-    def _give_back_divisions(self) -> None:
+    def _restore_divisions(self) -> None:
         for flat_param, division in self._divisions.items():
             flat_param.division = division
         self._divisions.clear()
 
-    # ---- what ranks say
+    # ---- messages
 
     def _say(self, subject: int, with_grad: bool = False) -> None:
         total = self._count(1)
@@ -329,16 +332,16 @@ class Join:
             self._fail("Another rank raised inside of `join`: see its error.")
 
     def _count(self, own: int) -> int:
-        """The sum over ranks of 1 for those that compute, `_FAILED` for those that raised, 0 for others."""
+        """The sum over ranks of ``own``: 1 for those that compute, `_FAILED` for those that raised, 0 for others."""
         number = torch.tensor([float(own)], device=self._root.device)
         self._comm.all_reduce(number, "sum").wait()
         return int(number.item())
 
     def _is_one_done(self, total: int) -> bool:
-        """Whether some rank is done; raises then, on all ranks, where that is asked for."""
+        """Whether some rank is done; with ``throw_on_early_termination`` this raises on all ranks."""
         is_short = sum(divmod(total, _FAILED)) < self._comm.world_size
         if is_short and self.throws:
-            self._count(int(self.is_done))  # as PyTorch's Join does in a rank that is done
+            self._count(int(self.is_done))  # like PyTorch's Join on a rank that is done
             self._fail("A rank has run out of batches, and `throw_on_early_termination=True`. Leave that out to go on.")
         return is_short
 
@@ -349,12 +352,12 @@ class Join:
         numbers = torch.tensor(own, dtype=torch.int64, device=self._root.device)
         self._comm.all_reduce(numbers, "sum").wait()
         num_active, num_with_grad, num_failed, subject, squares = map(int, numbers.tolist())
-        if num_active * squares != subject**2:  # equal only where all said the same
+        if num_active * squares != subject**2:  # equal only if all sent the same number
             self._fail("Ranks inside of `join` must call the same units in the same order, but did not.")
         return _Message(num_active, num_with_grad, num_failed, subject // max(num_active, 1))
 
     def _check(self, message: _Message) -> None:
-        """Raise, on all ranks, where they cannot go on together."""
+        """Raise on all ranks if they cannot go on together."""
         if message.num_failed:
             self._fail("Another rank raised inside of `join`: see its error.")
         if message.num_with_grad:
@@ -362,9 +365,9 @@ class Join:
                 part = unit.config.reshard_after_forward
                 if not isinstance(part, bool) and part not in (1, self._comm.world_size):
                     self._fail(
-                        "A rank has run out of batches, and others go on to train, which keep what they gather cut "
-                        f"over `reshard_after_forward={part}` ranks in unit `{unit.fqn or 'root'}`: the rank that is "
-                        "done has nothing to keep. Pass True or False, or give every rank the same number of batches."
+                        "A rank has run out of batches while others train, but these keep parameters sharded over "
+                        f"`reshard_after_forward={part}` ranks in unit `{unit.fqn or 'root'}`, and the rank that is "
+                        "done has no part to keep. Pass True or False, or give every rank the same number of batches."
                     )
 
     def _fail(self, why: str) -> None:

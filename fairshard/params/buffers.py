@@ -1,4 +1,4 @@
-"""Buffers under mixed precision: compute sees a cast copy, the original keeps its dtype and every bit."""
+"""Buffers under mixed precision: modules compute with a cast copy, the original keeps its dtype and every bit."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ def cast_buffers_(
 ) -> None:
     """Move the buffers that ``module`` itself holds to ``device``, and the floating ones to ``dtype``, in place.
 
-    Use it with ``module.apply(...)`` for a whole tree. Buffers of BatchNorm keep their dtype.
+    Pass it to ``module.apply`` for a whole tree. Buffers of BatchNorm keep their dtype.
     """
     for name, buffer in module.named_buffers(recurse=False):
         castable = buffer.is_floating_point() and not isinstance(module, _BatchNorm)
@@ -21,7 +21,8 @@ def cast_buffers_(
 class ComputeBuffers:
     """Casts the floating buffers of a unit's modules while the unit computes, and writes changes back.
 
-    Each time anew, and compared element by element: a change through ``buffer.data`` leaves no other trace.
+    Casts again for each call, and compares element by element, because torch does not count changes through
+    ``buffer.data``.
     """
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
@@ -32,7 +33,7 @@ class ComputeBuffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def attach(self) -> None:
-        """Let the modules see cast copies; nothing if they already do."""
+        """Replace the modules' buffers by cast copies, unless they already are."""
         if self._shown:
             return
         for module in self._modules:
@@ -48,11 +49,11 @@ class ComputeBuffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def detach(self) -> None:
-        """Put the originals back, with what the forward wrote into the copies."""
+        """Restore the originals, with the changes that the forward has made to the copies."""
         for module, name, original, cast, version in self._shown:
             now = module._buffers.get(name)
             if now is cast and now._version == version:
-                kept = original.data  # without a trace where nothing has changed
+                kept = original.data  # does not count as a write to the original
                 kept.copy_(torch.where(now == original.to(self._dtype), kept, now))
             elif now is not None:
                 if now.shape == original.shape:

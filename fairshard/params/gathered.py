@@ -1,4 +1,4 @@
-"""The memory in which the parameters of a line are whole while they are gathered."""
+"""The memory that holds the whole parameters of a line while they are gathered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairshard.utils.custom_comms import AllGather, CustomGather
 
 
 class Gather(Protocol):
-    """An all-gather into one buffer, of which this rank's row is written."""
+    """An all-gather into one buffer, in which this rank's row is already written."""
 
     def start(self, tag: int) -> Transfer:
         """Start it. **Collective.**"""
@@ -21,20 +21,20 @@ class Gather(Protocol):
 
 
 class Gathered:
-    """A ``buffer`` ``[W, S]`` that rows are gathered into, and the whole parameters in it.
+    """A ``buffer`` ``[W, S]`` into which rows are gathered, and the whole parameters in it.
 
     Attributes:
         buffer: its storage is empty while the line is resharded.
-        views: the whole parameters, which leaves show.
-        transfer: the gather that nothing has waited for yet.
-        custom: the user's own all-gather, if there is one.
+        views: the whole parameters, to which the leaves point.
+        transfer: a gather that has not been waited for.
+        custom: the user's own all-gather, or None.
         line_id: of the storage of `kept_line`.
     """
 
     def __init__(self, gather: Gather, buffer: Tensor, rank: int, views: Sequence[Tensor]) -> None:
         self.buffer = buffer
-        # .data gives each view a version counter of its own: refilling the buffer between forward and backward is
-        # then no in-place edit to autograd (tests/engine/test_leaves.py).
+        # .data gives each view its own version counter. Without it autograd would see refilling the buffer between
+        # forward and backward as an in-place change (tests/engine/test_leaves.py).
         self.views = [view.data for view in views]
         self.transfer: Transfer | None = None
         self.custom: AllGather | None = None
@@ -50,7 +50,7 @@ class Gathered:
         return self.buffer
 
     def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
-        """Start gathering: this rank's row is ``own``, or the rows come from a ``part`` of them. **Collective.**"""
+        """Start gathering: this rank sends ``own``, or its ``part`` of the rows. **Collective.**"""
         if self.transfer is not None:  # a gather not waited for yet; its weights have changed since
             self.transfer.wait()
         if not self._storage.nbytes():
@@ -61,13 +61,13 @@ class Gathered:
         self.transfer = (self._gather if plain else self._gather_from(part)).start(tag)
 
     def wait(self) -> None:
-        """Wait for the gather under way, if any: the views are whole."""
+        """Wait for the running gather, if any; then the views are whole."""
         if self.transfer is not None:
             transfer, self.transfer = self.transfer, None
             transfer.wait()
 
     def free(self) -> None:
-        """Give the memory back, once no gather writes to it any more."""
+        """Wait for the running gather, if any, and free the memory."""
         if self.transfer is not None:
             transfer, self.transfer = self.transfer, None
             transfer.wait()
@@ -78,7 +78,7 @@ class Gathered:
         self.custom = custom
 
     def _gather_from(self, part: KeptPart | None) -> Gather:
-        """Return what fills the memory, in which this rank's row is written; with a ``part``, after writing that."""
+        """The gather that fills the memory; writes ``part`` first, if given. This rank's row is already written."""
         gather: Gather = self._gather if part is None else part.write()
         if self.custom is not None and isinstance(gather, RowGather):
             return CustomGather(gather, self.custom)

@@ -1,6 +1,6 @@
-"""A share of a whole line among few ranks, kept from forward to backward so that only those must gather it again.
+"""This rank's share of a whole line, kept from forward to backward so that only a few ranks gather the line again.
 
-Ranks ``k * part .. k * part + k - 1`` keep the line together, each ``W * S / k`` elements of it::
+Ranks ``k * part .. k * part + k - 1`` together keep the whole line, each ``W * S / k`` elements of it::
 
     W = 4, k = 2     | row 0 | row 1 | row 2 | row 3 |      the buffer
     ranks 0 and 2    | kept ---------|                      after forward
@@ -29,21 +29,21 @@ class KeptPart:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is something to gather from."""
+        """Whether a share is kept."""
         return self._kept is not None
 
     def keep(self) -> None:
-        """Copy this rank's share out of the buffer, which is about to be freed."""
+        """Copy this rank's share out of the buffer before the buffer is freed."""
         self._kept = self._rows[self._comm.rank].clone()
 
     def write(self) -> RowGather:
-        """Write the share into the buffer, which has memory again; returns how to gather the others'."""
+        """Write the share into the buffer, which has memory again; returns the gather of the other shares."""
         assert self._kept is not None
         self._rows[self._comm.rank].copy_(self._kept)
         return RowGather(self._comm, self._rows)
 
     def forget(self) -> None:
-        """Drop the share: the weights may change."""
+        """Drop the share, because the weights may change."""
         self._kept = None
 
 
@@ -52,13 +52,13 @@ class _Gathered(Protocol):
 
 
 class KeptParts:
-    """The parts of a unit's flat params, each beside the buffer that it is cut from."""
+    """The parts of a unit's flat params, each with the buffer that it is cut from."""
 
     def __init__(self, buffers: Sequence[Tensor], comm: Communicator) -> None:
         self._parts = [KeptPart(buffer, comm) if buffer.numel() else None for buffer in buffers]
 
     def end_forward(self, keep: bool) -> None:
-        """Copy this rank's shares out of the buffers, or drop older ones: the weights may have changed since."""
+        """Copy this rank's shares out of the buffers if ``keep``; otherwise drop older ones, which may be outdated."""
         for part in self._parts:
             if part is not None and keep:
                 part.keep()
@@ -67,11 +67,11 @@ class KeptParts:
 
     @property
     def are_kept(self) -> bool:
-        """Whether there is something to gather from, of each buffer."""
+        """Whether a share of each buffer is kept."""
         return all(part is None or part.is_kept for part in self._parts)
 
     def kept(self) -> list[KeptPart]:
-        """What there is to gather from."""
+        """The parts whose share is kept."""
         return [part for part in self._parts if part is not None and part.is_kept]
 
     def unshard(self, flat_params: Sequence[_Gathered]) -> None:

@@ -1,9 +1,9 @@
-"""What is summed over the ranks of a shard but not yet over its replicas, because the user wants that later.
+"""A sum over the ranks of a shard that is not yet summed over its replicas, because the user asked to do that later.
 
 ::
 
-    set_requires_all_reduce(False)    backward    reduce-scatter -> added to what waits
-                            (True)    backward    reduce-scatter -> plus what waits -> sum over replicas -> divided
+    set_requires_all_reduce(False)    backward    reduce-scatter -> added to `waiting`
+                            (True)    backward    reduce-scatter -> plus `waiting` -> sum over replicas -> divided
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class KeptSum:
 
     Attributes:
         waiting: the sum.
-        leaving: what has waited, and the running backward is to add.
-        arrived: what it has added, which a GPU may still read; dropped when the next pass begins.
+        leaving: the sum that the running backward adds.
+        arrived: one that it has added, kept until the next pass because a GPU may still read it.
     """
 
     def __init__(self) -> None:
@@ -31,33 +31,33 @@ class KeptSum:
         self.arrived: Tensor | None = None
 
     def add(self, reduced: Tensor) -> None:
-        """Let ``reduced`` wait, too."""
+        """Add ``reduced`` to the waiting sum."""
         wide = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
         self.waiting = wide if self.waiting is None else self.waiting.add_(wide)
 
     def leave(self) -> None:
-        """The running backward is to add what waits."""
+        """Pass the waiting sum to the running backward."""
         if self.waiting is not None:
             self.leaving, self.waiting, self._is_taken = self.waiting, None, False
 
     def take(self) -> Tensor | None:
-        """What the running backward is to add; given out once."""
+        """The sum that the running backward must add; None from the second call on."""
         if self._is_taken:
             return None
         self._is_taken = True
         return self.leaving
 
     def arrive(self) -> None:
-        """A sum has arrived; what was added to it cannot come back."""
+        """A reduction that includes the passed sum has finished: `come_back` no longer restores it."""
         if self._is_taken and self.leaving is not None:
             self.arrived = self.leaving if self.leaving.is_cuda else None
             self.leaving = None
 
     def come_back(self) -> None:
-        """The backward that was to add it was interrupted."""
+        """Restore the waiting sum, because the backward that should have added it was interrupted."""
         if self.leaving is not None:
             self.waiting, self.leaving = self.leaving, None
 
     def drop(self) -> None:
-        """The user does not want it any more."""
+        """Drop the waiting sum."""
         self.waiting = self.mark = None

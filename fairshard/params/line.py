@@ -1,4 +1,4 @@
-"""Parameters laid end to end on a line: whole values to rows and back. No communication."""
+"""Parameters laid end to end on a line; converts whole values to rows and back. No communication."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class FlatLine:
 
     @staticmethod
     def among(shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
-        """``shapes`` one after the other, cut anywhere among ``world_size`` ranks."""
+        """A line of ``shapes``, one after the other, cut into equal rows for ``world_size`` ranks."""
         return FlatLine(shapes, rank, FlatLayout([shape.numel() for shape in shapes], world_size))
 
     def flattened(self, index: int, value: Tensor) -> Tensor:
-        """The elements of parameter ``index``, of which ``value`` is the whole, in the order in which they are cut."""
+        """The elements of ``value``, the whole parameter ``index``, in the order in which they are cut."""
         return value.reshape(-1)
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
-        """The whole of parameter ``index`` of its elements, in the order in which they are cut."""
+        """The whole parameter ``index``, from its elements ``flat`` in the order of `flattened`."""
         return flat.view(self.shapes[index])
 
     @torch.no_grad()
     def cut(self, values: list[Tensor]) -> Tensor:
-        """This rank's shard ``[S]`` of whole parameters, padded with zeros; new memory, no communication."""
+        """This rank's shard ``[S]`` of whole parameters ``values``, padded with zeros, in new memory."""
         with torch.inference_mode(False):
             shard = values[0].new_zeros(self.shard_numel)
         for piece in self.layout.pieces_of(self.rank):
@@ -45,7 +45,7 @@ class FlatLine:
         return shard
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """``buffer`` ``[W, S]`` as the memory where parameters become whole, which leaves show."""
+        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``; the leaves point to it."""
         return Gathered(RowGather(comm, buffer), buffer, comm.rank, self.params_of(buffer))
 
     def params_of(self, line: Tensor) -> list[Tensor]:
@@ -63,14 +63,14 @@ class FlatLine:
         return line.view(self.layout.world_size, self.shard_numel)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """What this rank owns of each parameter, as views of ``values`` ``[S]``: first element, and the run."""
+        """This rank's run of each parameter: the number of its first element, and a view of ``values`` ``[S]``."""
         runs = [(0, values[:0]) for _ in self.shapes]
         for piece in self.layout.pieces_of(self.rank):
             runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
         return runs
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
-        """For each parameter the runs of ``columns`` ``[W, S]`` where its gradient goes; last, those of the padding."""
+        """For each parameter the runs of ``columns`` ``[W, S]`` that hold its gradient; last, those of the padding."""
         if columns.is_contiguous():
             return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
         runs: list[list[Tensor]] = [[] for _ in (*self.shapes, "padding")]
@@ -79,7 +79,7 @@ class FlatLine:
         return runs
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
-        """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
+        """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
         if len(runs) > 1:
             return torch.split_with_sizes(value.reshape(-1), self.layout.lengths[index])
         return [value.reshape(run.shape) for run in runs]

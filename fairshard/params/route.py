@@ -1,4 +1,4 @@
-"""How one flat param's gathers and gradients travel, as far as its user has a say in it."""
+"""The user's settings for the communication of one flat param."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fairshard.utils.device import Stream, now
 
 @dataclass
 class Route:
-    """What the user has asked for, and the sums that wait because of it.
+    """Custom communication of one flat param, and the sum that waits for its replicas.
 
-    ``gather`` and ``scatter`` take the place of ours, or, with ``uses_group_memory``, are ours in the backend's memory.
-    ``hook`` gets each mean, on ``hook_stream``. Without ``sums_replicas`` gradients wait for the sum over these.
+    ``gather`` and ``scatter`` replace the engine's own; with ``uses_group_memory`` they are the engine's own in memory
+    of the backend. ``hook`` is called with each mean, on ``hook_stream``. Without ``sums_replicas`` sums over the ranks
+    of a shard wait before they are summed over replicas.
 
     Attributes:
-        keeps_sums: whether gradients wait now: there are replicas.
-        kept: the sum that waits.
+        keeps_sums: whether sums wait now; False without replicas.
+        kept: the waiting sum.
     """
 
     gather: AllGather | None = None
@@ -41,18 +42,18 @@ class Route:
         self.keeps_sums = False
 
     def start_from(self, comms: Communicators) -> None:
-        """Take ``comms``, which all units over the same ranks share."""
+        """Use ``comms``, which all units over the same ranks share."""
         self._comms = comms
 
     def reduce_in(self, reduce: Communicator) -> bool:
-        """Sum over the ranks of the shard in this group, which has the same ranks; False before the first forward."""
+        """Reduce in this group, which has the ranks of the shard; returns False before the first forward."""
         if self._comms is None:
             return False
         self._comms = replace(self._comms, reduce=reduce)
         return True
 
     def follow(self) -> Communicators | None:
-        """What gathers and gradients travel by, as asked for now; None before the first forward."""
+        """The groups that the present settings ask for; None before the first forward."""
         comms = self._comms
         self.keeps_sums = not self.sums_replicas and comms is not None and comms.replicas is not None
         if comms is None:
@@ -63,7 +64,7 @@ class Route:
 
     @torch.no_grad()
     def change(self, reduced: Tensor) -> None:
-        """Let the user's hook change ``reduced``, a mean."""
+        """Call the user's hook with ``reduced``, a mean, which it changes in place."""
         assert self.hook is not None
         stream = Stream.of(self.hook_stream if reduced.is_cuda else None)
         stream.wait(now(reduced.device))
@@ -73,7 +74,7 @@ class Route:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a sum waits for the running backward."""
+        """Whether the running backward must add a waiting sum."""
         return self.kept.waiting is not None and not self.keeps_sums
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
@@ -82,8 +83,8 @@ class Route:
     def __getstate__(self) -> dict[str, Any]:
         if self.gather or self.scatter or self.hook:
             raise FairshardError(
-                "A model with custom communication or an all-reduce hook must not be pickled, for what was unpickled "
-                "would lose it. Save its state_dict(), or use deepcopy, which keeps it."
+                "A model with custom communication or an all-reduce hook must not be pickled, because the unpickled "
+                "copy would lose it. Save its state_dict(), or use deepcopy, which keeps it."
             )
         return {"sums_replicas": self.sums_replicas}
 

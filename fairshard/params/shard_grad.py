@@ -1,13 +1,13 @@
 """Where the gradient of a shard is kept, and how it gets there.
 
-A reduced gradient that moves to host memory is on its way while the backward goes on::
+A reduced gradient that moves to host memory is copied while the backward goes on::
 
     reduce stream    | reduce-scatter k | reduce-scatter k+1 |
     copy stream                         | copy k ----- |            into memory that this file owns
     host                                               land: set as `.grad`, or added to it
 
-*Invariant*: a gradient is visible only when it has landed. Who reads one in the middle of a backward sees the last
-sum or None, never memory that a copy is still writing.
+*Invariant*: a gradient is visible only after it has landed. A read in the middle of a backward gives the last sum or
+None, never memory that a copy is still writing.
 """
 
 import time
@@ -30,7 +30,7 @@ _MAX_KEPT_NBYTES = 64 << 20
 
 
 class GradTransfers:
-    """What the gradients of one model share: the stream of their copies, who is told of them, time spent waiting."""
+    """Shared by the gradients of one model: the stream of their copies, a listener, and the time spent waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,9 +40,9 @@ class GradTransfers:
         self._reads: deque[tuple[Tensor, Event]] = deque()
 
     def copy(self, source: Tensor, target: Tensor) -> Event:
-        """Copy ``source``, which the current stream has made, into host memory; returns the moment it has landed.
+        """Copy ``source``, which the current stream has made, into host memory; returns the event of its arrival.
 
-        ``source`` is kept until then. More than 64 MiB of such are not kept: the host waits for the oldest.
+        ``source`` is kept until then. At most 64 MiB are kept this way: beyond that, the host waits for the oldest.
         """
         made = now(source.device)
         with self.stream.use():
@@ -55,7 +55,7 @@ class GradTransfers:
         return landed
 
     def wait(self, event: Event, counts: bool = True) -> None:
-        """Let the host wait for ``event``; it ``counts`` in ``waited_s`` where training stands still meanwhile."""
+        """Make the host wait for ``event``; the time ``counts`` in ``waited_s`` if training is blocked by it."""
         if not event.has_passed():
             started = time.perf_counter()
             event.synchronize()
@@ -67,17 +67,17 @@ class GradTransfers:
 
 
 def sign_zeros_(heads: Tensor) -> None:
-    """Let zeros among ``heads`` be -0.0: equal to 0.0 in every sum, kept by a scaling, but not by `zero_`."""
+    """Turn zeros among ``heads`` into -0.0: it adds like 0.0 and survives scaling, but not `zero_`."""
     heads.masked_fill_(heads == 0, -0.0)
 
 
 def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
-    """Whether ``grad``, whose first element had its zero signed when ``mark`` was made, was dropped or zeroed since.
+    """Whether ``grad`` was dropped or zeroed after ``mark`` was made, when `sign_zeros_` changed its first element.
 
-    ``values``: its elements on this rank, where it has others too.
+    ``values``: its elements on this rank, if ``grad`` also has elements of other ranks.
 
     Raises:
-        FairshardError: something else was done to it.
+        FairshardError: it was changed in another way.
     """
     kept, version = mark
     if grad is None:
@@ -88,15 +88,15 @@ def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: 
     if values.any() or values[:1].signbit().any():
         raise FairshardError(
             f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
-            "for the change would not be made to those, but it was scaled, written or replaced. Change gradients (clip "
-            "or unscale them) after a backward outside of no_sync, or drop all of them with zero_grad()."
+            "because the change would not apply to those, but it was scaled, written or replaced. Change gradients "
+            "(clip or unscale them) after a backward outside of no_sync, or drop all of them with zero_grad()."
         )
     return True
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A copy under way to ``host``, done at ``landed``."""
+    """A copy to ``host`` that has not been waited for; it is complete at ``landed``."""
 
     host: Tensor
     landed: Event
@@ -119,14 +119,14 @@ class ShardGrad:
         self._home = home
         self.transfers = transfers
         self._held = held
-        self._buffers: deque[Tensor] = deque(maxlen=2)  # a second one while gradients add up
+        self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
         self._flights: deque[_Flight] = deque()
         self._is_new = False  # there was no gradient before the last one was added
-        self._had_none: Any = False  # nor before `mark` made one of zeros
+        self._had_none: Any = False  # there was no gradient before `mark` created zeros
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient ``[S]``, wherever it is."""
+        """The gradient ``[S]``, wherever it is kept; None if there is none."""
         return self._held if self._home is GradHome.HELD else self._shard.grad
 
     @property
@@ -140,13 +140,13 @@ class ShardGrad:
         return self._home is GradHome.HELD
 
     def tensors(self) -> list[Tensor]:
-        """What is kept here between steps."""
+        """Memory that this object keeps between steps."""
         return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
 
     def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
-        """Set or add ``reduced``, which the current stream has made; on its way until `land` if it moves.
+        """Set or add ``reduced``, which the current stream has made; if it moves to the host, `land` completes that.
 
-        ``reached``: for each parameter 1 if it has a gradient at all; None: all have.
+        ``reached``: for each parameter 1 if it has a gradient; None: all have one.
         """
         if reduced.dtype != self._dtype:
             reduced = reduced.to(self._dtype)
@@ -157,24 +157,24 @@ class ShardGrad:
         self._flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
 
     def retract(self, reached: bytearray) -> None:
-        """Drop the gradient if the last backward made it, and has ``reached`` none of its parameters after all."""
+        """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
         if self._is_new and not any(reached):
             self._set(None)
 
     def land(self, counts: bool = True) -> None:
-        """Wait for copies under way, and make what they bring visible; ``counts`` as in `GradTransfers.wait`."""
+        """Wait for all copies and make their gradients visible; ``counts`` as in `GradTransfers.wait`."""
         while self._flights:
             flight = self._flights.popleft()
             self.transfers.wait(flight.landed, counts)
             self._set_or_add(flight.host, flight.reached)
 
     def discard_flights(self) -> None:
-        """Wait for copies under way, and drop what they bring: their backward was interrupted."""
+        """Wait for all copies and drop their gradients, because their backward was interrupted."""
         while self._flights:
             self.transfers.wait(self._flights.popleft().landed)
 
     def value_or_zeros(self) -> Tensor:
-        """The gradient; one of zeros is made if there is none."""
+        """The gradient; creates zeros if missing."""
         if self.value is None:
             device = self.transfers.device if self.is_held else None
             self._set(torch.zeros_like(self._shard, dtype=self._dtype, device=device, requires_grad=False))
@@ -182,7 +182,7 @@ class ShardGrad:
         return self.value
 
     def mark(self) -> Any:
-        """The gradient, of zeros if there is none, as it is now, for `zeroed_since`; nothing is on its way."""
+        """Land all copies, and record the present gradient (zeros if missing) for `zeroed_since`."""
         self.land()
         self._had_none = self._had_none or self.value is None
         grad = self.value_or_zeros()
@@ -190,14 +190,14 @@ class ShardGrad:
         return grad, grad._version
 
     def zeroed_since(self, mark: Any, names: Sequence[str]) -> list[int]:
-        """Which of ``names``, here one, had their gradient dropped or zeroed after `mark`; raises as `is_zeroed`."""
+        """Indexes of ``names`` (here one) whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed`."""
         return [index for index, name in enumerate(names) if is_zeroed(self.value, mark, name)]
 
     def forget_dropped(self) -> None:
-        """Nothing to do: what is on the shard is all there is."""
+        """Free the memory of gradients that were dropped; here nothing is kept beside the shard's own `.grad`."""
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient, or write zeros over it, and drop what is under way."""
+        """Drop the gradient or overwrite it with zeros, and drop copies under way."""
         self.discard_flights()
         if set_to_none:
             self._set(None)
@@ -223,7 +223,7 @@ class ShardGrad:
             kept.add_(grad)
 
     def _take_buffer(self) -> Tensor:
-        """Host memory for one gradient: memory of an earlier one, if nobody refers to that any more."""
+        """Host memory for one gradient; reuses that of an earlier one if nothing refers to it any more."""
         for buffer in self._buffers:
             if not is_aliased(buffer):
                 return buffer.detach()

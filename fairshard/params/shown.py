@@ -1,4 +1,4 @@
-"""What is registered of a flat param, and follows what users do to that."""
+"""The parameters that a flat param registers, and the changes that users make to them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fairshard.utils.span import Span
 
 
 class ShownShard:
-    """The shard of ``line``, this rank's part of the parameters of ``slots``, registered as it is.
+    """Registers the shard itself: this rank's part of ``line``, which holds the parameters of ``slots``.
 
     Attributes:
-        shard: ``[S]``, the truth.
-        registered: what users see, and attach hooks to.
-        versioned: a change of the shard is counted by one of these.
+        shard: ``[S]``, the authoritative values.
+        registered: the parameters that users see and attach hooks to.
+        versioned: tensors whose version counters together count every write to the shard.
         on_cpu: whether the shard is kept in host memory.
         holder, key: the module that the shard is registered on, and as what, if it is one for all parameters.
     """
@@ -37,7 +37,7 @@ class ShownShard:
         self.key = ""
 
     def stepped_by(self, flat_param: Any) -> Sequence[Any]:
-        """What optimizers see of ``flat_param``, of which this is shown."""
+        """The objects through which optimizers see ``flat_param``, which owns this one."""
         return (flat_param,)
 
     def make_grad(self, dtype: torch.dtype, home: GradHome, transfers: GradTransfers, held: Tensor | None) -> ShardGrad:
@@ -51,26 +51,26 @@ class ShownShard:
         return [self.shard.requires_grad] * len(self.slots)
 
     def follow(self, trained: Sequence[bool]) -> Sequence[int]:
-        """Let leaves and shard want gradients as ``trained`` says; returns the parameters whose kept ones are void."""
+        """Set ``requires_grad`` of leaves and shard to ``trained``; returns those whose kept gradients are void."""
         return ()
 
     @property
     def has_moved(self) -> bool:
-        """Whether something registered no longer lies in the shard."""
+        """Whether a registered parameter no longer lies in the shard."""
         return False
 
     def settle(self, is_fixed: bool) -> bool:
-        """Adopt what the user has assigned to ``.data`` of what is registered; returns whether anything was.
+        """Adopt tensors assigned to ``.data`` of registered parameters; returns whether there were any.
 
-        ``is_fixed``: the dtype and the device must not change any more.
+        ``is_fixed``: dtype and device may no longer change.
         """
         return False
 
     def link(self) -> None:
-        """Let what is registered lie in the shard, wherever that is now."""
+        """Make the registered parameters views of the shard, wherever that is now."""
 
     def own_spans(self) -> list[Span]:
-        """Where on the shard the elements of what is registered lie, in order."""
+        """The span of each registered parameter on the shard, in order."""
         return [Span(0, self.line.shard_numel)]
 
     # ---- moving
@@ -81,7 +81,7 @@ class ShownShard:
         self.link()
 
     def keep_on_device(self) -> None:
-        """Keep the shard on the compute device, whatever the unit was asked for."""
+        """Keep the shard on the compute device, even if the unit's options place it in host memory."""
         self.on_cpu = False
         self.shard.data = self.shard.data.to(self.slots[0].leaf.device)
         self.link()
@@ -94,11 +94,11 @@ class ShownShard:
         module.register_parameter(key, self.shard)
 
     def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was done; the function returned does it again."""
+        """Undo `register_on`, if it was called; the returned function registers again."""
         holder, key = self.holder, self.key
         if holder is None:
             return lambda: None
-        holder._parameters[key] = None  # keeps its place among the others
+        holder._parameters[key] = None  # keeps its position among the others
         return lambda: holder._parameters.update({key: self.shard})
 
     # ---- copies
@@ -110,4 +110,4 @@ class ShownShard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.shard.is_shared():
-            self.shard.data = self.shard.data.clone()  # or the sending process would go on changing it
+            self.shard.data = self.shard.data.clone()  # otherwise the sending process would still change it

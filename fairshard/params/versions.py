@@ -1,4 +1,4 @@
-"""Whether shards are what they were: torch counts the writes to a tensor."""
+"""Detects writes to shards, by the version counters of torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fairshard.params.flat_param import FlatParam
 
 
 def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
-    """How often each parameter that is a view of a shard, or a shard, has been written to."""
+    """The version counters of shards and of the parameters that are views of them."""
     return [param._version for flat_param in flat_params for param in flat_param.shows.versioned]
 
 
 def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:
-    """Raise unless the shards are what they were when `versions_of` gave ``before``, in the forward.
+    """Raise if a shard was written to since `versions_of` returned ``before``, in the forward.
 
     Raises:
-        ShardChangedError: naming the first that is not.
+        ShardChangedError: with the name of the first one.
     """
     versions = versions_of(flat_params)
     if versions == before:

@@ -1,4 +1,4 @@
-"""Setting up: from a module to units, and from units to a model.
+"""Setup: makes units from modules, and a model from units.
 
 Ignored modules, modules on the meta device, sharding, parameters that units share, devices, changes between wrapping
 and the first forward, and the claim of all units by a root.

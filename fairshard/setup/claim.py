@@ -1,4 +1,4 @@
-"""Setting up a model: which units it has, that ranks agree on them, and what they share."""
+"""Sets up a model at its first forward: finds its units, compares them across ranks, and creates their root."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.settings.groups import check_pairs
-from fairshard.setup.late_changes import connect, settle_all
+from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.views.rows import join_gathers
@@ -39,9 +39,9 @@ def claim(module: nn.Module) -> Root:
             unit.reshard()
         unit.place(fqn)
     units = [unit for _, unit in found]
-    settle_all(module, units)
+    adopt_all_changes(module, units)
     for unit in units:
-        unit.origin.shared.settle(unit, units)
+        unit.origin.shared.find_owners(unit, units)
     check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
     for unit in units:
@@ -83,7 +83,7 @@ def claim(module: nn.Module) -> Root:
 
 
 def roots_below(module: nn.Module) -> list[Root]:
-    """The root of every model in ``module``, outermost first; units in none are claimed. **Collective** then."""
+    """The root of every model in ``module``, outermost first; claims units without one: **collective** then."""
     roots: dict[Root, None] = {}
     for _, part in walk(module):
         unit = unit_of(part)
@@ -94,7 +94,7 @@ def roots_below(module: nn.Module) -> list[Root]:
 
 @contextmanager
 def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
-    """Let ``units`` join a root inside; none has if that raises, or the next call would go on with half of it."""
+    """Undo joining a root for all ``units`` if it raises; otherwise the next call would run half of a model."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Making a module ready to be sharded: where it goes, what it starts from, the same on every rank."""
+"""Prepares a module for sharding: its device, memory and initial values, the same on every rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fairshard.utils.messages import backend_name
 from fairshard.utils.parallel import validate_process_group
 
 _BUCKET_NBYTES = 250 * 2**20
-_RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of what it adds up
+_RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of its input
 
 
 @dataclass(frozen=True)
 class Construction:
-    """The arguments of a wrapper on how its module becomes a unit; ``device`` None leaves the module where it is.
+    """Arguments of a wrapper for preparing its module; ``device`` None leaves the module where it is.
 
-    ``leaves_meta``: what is on the meta device stays there, and is given memory once it has been cut.
+    ``leaves_meta``: parameters on the meta device stay there until they have been cut.
     """
 
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -47,7 +47,7 @@ def resolve_construction(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: ``param_init_fn`` cannot be called, or the device is not there.
+        ValueError: ``param_init_fn`` is not callable, or the device does not exist.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(
@@ -64,16 +64,16 @@ def resolve_construction(
 
 
 def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: list[ProcessGroup]) -> Origin:
-    """Let ``module`` have memory and values, on all ranks that ``groups`` reach one after the other.
+    """Give ``module`` memory and values, on all ranks of ``groups``, one group after the other.
 
-    What has values stays where it is, so that a module which is larger than the device can be cut on the host.
-    **Collective** with ``sync_module_states``; what raises on one rank then raises on all.
+    Parameters with values stay where they are, so that a module larger than the device can be cut on the host.
+    **Collective** with ``sync_module_states``; an error on one rank is then raised on all.
 
     Raises:
-        ValueError: the module is on another device than asked for, or cannot be initialised.
-        TypeError: a group is none of this rank's.
+        ValueError: the module is not on the requested device, or cannot be initialised.
+        TypeError: this rank is in none of the groups.
         FairshardError: its parameters are on several devices.
-        RanksDisagreeError: what is to be broadcast has not the same names and shapes on all ranks.
+        RanksDisagreeError: tensors to broadcast do not have the same names and shapes on all ranks.
     """
     own = OwnTensors(module, ignored)
     sums: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
         device = _sync(own, how, groups)
         _warn_unsynced(module)
     else:
-        device = _settle(own, how, groups, has_values=True)
+        device = _initialize(own, how, groups, has_values=True)
         if any(group.size() > 1 for group in groups):
             sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
     if how.device is not None and not own.on_meta:
@@ -89,7 +89,7 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
     return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, SharedParams())
 
 
-def _settle(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_values: bool) -> torch.device:
+def _initialize(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_values: bool) -> torch.device:
     device = _home(own, how.device, groups[0])
     for group in groups:
         validate_process_group(device, group)
@@ -99,11 +99,11 @@ def _settle(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_
 
 
 def _sync(own: OwnTensors, how: Construction, groups: list[ProcessGroup]) -> torch.device:
-    """Initialise on the first rank of all, and send everything from there."""
+    """Initialise on the first rank of all groups, and broadcast everything from there."""
     device, error = torch.device("cpu"), None
     comms = [communicator(group) for group in groups]
     try:
-        device = _settle(own, how, groups, has_values=all(comm.rank == 0 for comm in comms))
+        device = _initialize(own, how, groups, has_values=all(comm.rank == 0 for comm in comms))
     except Exception as raised:
         error = raised
     raise_together(comms, error)
@@ -118,8 +118,8 @@ def _warn_unsynced(module: nn.Module) -> None:
     for fqn, unit in units_below(module):
         if unit.origin.sums:
             warnings.warn(
-                f"`sync_module_states=True` cannot reach the inner unit `{fqn}`, which was cut from each rank's own "
-                "values. Pass it to every wrapper.",
+                f"`sync_module_states=True` has no effect on the inner unit `{fqn}`, which was already cut from each "
+                "rank's own values. Pass it to every wrapper.",
                 stacklevel=5,
             )
             return
@@ -146,21 +146,21 @@ def _device_of(name: str, given: Any) -> torch.device | None:
     if device.type == "cuda":
         if (device.index or 0) >= device_count():
             raise ValueError(
-                f"`{name}` must be a device that is there, but is {device} where this process sees {device_count()} "
-                "GPUs. Leave it out to compute on the CPU."
+                f"`{name}` must be an existing device, but is {device}, and this process sees {device_count()} GPUs. "
+                "Leave it out to compute on the CPU."
             )
         if device.index is None:
             device = current_device()
             warnings.warn(
-                f"`{name}` names no GPU by its number: the current one is taken, {device}. Pass "
-                "torch.cuda.current_device() to say so.",
+                f"`{name}` is a GPU without a number, so the current one is used, {device}. Pass "
+                "torch.cuda.current_device() to avoid this warning.",
                 stacklevel=4,
             )
     return device
 
 
 def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> torch.device:
-    """Where the unit computes: the device asked for, or that of its parameters, or the next best guess."""
+    """The device where the unit computes: the requested one, or that of its parameters, or a default."""
     devices: dict[torch.device, str] = {}
     for fqn, param in own.params.items():
         if not param.is_meta:
@@ -170,15 +170,15 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
         for device, fqn in devices.items():
             if device not in (cpu, wanted):
                 raise ValueError(
-                    f"A module must be on the CPU or on the device that is asked for, {wanted}, but `{fqn}` is on "
-                    f"{device}. Move it there, or name that device."
+                    f"A module must be on the CPU or on the requested device, {wanted}, but `{fqn}` is on {device}. "
+                    "Move it there, or pass that device."
                 )
         return wanted
     if len(devices) > 1:
         places = " and ".join(f"`{fqn}` on {device}" for device, fqn in list(devices.items())[:2])
         raise FairshardError(
             f"The parameters of a unit must be on one device, but there are {places}. Move the module, or pass "
-            "`device_id` to have it moved."
+            "`device_id` to move it."
         )
     inner = [unit.origin.device for _, unit in units_below(own.module)]
     if devices or inner:

@@ -1,4 +1,4 @@
-"""What a wrapper leaves alone: whole on every rank, neither moved, cast nor reduced."""
+"""Ignored modules and parameters, which a wrapper leaves whole on every rank, and does not move, cast or reduce."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def resolve_ignored(
     ignored_parameters: Any,
     name: str = "ignored_parameters",
 ) -> Ignored:
-    """What a wrapper of ``module`` was asked to ignore, and what the wrappers inside it ignore, as far as it is there.
+    """Modules and parameters in ``module`` that its wrapper must ignore, and those that inner wrappers ignore.
 
-    ``name`` is that of the last argument in the door that has it.
+    ``name``: name of the last argument, in which the doors differ.
 
     Raises:
-        TypeError: an argument is no iterable of modules, or of parameters.
-        ValueError: arguments exclude each other, or an inner unit has sharded what is to be ignored.
+        TypeError: an argument is not an iterable of modules, or of parameters.
+        ValueError: arguments exclude each other, or an inner unit has already sharded an ignored parameter.
     """
     if ignored_states is not None and (ignored_modules is not None or ignored_parameters is not None):
         raise ValueError(
-            "`ignored_states` must not be passed beside `ignored_modules` or `ignored_parameters`, but is. It takes "
-            "modules and parameters alike: pass all of them there."
+            "`ignored_states` must not be passed beside `ignored_modules` or `ignored_parameters`, but is. It accepts "
+            "modules and parameters: pass all of them there."
         )
     given = [
         *_items("ignored_modules", ignored_modules, nn.Module),
@@ -44,8 +44,8 @@ def resolve_ignored(
         _check_holds_no_unit(root)
     if any(root is module for root in roots):
         warnings.warn(
-            f"The module that is wrapped ({type(module).__name__}) is among those to be ignored: nothing of it is "
-            "sharded. Leave the wrapper out, or ignore parts of the module.",
+            f"The wrapped module ({type(module).__name__}) is itself ignored, so that nothing of it is sharded. Leave "
+            "the wrapper out, or ignore parts of the module.",
             stacklevel=4,
         )
     in_tree = {id(part): part for _, part in walk(module)}
@@ -63,7 +63,7 @@ def resolve_ignored(
 
 
 def renewed(ignored: Ignored, module: nn.Module) -> Ignored:
-    """``ignored`` as it is once ``module`` holds units, whose `param_init_fn` may have put other parameters there."""
+    """``ignored`` after ``module`` got units, whose `param_init_fn` may have replaced parameters."""
     inner = [param for _, unit in units_below(module) for param in unit.origin.ignored.params]
     here = {id(param) for _, part in walk(module) for param in part._parameters.values()}
     params = {id(param): param for param in (*ignored.params, *inner) if id(param) in here}
@@ -88,8 +88,8 @@ def _check_holds_no_unit(root: nn.Module) -> None:
         if unit_of(part) is not None:
             where = f"its `{fqn}` is wrapped already" if part is not root else "is a wrapper itself"
             raise ValueError(
-                f"Ignored modules must not be sharded, but of a {type(root).__name__} among them, {where}. Leave it "
-                "out, or do not wrap it."
+                f"Ignored modules must not be sharded, but of a {type(root).__name__} among them, {where}. Do not "
+                "ignore it, or do not wrap it."
             )
 
 

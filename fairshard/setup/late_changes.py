@@ -1,4 +1,4 @@
-"""What users do to a model after wrapping, before the first forward and later: taken in, or refused by name."""
+"""Changes of a model after wrapping: each is adopted, or refused with the name of the parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fairshard.utils.names import join
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
-def settle(unit: Unit) -> None:
-    """Follow what was moved or cast; parameters that differ by now in dtype or device no longer share a flat param."""
+def adopt_changes(unit: Unit) -> None:
+    """Adopt moves and casts; splits flat params whose parameters now differ in dtype or device."""
     flat_params: list[FlatParam] = []
     for flat_param in unit.flat_params:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -25,7 +25,7 @@ def settle(unit: Unit) -> None:
             kinds.setdefault((param.dtype, param.device), []).append(index)
         if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
             if any(param.is_meta for param in flat_param.registered):
-                flat_params.append(flat_param)  # it is being given memory
+                flat_params.append(flat_param)  # parameters are still getting memory
             else:
                 flat_params += [flat_param.split(indexes) for indexes in kinds.values()]
         else:
@@ -34,15 +34,15 @@ def settle(unit: Unit) -> None:
     unit.flat_params = flat_params
 
 
-def settle_all(module: nn.Module, units: Sequence[Unit]) -> None:
-    """Let ``units``, all in ``module``, be what its users have made of it; before any communication.
+def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Adopt all changes of ``units``, which are in ``module``; no communication.
 
     Raises:
-        FairshardError: parameters are on the meta device still, or were added or replaced.
+        FairshardError: parameters are still on the meta device, or were added or replaced.
     """
     for unit in units:
         if unit.members is not None:
-            settle(unit)
+            adopt_changes(unit)
     _check_memory(units)
     _check_added(module)
     for unit in units:
@@ -51,7 +51,7 @@ def settle_all(module: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def connect(unit: Unit) -> None:
-    """Let DTensors of ``unit`` find its groups again, if they come out of a pickle."""
+    """Connect unpickled DTensors of ``unit`` to its process groups."""
     groups = [group.resolve() for group in (unit.groups.replicas, unit.groups.shard) if group is not None]
     for flat_param in unit.flat_params:
         shown = flat_param.shows
@@ -60,10 +60,10 @@ def connect(unit: Unit) -> None:
 
 
 def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise if ``fn``, about to be applied to all tensors, would change dtype or device of a unit that has run.
+    """Raise if ``fn``, which will be applied to all tensors, changes the dtype or device of a unit that has run.
 
     Raises:
-        TypeError: it would.
+        TypeError: it does.
     """
     if unit.root is None:
         return
@@ -72,7 +72,7 @@ def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
         changed = fn(shard.data.new_empty(0))
         if changed.dtype != shard.dtype or changed.device != shard.device:
             raise TypeError(
-                f"Dtype and device must be settled before the first forward, but `{flat_param.name}` would "
+                f"Dtype and device must be fixed before the first forward, but `{flat_param.name}` would "
                 f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
                 "the module before sharding it, or use mixed precision (`mixed_precision`, `mp_policy`)."
             )
@@ -109,22 +109,22 @@ def _check_added(module: nn.Module) -> None:
                 for name, param in part._parameters.items():
                     slot = own.get((id(part), name))
                     is_new = slot is None and param is not None and id(param) not in known
-                    # A plain tensor under a name that is known may be there for one call (functional_call).
+                    # A plain tensor under a known name may be there for one call only (functional_call).
                     if is_new or (slot is not None and isinstance(param, DTensor) and param is not slot.registered):
                         raise FairshardError(refusal_of_new(join(unit.fqn, join(path, name))))
 
 
 def refusal_of_new(fqn: str) -> str:
-    """That a parameter has come into a model that is sharded."""
+    """The error message for a parameter that was added to a sharded model."""
     return (
-        f"A model must have all its parameters when it is sharded, but `{fqn}` came after that: every rank would train "
-        "it on its own. Add it before fully_shard, or name it in `ignored_params`; to change the values of a parameter "
+        f"A model must have all its parameters when it is sharded, but `{fqn}` was added later: each rank would train "
+        "its own copy. Add it before fully_shard, or name it in `ignored_params`; to change the values of a parameter "
         "copy them into it, or load a state dict."
     )
 
 
 def _renew_references(unit: Unit) -> None:
-    """Let RNNs, which keep a list of their weights and make it anew when they are moved, compute with the leaves."""
+    """Put the leaves into the lists of weights that RNNs keep, and build again whenever they are moved."""
     for flat_param in unit.flat_params:
         for slot in flat_param.slots:
             for owner, name in slot.owners:

@@ -1,4 +1,4 @@
-"""Giving memory and values to what a unit owns on the meta device."""
+"""Gives memory and values to parameters and buffers on the meta device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fairshard.engine.origin import Ignored
 from fairshard.engine.tree import unit_of
 from fairshard.utils.names import join
 
-# What stood on the meta device for a parameter that has memory by now, and the parameter's name: another module
-# that shares it may still hold the old one.
+# Meta tensors that were replaced by parameters with memory, and the names of these: another module that shares the
+# parameter may still hold the old one.
 _gone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-_UNWRITTEN = 0xA5  # every byte of memory that `reset_parameters` is to fill
+_UNWRITTEN = 0xA5  # each byte of memory that `reset_parameters` has not written
 
 
 class OwnTensors:
-    """The parameters and buffers of ``module`` that neither an inner unit nor ``ignored`` has.
+    """The parameters and buffers of ``module`` that are neither in an inner unit nor in ``ignored``.
 
-    Invariant: parameters that have several owners are one object before and after `materialize`.
+    Invariant: a parameter with several owners is one object, before and after `materialize`.
     """
 
     def __init__(self, module: nn.Module, ignored: Ignored) -> None:
@@ -46,11 +46,11 @@ class OwnTensors:
 
     @property
     def on_meta(self) -> list[str]:
-        """The names of what has no memory yet."""
+        """The names of tensors without memory."""
         return [fqn for fqn, value in self._unique() if value.is_meta]
 
     def move_buffers(self, device: torch.device) -> None:
-        """Move buffers to ``device``; those that several modules share stay one."""
+        """Move buffers to ``device``; a buffer that several modules share stays one object."""
         moved: dict[int, Tensor] = {}
         for _, part in self._modules:
             for name, buffer in part._buffers.items():
@@ -58,13 +58,13 @@ class OwnTensors:
                     part._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
     def materialize(self, init: Callable[[nn.Module], Any] | None, device: torch.device, has_values: bool) -> None:
-        """Give what is on the meta device memory on ``device``, and values by ``init`` or ``reset_parameters``.
+        """Give tensors on the meta device memory on ``device``, and values by ``init`` or ``reset_parameters``.
 
-        Without ``has_values`` the values come later, from another rank.
+        Without ``has_values`` the values arrive later, from another rank.
 
         Raises:
-            ValueError: a module has no ``reset_parameters``, or it left something unwritten; or ``init`` left something
-                on the meta device; or a module in here shares a parameter with a unit that was on the meta device too.
+            ValueError: a module has no ``reset_parameters``, or that left a tensor unwritten; ``init`` left a tensor on
+                the meta device; or a module shares a parameter with a unit that was also on the meta device.
         """
         self._check()
         waiting = self._owners_on_meta()
@@ -73,7 +73,7 @@ class OwnTensors:
         owners = self._owners()
         with torch.no_grad():
             if init is not None:
-                for _, part in sorted(waiting, key=lambda pair: _depth(pair[0])):  # a parent's may empty its children
+                for _, part in sorted(waiting, key=lambda pair: _depth(pair[0])):  # parents may empty children
                     init(part)
             else:
                 if has_values:
@@ -143,7 +143,7 @@ class OwnTensors:
                     )
 
     def _empty(self, part: nn.Module, device: torch.device) -> None:
-        """``part.to_empty``, but for what has values, and what is ignored; new memory is marked as not written."""
+        """``part.to_empty`` for tensors that are neither ignored nor have values; marks new memory as unwritten."""
         kept_params = {n: (p, p.data) for n, p in part._parameters.items() if p is not None and not self._is_due(p)}
         kept_buffers = {n: b for n, b in part._buffers.items() if b is not None and not self._is_due(b)}
         part.to_empty(device=device, recurse=False)
@@ -157,7 +157,7 @@ class OwnTensors:
         part._buffers.update(kept_buffers)
 
     def _owners(self) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
-        """Each tensor, ignored ones too, and where it hangs."""
+        """Each tensor, ignored ones included, and the modules and names that hold it."""
         owners: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
         for _, part in self._modules:
             for name, value in [*part._parameters.items(), *part._buffers.items()]:
@@ -166,7 +166,7 @@ class OwnTensors:
         return list(owners.values())
 
     def _tie(self, owners: list[tuple[Tensor, list[tuple[nn.Module, str]]]]) -> None:
-        """Let what was one tensor be one again, and note what it was."""
+        """Share tensors among modules as before, and record the tensors that were replaced."""
         new: dict[int, nn.Parameter] = {}
         for old, places in owners:
             part, name = places[0]
@@ -186,7 +186,7 @@ def _values(part: nn.Module) -> list[Tensor]:
 
 
 def _bytes_of(value: Tensor) -> Tensor:
-    """Its memory, 1-D uint8; nothing where it has none of its own to show (sparse ones)."""
+    """The memory of ``value`` as 1-D uint8; empty for tensors that are not strided."""
     line = torch.empty(0, dtype=torch.uint8, device=value.device)
     return line.set_(value.untyped_storage()) if value.layout is torch.strided else line
 
@@ -201,7 +201,7 @@ def _depth(fqn: str) -> int:
 
 
 def _tree(module: nn.Module, fqn: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules below ``module`` that no unit inside it has, children first, as their constructors have run."""
+    """The modules of ``module`` that are in no inner unit, children first, in the order of their constructors."""
     if id(module) in seen or unit_of(module) is not None:
         return
     seen.add(id(module))

@@ -1,4 +1,4 @@
-"""On which device a model computes, and whether the host has room for what it keeps there."""
+"""The device of a model, and whether its offloaded parameters fit into host memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _log = logging.getLogger("fairshard")
 
 
 def compute_device(units: list[Unit]) -> torch.device:
-    """The device where ``units`` compute: that of the parameters when wrapped, or where ``.to()`` moved them since.
+    """The device where ``units`` compute: where parameters were when wrapped, or where ``.to()`` has moved them.
 
-    Units whose parameters were on the CPU and are offloaded compute on the current GPU if their group is NCCL's.
+    Offloaded units that were on the CPU when wrapped compute on the current GPU if their group uses NCCL.
     """
     for unit in units:
         for flat_param in unit.flat_params:
@@ -42,18 +42,18 @@ def compute_device(units: list[Unit]) -> torch.device:
         if idle:
             warnings.warn(
                 f"The parameters of unit `{idle[0].fqn or 'root'}` are on the CPU, where the model will compute, but "
-                f"{gpu} is there. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` if this is "
-                "meant.",
+                f"{gpu} is available. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` to keep "
+                "this and avoid the warning.",
                 stacklevel=level_of_user(),
             )
     return device
 
 
 def check_host_memory(comm: Communicator, units: list[Unit], device: torch.device) -> None:
-    """Say how much host memory ``units`` may pin, and raise where it is too much. **Collective.**
+    """Log how much host memory ``units`` may pin, and raise if it is too much. **Collective.**
 
     Raises:
-        HostMemoryError: on every rank, if any rank's host has not room for its ranks.
+        HostMemoryError: on every rank, if any host lacks memory for its ranks.
     """
     if device.type != "cuda" or not any(unit.config.master_on_cpu for unit in units):
         return
@@ -70,7 +70,9 @@ def check_host_memory(comm: Communicator, units: list[Unit], device: torch.devic
 
 
 def _nbytes_to_pin(units: list[Unit]) -> int:
-    """Shards; two gradients a shard where they move, the second while they add up; else two to fetch them through."""
+    """Bytes of shards and gradients: two gradients per shard if they move to the host, the second for accumulation;
+    if they are held on the device, two buffers to fetch them.
+    """
     nbytes = largest_held = 0
     for unit in units:
         for flat_param in unit.flat_params:

@@ -1,4 +1,4 @@
-"""Taking the parameters of a module that no inner unit owns, and cutting them into flat params."""
+"""Cuts the parameters of a module that no inner unit owns into flat params."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ _OTHER_ENGINES = (
 def shard_parameters(
     module: nn.Module, config: UnitConfig, rank: int, world_size: int, origin: Origin
 ) -> list[FlatParam]:
-    """Cut the parameters that inner units and ``origin.ignored`` have left; the originals become empty leaves.
+    """Cut all parameters that are neither in inner units nor in ``origin.ignored``; the originals become empty leaves.
 
-    They are cut where they are: what lies on the CPU goes to ``origin.device`` as a shard, never whole.
+    They are cut where they are: of parameters on the CPU only the shard is copied to ``origin.device``.
 
-    No communication: every rank cuts its span out of the values it holds. Each parameter occurs once, however
-    many names it has.
+    No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
 
     Raises:
         TypeError: a parameter's dtype cannot be sharded.
@@ -71,7 +70,7 @@ def shard_parameters(
 def shard_rows(
     module: nn.Module, config: UnitConfig, mesh: DeviceMesh, origin: Origin, dim_of: Callable[[ParamSlot], int]
 ) -> list[FlatParam]:
-    """As `shard_parameters`, each parameter by itself: along ``dim_of`` it, among the last dimension of ``mesh``.
+    """See `shard_parameters`. Cuts each parameter separately, on dimension ``dim_of(slot)``, over the last of ``mesh``.
 
     A parameter without dimensions stays whole on every rank.
 
@@ -100,7 +99,7 @@ def shard_rows(
 
 
 def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSlot]]:
-    """Which parameters of a unit share a flat param, in order; none do without ``flatten_parameters``."""
+    """Group the parameters of a unit by flat param, in order; without ``flatten_parameters`` each has its own."""
     if not config.flatten_parameters:
         return [[slot] for slot in slots]
     by_kind: dict[tuple[object, ...], list[ParamSlot]] = {}
@@ -117,10 +116,10 @@ def collect_slots(
     skip: Collection[int] = (),
     shared: SharedParams | None = None,
 ) -> list[ParamSlot]:
-    """The parameters of ``parts``, modules with their fqns, each once under all its names.
+    """The parameters of ``parts``, modules with their fqns; each parameter once, with all its names.
 
-    Those of ``inner`` units are left out, and those whose ``id`` is in ``skip``. What units beside these modules have
-    taken is noted in ``shared``.
+    Leaves out those of ``inner`` units, and those whose ``id`` is in ``skip``. Records in ``shared`` parameters that
+    units beside these modules have sharded.
 
     Raises:
         ValueError: a parameter is sharded already, or shared with an inner unit.
@@ -144,19 +143,19 @@ def collect_slots(
 
 
 def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = False) -> None:
-    """Raise if anything of ``module`` that is not ``ignored`` is in the hands of another engine, or has no shape yet.
+    """Raise if another engine has sharded something in ``module`` that is not ``ignored``, or a parameter is lazy.
 
-    Units in it are those of the same door, which works ``in_place`` or wraps.
+    All units in it must be of the same door: the one that works ``in_place``, or the one that wraps.
 
     Raises:
-        ValueError: naming it.
+        ValueError: with its name.
     """
     skipped, inner = ignored.ids, set[int]()
     for fqn, unit in units_below(module):
         if (unit.members is not None) != in_place:
             raise ValueError(
                 f"A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but `{fqn}` in "
-                f"this {type(module).__name__} has been by the other one. Use one of the two throughout."
+                f"this {type(module).__name__} was sharded by the other one. Use one of the two throughout."
             )
         slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
         skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.registered}
@@ -167,10 +166,10 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
             taken = None if id(part) in inner else taken_from(part)
             if taken is not None:
                 raise ValueError(
-                    "Inner modules must be sharded before outer ones, but of what is to be sharded a unit around or "
-                    f"beside it has already taken the parameter `{taken}`. Call fully_shard or "
-                    "FullyShardedDataParallel on inner modules first, on modules that share parameters together, and "
-                    "use one of the two throughout."
+                    f"Inner modules must be sharded before outer ones, but parameter `{taken}` of this module has "
+                    "already been sharded by a unit around or beside it. Call fully_shard or FullyShardedDataParallel "
+                    "on inner modules first, on modules that share parameters together, and use one of the two "
+                    "throughout."
                 )
         for name, param in part._parameters.items():
             if param is not None and is_lazy(param) and id(param) not in skipped:

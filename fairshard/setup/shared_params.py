@@ -1,8 +1,8 @@
 """Parameters of one unit that modules of another use too: fairscale's ``append_shared_param``.
 
-Such a parameter lies in the flat param of one unit, its owner. A call of the unit that shares it is a call of the
-owner as well, so that the owner is gathered, waits for its gradients and counts its calls as a unit does whose module
-runs twice; autograd adds up what all uses give to the one leaf::
+Such a parameter lies in the flat param of one unit, its owner. A call of a unit that shares it is also a call of the
+owner, so that the owner is gathered, waits for gradients and counts calls like a unit whose module runs twice. Autograd
+adds the gradients of all uses, because they share one leaf::
 
     owner        | gather  forward  free |               | gather  forward  free |
     sharer                                | gather .............. forward  free |
@@ -26,7 +26,7 @@ from fairshard.utils.names import join
 
 @dataclass(frozen=True)
 class _Use:
-    """``module`` refers as ``name`` to the parameter of ``slot``, which another unit has taken."""
+    """``module.name`` is the parameter of ``slot``, which another unit has sharded."""
 
     slot: ParamSlot
     module: nn.Module
@@ -35,34 +35,34 @@ class _Use:
 
     @property
     def is_due(self) -> bool:
-        """Whether the module still refers to the parameter itself: a unit inside may have appended it."""
+        """Whether it must still be appended; an inner unit may have done that."""
         return self.module._parameters.get(self.name) is self.slot.leaf
 
 
 @dataclass
 class SharedParams:
-    """What the modules of one unit use of others. ``owners``: those units, once the model is set up."""
+    """Parameters of other units that one unit uses. ``owners``: those units, once the model is set up."""
 
     owners: tuple[Unit, ...] = ()
     _found: list[_Use] = field(default_factory=list)
     _appended: list[ParamSlot] = field(default_factory=list)
 
     def note(self, slot: ParamSlot, module: nn.Module, name: str, fqn: str) -> None:
-        """A module of the unit refers to a parameter of another one. It must be appended before the first forward."""
+        """Record that ``module.name`` is a parameter of another unit; it must be appended before the first forward."""
         self._found.append(_Use(slot, module, name, fqn))
 
     def append(self, param: Any) -> None:
-        """Use ``param``, as one of the modules that share it has it.
+        """Share ``param``, as it is registered in any of the modules that use it.
 
         Raises:
-            ValueError: it is no parameter of another unit, or no module of this one refers to it.
+            ValueError: it is not a parameter of another unit, or no module of this unit uses it.
         """
         if any(slot.stands_for(param) for slot in self._appended):
             return
         uses = [use for use in self._found if use.slot.stands_for(param) and use.is_due]
         if not uses:
             raise ValueError(
-                "`append_shared_param` must be called with a parameter that another unit has taken and that a module "
+                "`append_shared_param` must be called with a parameter that another unit has sharded and that a module "
                 f"of this one uses, but this {type(param).__name__} is not. Tie the modules first "
                 "(`b.weight = a.weight`), wrap both, then pass the parameter of either."
             )
@@ -71,17 +71,17 @@ class SharedParams:
         self._appended.append(uses[0].slot)
 
     def check_all_appended(self, unit_fqn: str) -> None:
-        """Raise unless every parameter that is shared has been appended.
+        """Raise unless every shared parameter has been appended.
 
         Raises:
-            ValueError: naming it.
+            ValueError: with the name of the first that has not.
         """
         for use in self._found:
             if use.is_due:
                 raise ValueError(refusal(join(unit_fqn, use.fqn), use.slot.fqn))
 
-    def settle(self, unit: Unit, units: Sequence[Unit]) -> None:
-        """Find, among ``units`` of one model, those that own what ``unit`` shares.
+    def find_owners(self, unit: Unit, units: Sequence[Unit]) -> None:
+        """Find, among ``units`` of one model, the owners of the parameters that ``unit`` shares.
 
         Raises:
             ValueError: an owner is not among them, or computes in another dtype.
@@ -92,8 +92,8 @@ class SharedParams:
             pairs = [(other, flat) for other in units for flat in other.flat_params if slot in flat.slots]
             if not pairs:
                 raise ValueError(
-                    f"A unit that shares a parameter must be in one model with the unit that has it, but `{slot.fqn}` "
-                    f"is not below the wrapper that unit `{unit.fqn or 'root'}` was called through. Wrap a module "
+                    f"A unit that shares a parameter must be in one model with the unit that owns it, but `{slot.fqn}` "
+                    f"is outside the wrapper through which unit `{unit.fqn or 'root'}` was called. Wrap a module "
                     "around both, and call that."
                 )
             owner, flat_param = pairs[0]
@@ -112,7 +112,7 @@ class SharedParams:
         self.owners = tuple(owners)
 
     def computing_with(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as a call of each of the owners."""
+        """``function``, wrapped so that it counts as a call of each owner."""
         for owner in self.owners:
             function = functools.partial(_call_in, owner, function)
         return function
@@ -122,7 +122,7 @@ class SharedParams:
 
 
 def refusal(fqn: str, owner_fqn: str) -> str:
-    """That parameter ``fqn`` must not be taken by a second unit."""
+    """The error message for parameter ``fqn``, which a second unit would shard."""
     return (
         f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is wrapped "
         "already. Wrap the two modules together in one unit, or wrap neither on its own; or, if neither is inside the "
@@ -131,6 +131,6 @@ def refusal(fqn: str, owner_fqn: str) -> str:
 
 
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if unit.state is TrainingState.FORWARD:  # called from within: gathered, and freed by that call
+    if unit.state is TrainingState.FORWARD:  # called inside a call of `unit`, which gathers and frees
         return function(*args, **kwargs)
     return call_in(unit, function, args, kwargs)

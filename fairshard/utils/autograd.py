@@ -1,10 +1,10 @@
-"""The only file that touches autograd's private API.
+"""The only file that uses autograd's private API.
 
-What is used, and what stands in for it where torch lacks it:
+The names it uses, and the replacement where torch lacks one:
 
-- ``torch._C._will_engine_execute_node`` (torch >= 2.1): which leaves the running backward will reach. Without it
-  every leaf counts as reached, so that a unit with an unused one is finished at the end of the backward: later,
-  with the same result (``tests/utils/test_autograd_hooks.py`` compares the two).
+- ``torch._C._will_engine_execute_node`` (torch >= 2.1): which leaves the running backward will reach. Without it every
+  leaf counts as reached, so that a unit with an unused leaf is finished at the end of the backward: later, with the
+  same result (``tests/utils/test_autograd_hooks.py`` compares the two).
 - ``torch._C._current_graph_task_id``: tells one backward from another, and from none (-1).
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task. The task holds the
   callback until it is over, with or without an exception.
@@ -27,7 +27,7 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def accumulate_node(leaf: Tensor) -> Any:
-    """The graph node that adds to ``leaf.grad``; it is the same for as long as someone holds it."""
+    """The graph node that adds to ``leaf.grad``; stays the same object as long as something refers to it."""
     with torch.inference_mode(False), torch.enable_grad():
         grad_fn = leaf.view_as(leaf).grad_fn
     assert grad_fn is not None
@@ -37,7 +37,7 @@ def accumulate_node(leaf: Tensor) -> Any:
 def reaches(node: Any) -> bool:
     """Whether the running graph task executes ``node``, or has executed it.
 
-    False for a leaf inside ``torch.autograd.grad``, which hands gradients out instead of accumulating them.
+    False for leaves in ``torch.autograd.grad``, which returns gradients instead of accumulating them.
     """
     if _will_execute is None:
         return True
@@ -58,7 +58,7 @@ def reached(nodes: Sequence[Any]) -> bytearray:
 
 
 def nodes_before(node: Any) -> list[Any]:
-    """The graph nodes that ``node`` hands its gradients to."""
+    """The graph nodes to which ``node`` passes its gradients."""
     return [one for one, _ in node.next_functions if one is not None]
 
 
@@ -97,7 +97,7 @@ def sequence_number(node: Any) -> int:
 
 
 def is_custom(node: Any) -> bool:
-    """Whether ``node`` is that of a ``torch.autograd.Function``."""
+    """Whether ``node`` belongs to a ``torch.autograd.Function``."""
     return isinstance(node, BackwardCFunction)
 
 
@@ -106,12 +106,12 @@ newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr",
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running graph task ends well; never after an exception."""
+    """Call ``callback`` when the running graph task ends, but not after an exception."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
-    """``tensor.register_hook(hook)``, to be called before the hooks that are there already."""
+    """``tensor.register_hook(hook)``, called before the hooks that the tensor already has."""
     handle = tensor.register_hook(hook)
     hooks: dict[int, Any] = getattr(tensor, "_backward_hooks", None) or {}
     if len(hooks) > 1:

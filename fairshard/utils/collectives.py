@@ -1,6 +1,6 @@
-"""The collectives of training, chosen by backend and world size; what else ranks exchange is in ``messages.py``.
+"""The collectives of training, chosen by backend and world size; other messages are in ``messages.py``.
 
-The two are the only files that call torch.distributed's.
+Only these two files call collectives of torch.distributed.
 
 ======================  =========================================  =======================================
 backend, ranks          all-gather                                 reduce-scatter (always a *sum*)
@@ -11,10 +11,9 @@ gloo, more              all_gather_single                          all_to_all_si
 NCCL and others         all_gather_single                          reduce_scatter_single
 ======================  =========================================  =======================================
 
-A direct exchange is one ``isend`` and one ``irecv`` per peer, straight between rows: gloo's own all-gather and
-reduce-scatter copy more and take two to five times as long (``benchmarks/micro/collectives.py``). It runs in a
-process group of its own. Local sums add in rank order, in fp32 for narrower dtypes, so that they do not depend on
-who waits for whom.
+A direct exchange is one ``isend`` and one ``irecv`` per peer, directly between rows: gloo's own all-gather and
+reduce-scatter copy more and take two to five times as long (``benchmarks/micro/collectives.py``). It has its own
+process group. Local sums add in rank order, in fp32 for narrower dtypes, so that they do not depend on timing.
 """
 
 import math
@@ -40,19 +39,19 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement"]
 
 
 def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
-    """31 bits that tell one exchange under way from another, the same on every rank.
+    """A tag of 31 bits that distinguishes running exchanges, the same on every rank.
 
-    ``source`` names what travels, ``uses`` counts how often it has, ``members`` is a hash of what travels with it.
-    Never a sequence number: ranks that start exchanges in another order would silently get each other's data.
+    ``source`` identifies the tensor, ``uses`` counts its exchanges, ``members`` is a hash of the tensors sent with it.
+    Not a sequence number: ranks that start exchanges in different orders would silently receive wrong data.
     """
     return (kind == "reduce_scatter") << 30 | (source & 0x3FFF) << 16 | (members & 0xFF) << 8 | uses & 0xFF
 
 
 class Transfer:
-    """A collective under way, with the tensors it still reads or writes.
+    """A running collective, and the tensors that it reads or writes.
 
-    ``wait`` makes the current stream (on CPU: the calling thread) wait for it and hands out ``result``. Every
-    work is waited for even when one of them fails: a dropped one would make the next collective time out.
+    ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
+    every work even if one fails, because a dropped one would make the next collective time out.
     """
 
     __slots__ = ("_finish", "_held", "_works", "result")
@@ -70,7 +69,7 @@ class Transfer:
         self.result = result
 
     def wait(self) -> Tensor | None:
-        """Wait, then return the tensor that the collective made, if it makes one. May be called again."""
+        """Wait, then return the result of the collective, or None. May be called again."""
         if self._works:
             works, self._works = self._works, ()
             _wait_all(works)
@@ -85,7 +84,7 @@ class Transfer:
 
 
 class Chain(Transfer):
-    """A transfer, and another one that begins with what the first has made."""
+    """A transfer, followed by another one that starts with its result."""
 
     __slots__ = ("_first", "_next", "_start")
 
@@ -96,11 +95,11 @@ class Chain(Transfer):
         self._next: Transfer | None = None
 
     def wait(self) -> Tensor | None:
-        """As `Transfer.wait`; on CPU the calling thread waits for the first before the second begins."""
+        """See `Transfer.wait`. On CPU the calling thread waits for the first before the second starts."""
         return self._second().wait()
 
     def is_completed(self) -> bool:
-        """As `Transfer.is_completed`. *Invariant*: it begins nothing, for who asks, and when, differs among ranks."""
+        """See `Transfer.is_completed`. *Invariant*: starts nothing, because ranks call it at different times."""
         return self._next is not None and self._next.is_completed()
 
     def _second(self) -> Transfer:
@@ -112,9 +111,9 @@ class Chain(Transfer):
 
 
 class Communicator(GroupMessages):
-    """One process group as the engine uses it: this rank's place in it, its collectives, their counts.
+    """A process group with this rank's number in it, its collectives and their counts.
 
-    Made once per group by `communicator`, **collectively**: with gloo it sets up the group for direct exchange.
+    `communicator` creates it once per group, **collectively**: with gloo it sets up the group for direct exchange.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -138,20 +137,20 @@ class Communicator(GroupMessages):
         return communicator(self._host)
 
     def gather_messages(self, rows: Tensor) -> Transfer:
-        """As `all_gather`, counted apart; only one at a time. **Collective.**"""
+        """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
         self._num_messages += 1
         return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, self._num_messages))
 
     def new_id(self) -> int:
-        """A number for one flat param; the same on every rank that builds its models in the same order."""
+        """A number for one flat param, equal on all ranks if they build their models in the same order."""
         self._next_id += 1
         return self._next_id
 
     def all_gather(self, buffer: Tensor, tag: int) -> Transfer:
-        """Fill every row of ``buffer`` ``[world_size, shard_numel]`` from the rank that owns it, in place.
+        """Fill each row of ``buffer`` ``[world_size, shard_numel]``, in place, from the rank that owns it.
 
-        **Collective.** This rank's row is already written. ``tag`` names the exchange; it is the same on all
-        ranks and differs from that of any other one under way.
+        **Collective.** This rank's row is already written. ``tag`` identifies the exchange: equal on all ranks, and
+        different from that of every other running exchange.
         """
         return RowGather(self, buffer).start(tag)
 
@@ -159,7 +158,7 @@ class Communicator(GroupMessages):
         """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, new memory.
 
         **Collective.** For fp16 and bf16 the sum is fp32 (except for bf16 on backends that sum themselves).
-        ``bucket`` belongs to the transfer until that is waited for. ``tag`` as for `all_gather`.
+        The transfer owns ``bucket`` until it has been waited for. ``tag``: see `all_gather`.
         """
         self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
@@ -175,10 +174,10 @@ class Communicator(GroupMessages):
         return Transfer(works, (bucket,), finish=lambda: _sum_in_order(rows))
 
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
-        """The sum over ranks of ``tensor`` ``[width]``, in rank order, as `reduce_scatter` sums. **Collective.**
+        """The sum over ranks of ``tensor`` ``[width]``, in rank order, like that of `reduce_scatter`. **Collective.**
 
-        ``tensor`` belongs to the transfer until that is waited for; on backends that sum themselves it may hold the
-        result. ``tag`` as for `all_gather`.
+        The transfer owns ``tensor`` until it has been waited for; on backends that sum themselves ``tensor`` may hold
+        the result. ``tag``: see `all_gather`.
         """
         self.count("all_reduce", tensor.nbytes)
         if self.world_size == 1:
@@ -219,7 +218,7 @@ class Communicator(GroupMessages):
         return largest[0].item() == number and -largest[1].item() == number
 
     def _sum_native(self, tensor: Tensor) -> Transfer:
-        """As `_scatter_native`."""
+        """The backend's own all-reduce; divides fp16 before."""
         power = self.divide_fp16(tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         if power > 1:
@@ -227,14 +226,14 @@ class Communicator(GroupMessages):
         return Transfer((work,), (tensor,), tensor)
 
     def divide_fp16(self, tensor: Tensor) -> float:
-        """Divide what is fp16 by a power of two, which is exact, lest its sum overflow; returns that."""
+        """Divide an fp16 ``tensor`` by a power of two, which is exact, to avoid overflow of sums; returns the power."""
         power = 2.0 ** math.ceil(math.log2(self.world_size)) if tensor.dtype == torch.float16 else 1.0
         if power > 1:
             tensor.div_(power)
         return power
 
     def _scatter_native(self, bucket: Tensor) -> Transfer:
-        """The backend's own; fp16 travels divided."""
+        """The backend's own reduce-scatter; divides fp16 before."""
         reduced = bucket.new_empty(bucket.size(1))
         power = self.divide_fp16(bucket)
         work = getattr(self.group, SCATTER)(reduced, bucket.view(-1))
@@ -243,7 +242,7 @@ class Communicator(GroupMessages):
         return Transfer((work,), (bucket,), reduced)
 
     def _exchange_rows(self, exchange: ProcessGroup, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
-        """Send row ``i`` to rank ``i``; return the works and the rows to add up, in rank order."""
+        """Send row ``i`` to rank ``i``; returns the works, and the rows to sum in rank order."""
         received = bucket.new_empty(self.world_size - 1, bucket.size(1))
         rows = list(received)
         works: list[Any] = []
@@ -259,7 +258,7 @@ class Communicator(GroupMessages):
         return works, rows
 
     def count(self, kind: Kind, nbytes: int) -> None:
-        """Note one collective and the bytes it moves."""
+        """Count one collective and the bytes that it moves."""
         if self.world_size > 1:
             if kind not in self.counts:
                 self.counts[kind] = [0, 0]
@@ -270,10 +269,10 @@ class Communicator(GroupMessages):
 
 @dataclass(frozen=True)
 class Communicators:
-    """The groups that a sharded tensor travels in.
+    """The groups that communicate one sharded tensor.
 
-    ``shard``: it is cut among these ranks. ``reduce``: the same ranks, for gradients. ``replicas``: the ranks that
-    hold the same piece of it, if there are any others.
+    ``shard``: the ranks among which it is cut. ``reduce``: the same ranks, for gradients. ``replicas``: the ranks that
+    hold the same piece, or None.
     """
 
     shard: Communicator
@@ -282,12 +281,12 @@ class Communicators:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Over how many ranks a gradient is averaged."""
+        """Number of ranks over which a gradient is averaged."""
         return self.shard.world_size * (1 if self.replicas is None else self.replicas.world_size)
 
 
 class RowGather:
-    """An all-gather of the rows of one buffer, with everything prepared that is the same each time."""
+    """An all-gather of the rows of one buffer, prepared for repeated use."""
 
     __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm")
 
@@ -339,8 +338,8 @@ def communicator(group: ProcessGroup) -> Communicator:
 def counters() -> dict[str, tuple[int, int]]:
     """Collectives of this process since the last `reset_counters`: ``{kind: (number, bytes)}``.
 
-    Bytes are those this rank receives for an all-gather, sends for a reduce-scatter, and the tensor's size for an
-    all-reduce. A direct exchange counts once. Groups of one rank move nothing and count nothing.
+    Bytes are received ones for an all-gather, sent ones for a reduce-scatter, and the size of the tensor for an
+    all-reduce. A direct exchange counts once. Groups of one rank count nothing.
     """
     totals: dict[str, tuple[int, int]] = {}
     for comm in _communicators.values():
@@ -351,13 +350,13 @@ def counters() -> dict[str, tuple[int, int]]:
 
 
 def reset_counters() -> None:
-    """Start `counters` again from zero."""
+    """Reset `counters` to zero."""
     for comm in _communicators.values():
         comm.counts.clear()
 
 
 def _wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
-    """Wait for every work, whatever happens to one of them; ``failure`` is that of one that could not start."""
+    """Wait for all works, even if one fails; ``failure``: the error of one that could not start."""
     for work in works:
         try:
             work.wait()
@@ -368,7 +367,7 @@ def _wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
 
 
 def _sum_in_order(rows: list[Tensor]) -> Tensor:
-    """The sum of ``rows`` in the order given, in fp32 or wider, in memory that is not theirs."""
+    """The sum of ``rows`` in the given order, in fp32 or wider, in new memory."""
     wide = torch.promote_types(rows[0].dtype, torch.float32)
     total = torch.add(rows[0], rows[1]) if rows[0].dtype == wide else rows[0].to(wide).add_(rows[1])
     for row in rows[2:]:

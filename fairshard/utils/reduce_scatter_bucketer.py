@@ -1,15 +1,14 @@
 """Reduce-scatter of many small tensors as few large ones.
 
-Two ways in. `ReduceScatterBucketer.reduce_scatter_async` and ``flush`` take chunks as they come (fairscale's
-interface): copies in, and on a partial flush one more copy. The engine's way is planned: it says beforehand which
-gradients will come in which order, each bucket is opened at its exact width, and the gradients are written
-straight into what the collective sends::
+There are two interfaces. `ReduceScatterBucketer.reduce_scatter_async` and ``flush``, fairscale's, accept chunks in any
+order: each is copied, and a partial flush copies once more. The engine plans: it lists the gradients beforehand, in
+order, each bucket is opened at its exact width, and gradients are written directly into the buffer that is sent::
 
     bucket [world_size, width]        | A: columns 0..a | B: columns a..a+b |
                               row 0   |  to rank 0      |  to rank 0        |
                               row 1   |  to rank 1      |  to rank 1        |
 
-A plan is a hint: a gradient that was not planned, or comes twice, gets a bucket of its own.
+A plan is a hint: a gradient that was not planned, or that is reduced twice, gets its own bucket.
 """
 
 from collections import deque
@@ -29,44 +28,44 @@ from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memor
 from fairshard.utils.tensors import add_runs
 
 Hook = Callable[[Tensor, Tensor], object]
-"""``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``, whole."""
+"""``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """By what gradients are divided ``before`` they are summed over ranks and ``after``."""
+    """The divisors of gradients ``before`` and ``after`` the sum over ranks."""
 
     before: float
     after: float
 
 
 class GradSource(PlannedSource, Protocol):
-    """One flat gradient as the bucketer sees it; the engine's flat params are such."""
+    """The interface of a flat gradient that the bucketer uses; flat params implement it."""
 
     comms: Communicators
     reduce_id: int
-    """Names the source in the group that reduces; ``replica_id`` in that of the replicas."""
+    """Identifies the source in the group that reduces; ``replica_id`` does so in the group of replicas."""
     replica_id: int
     division: Division
     hook: Hook | None
     lands_at_once: bool
-    """Whether its mean is waited for when it is sent, as what the user does with it may talk to other ranks."""
+    """Whether to wait for its mean right after sending, because a hook of the user may communicate."""
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
-        """The parts of ``columns`` ``[world_size, shard_numel]`` that gradients are copied to."""
+        """The parts of ``columns`` ``[world_size, shard_numel]`` to which gradients are copied."""
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
-        """Copy the gradients into ``views``, made by `bucket_views`."""
+        """Copy the gradients into ``views``, which `bucket_views` has made."""
 
     def take_kept(self) -> Tensor | None:
-        """What to add to its sum, ``[shard_numel]``, before that over replicas; given out once."""
+        """A tensor ``[shard_numel]`` to add to its sum before that over replicas; None from the second call on."""
 
     def accept_grad(self, reduced: Tensor) -> None:
-        """Take the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
+        """Receive the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
 
 
 class Bucket:
-    """Columns for the gradients of some sources, sent by one reduce-scatter; has memory only while ``is_open``."""
+    """Columns for the gradients of several sources, sent by one reduce-scatter; has memory only while ``is_open``."""
 
     def __init__(self, sources: Sequence[GradSource]) -> None:
         first = sources[0]
@@ -86,11 +85,11 @@ class Bucket:
         free_storage_(self.data)
 
     def lacks(self, index: int) -> bool:
-        """Whether the source at ``index`` has not been written since the bucket was opened."""
+        """Whether the source at ``index`` has not written since the bucket was opened."""
         return index in self._missing
 
     def write(self, index: int) -> bool:
-        """Let the source at ``index`` write its gradients; True when the bucket is then complete."""
+        """Make the source at ``index`` write its gradients; returns whether the bucket is now complete."""
         if not self.is_open:
             alloc_storage_(self.data)
             self.is_open = True
@@ -102,7 +101,7 @@ class Bucket:
         return not self._missing
 
     def leave_empty(self, index: int) -> bool:
-        """Let the source at ``index`` count as zeros; True when the bucket is then complete."""
+        """Write zeros for the source at ``index``; returns whether the bucket is now complete."""
         if not self.is_open:
             alloc_storage_(self.data)
             self.is_open = True
@@ -111,7 +110,7 @@ class Bucket:
         return not self._missing
 
     def launch(self) -> Transfer:
-        """Start the sum over ranks, and over replicas where there are any; columns that nobody wrote count as zero."""
+        """Start the sum over ranks, and over replicas if there are any; columns not written count as zeros."""
         for index in self._missing:
             self._columns[index].zero_()
         self._uses += 1
@@ -127,14 +126,14 @@ class Bucket:
         return Chain(scatter, lambda reduced: replicas.sum_over_ranks(self._with_kept(reduced), tag))
 
     def _with_kept(self, reduced: Tensor) -> Tensor:
-        """``reduced`` ``[width]`` and what earlier backwards have kept from the sum over replicas."""
+        """``reduced`` ``[width]``, plus sums of earlier backwards that wait for the sum over replicas."""
         kept = [None if index in self._missing else source.take_kept() for index, source in enumerate(self.sources)]
         return add_runs(reduced, kept, [source.shard_numel for source in self.sources])
 
     def deliver(self, reduced: Tensor) -> None:
-        """Divide ``reduced`` ``[width]``, a sum; give every source that wrote its part."""
+        """Divide ``reduced`` ``[width]``, a sum, and pass its parts to the sources that have written."""
         if self.comms.shard.world_size == 1 < self.comms.num_ranks and is_same_memory(reduced, self.data[0]):
-            reduced = reduced.clone()  # the bucket's memory serves again
+            reduced = reduced.clone()  # the bucket's memory is reused
         factor, *others = {source.division.after for source in self.sources}
         if not others and factor != 1:
             reduced.div_(factor)
@@ -146,7 +145,7 @@ class Bucket:
                 source.accept_grad(parts[index])
 
     def close(self) -> None:
-        """Give the memory back and wait for the next pass."""
+        """Free the memory, and expect all sources again."""
         free_storage_(self.data)
         self.is_open = False
         self._missing = set(range(len(self.sources)))
@@ -166,7 +165,7 @@ class ReduceScatterBucketer:
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
-        self.drops = False  # what is reduced counts nowhere: sources give zeros and take nothing
+        self.drops = False  # send zeros instead of gradients, and drop the sums
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -175,11 +174,11 @@ class ReduceScatterBucketer:
         group: ProcessGroup,
         callback_fn: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """Sum ``input_list[rank]`` over ranks; ``callback_fn(reduced)`` gets this rank's sum, not the mean.
+        """Sum ``input_list[rank]`` over ranks, and call ``callback_fn(reduced)`` with this rank's sum, not the mean.
 
-        Inputs smaller than the cap wait until their bucket is full or `flush` is called; one of exactly the cap
-        or more goes at once, ahead of those that wait. When this or `flush` returns, the callbacks of everything
-        that was sent have run.
+        Inputs smaller than the cap wait until their bucket is full or `flush` is called; larger ones, and those of
+        exactly the cap, are sent at once, before those that wait. When this or `flush` returns, the callbacks of
+        all inputs sent so far have run.
 
         **Collective**: every rank of ``group`` passes tensors of the same sizes, in the same order.
 
@@ -215,7 +214,7 @@ class ReduceScatterBucketer:
         waiting.add(input_list, callback_fn)
 
     def plan(self, order: Sequence[GradSource]) -> None:
-        """Expect the gradients of ``order``, in that order; the same plan as last time costs nothing."""
+        """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
         expected = [(source, source.comms) for source in order]
         if self._order == expected:
             return
@@ -227,9 +226,9 @@ class ReduceScatterBucketer:
                 self._place[source] = bucket, index
 
     def reduce(self, source: GradSource) -> None:
-        """Take the gradients of ``source`` now; send its bucket when that completes it.
+        """Write the gradients of ``source`` to its bucket, and send the bucket if it is complete.
 
-        Its sum is handed to ``source.accept_grad`` once it has been waited for: with two under way, or in `flush`.
+        ``source.accept_grad`` receives the mean after a wait: when two buckets are in flight, or in `flush`.
         """
         if source.hook is not None:
             self.reduce_by_hook(source, source.hook)
@@ -253,14 +252,14 @@ class ReduceScatterBucketer:
                 self._land()
 
     def flush(self) -> None:
-        """Send every bucket that waits, full or not, and run the callbacks of all that was ever sent."""
+        """Send all waiting buckets, full or not, wait for all sums, and run their callbacks."""
         for waiting in self._chunks.values():
             waiting.reduce()
         self._chunks.clear()
         self.drain()
 
     def drain(self) -> None:
-        """Send the planned buckets that wait, full or not, and let all that are under way arrive."""
+        """Send all waiting planned buckets, full or not, and wait for all sums."""
         for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
             if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
                 self.launch(bucket)
@@ -268,7 +267,7 @@ class ReduceScatterBucketer:
             self._land()
 
     def reset(self) -> None:
-        """Forget what an interrupted backward left behind, after waiting for what is under way."""
+        """Drop the buckets of an interrupted backward, after waiting for those in flight."""
         self._chunks.clear()
         while self._flying:
             bucket, transfer, done = self._flying.popleft()
@@ -279,7 +278,7 @@ class ReduceScatterBucketer:
             bucket.close()
 
     def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
-        """Let ``hook`` reduce, on the reduce stream; it does all averaging."""
+        """Reduce by ``hook``, on the reduce stream; the hook does all averaging."""
         bucket = Bucket([source])
         if self.drops:
             bucket.leave_empty(0)
@@ -295,17 +294,17 @@ class ReduceScatterBucketer:
         self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def launch(self, bucket: Bucket) -> None:
-        """Start the sum of ``bucket`` over ranks; on a GPU queue the rest of its way, too."""
+        """Start the sum of ``bucket`` over ranks; on a GPU also queue its delivery."""
         written = now(bucket.data.device)
         with self._stream.use():
             self._stream.wait(written)
             transfer = bucket.launch()
-            if bucket.data.is_cuda:  # ordered by the stream: the rest is queued now, and the host never waits
+            if bucket.data.is_cuda:  # ordered by the stream: delivery is queued now, and the host never waits
                 self.deliver(bucket, transfer)
         self._flying.append((bucket, transfer, self._stream.record()))
 
     def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
-        """Wait for ``transfer``, and give what it brings to the sources of ``bucket``."""
+        """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""
         reduced = transfer.wait()
         assert reduced is not None
         if not self.drops:
@@ -317,9 +316,9 @@ class ReduceScatterBucketer:
         return is_crowded(bucket.nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
 
     def _land(self) -> None:
-        """Finish the oldest transfer under way."""
+        """Finish the oldest bucket in flight."""
         bucket, transfer, done = self._flying.popleft()
         if not bucket.data.is_cuda:
             self.deliver(bucket, transfer)
-        done.wait()  # invariant: nobody reuses the bucket's memory before the reduce stream has read it
+        done.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
         bucket.close()

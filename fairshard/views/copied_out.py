@@ -1,4 +1,4 @@
-"""Memory from which whole parameters are copied after the gather, because their rows lie side by side in it.
+"""A gathered buffer in which rows of several parameters lie side by side: whole parameters are copied out of it.
 
 ::
 
@@ -24,7 +24,7 @@ from fairshard.views.joint_gather import JointGather
 
 @dataclass(frozen=True)
 class Beside:
-    """A ``line`` beside a buffer, the parameters in it, and which parts of the buffer are copied to where in it."""
+    """A ``line`` beside a buffer, the parameters in it, and the copies that fill it, of ``sources`` to ``targets``."""
 
     line: Tensor
     params: list[Tensor]
@@ -33,7 +33,7 @@ class Beside:
 
 
 class CopiedOut(Gathered):
-    """A buffer, and the line that parameters are copied to."""
+    """A buffer, and the line to which parameters are copied."""
 
     def __init__(self, gather: Gather, buffer: Tensor, rank: int, beside: Beside) -> None:
         super().__init__(gather, buffer, rank, beside.params)
@@ -41,21 +41,21 @@ class CopiedOut(Gathered):
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
         self.line_id = self._own_storage._cdata
         self._is_to_copy = False
-        self._together: Sequence[CopiedOut] = [self]  # those that one gather brings, in order
+        self._together: Sequence[CopiedOut] = [self]  # all that one gather fills, in order
         free_storage_(self._line)
 
     def share(self, joint: JointGather, together: Sequence[CopiedOut]) -> None:
-        """Be filled by one gather with the others of ``together``, from its buffer, of which `buffer` is columns."""
+        """Share the gather ``joint`` with all of ``together``; `buffer` is some columns of its buffer."""
         self._together = together
         self._storage, self._nbytes = joint.buffer.untyped_storage(), joint.buffer.nbytes
 
     @property
     def kept_line(self) -> Tensor:
-        """The line that the leaves are views of."""
+        """The line; leaves are views of it."""
         return self._line
 
     def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
-        """Start gathering into the buffer, or from a ``part`` straight into the line. **Collective.**"""
+        """Start gathering into the buffer, or, from a ``part``, directly into the line. **Collective.**"""
         if part is not None:
             alloc_storage_(self._line)
             self.transfer = self._gather_from(part).start(tag)
@@ -64,19 +64,19 @@ class CopiedOut(Gathered):
         super().start(own, part, tag)
         self._is_to_copy = True
         if self.buffer.is_cuda and self is self._together[-1]:
-            for each in self._together:  # on this stream, and not where compute would wait for it
+            for each in self._together:  # on this stream: compute does not wait for the copies
                 if each._is_to_copy:
                     each._copy_out()
                     each.transfer = Ready(now(self.buffer.device))
 
     def wait(self) -> None:
-        """Wait for the gather under way, if any, and copy the parameters out."""
+        """Wait for the running gather, if any, and copy the parameters out."""
         if self._is_to_copy:
             self._copy_out()
         super().wait()
 
     def free(self) -> None:
-        """Give all memory back, once no gather writes to it any more."""
+        """Wait for the running gather, if any, and free all memory."""
         super().free()
         self._is_to_copy = False
         self._own_storage.resize_(0)

@@ -1,6 +1,6 @@
-"""One gather for all flat params of a unit: parameters of several dtypes, or frozen ones among others.
+"""One gather for all flat params of a unit, if it has several: because of several dtypes or frozen parameters.
 
-The bytes of each flat param's row lie side by side, aligned, in one buffer::
+The rows of all flat params lie side by side in one buffer of bytes, aligned::
 
     buffer [W, bytes]    | bf16, trained | fp32, trained | fp32, frozen |
 """
@@ -22,7 +22,7 @@ _ALIGNED = 16  # bytes: no dtype is wider
 
 
 class Joined(Protocol):
-    """A flat param as the gather sees it."""
+    """The attributes of a flat param that the gather uses."""
 
     comm: Communicator
     compute_dtype: torch.dtype
@@ -31,7 +31,7 @@ class Joined(Protocol):
 
 
 class JointGather(Transfer):
-    """Gathers the rows of ``flat_params``, which are written one after the other, once the last has been."""
+    """Gathers the rows of ``flat_params`` at once, after the last of them was written."""
 
     __slots__ = ("_gather", "_transfer", "buffer", "columns", "custom")
 
@@ -51,7 +51,7 @@ class JointGather(Transfer):
         self._transfer: Transfer | None = None
 
     def start(self, tag: int) -> Transfer:
-        """Gather all rows, of which this rank's are written. **Collective.**"""
+        """Gather all rows; this rank's are already written. **Collective.**"""
         gather = self._gather if self.custom is None else CustomGather(self._gather, self.custom)
         self._transfer = gather.start(tag)
         return self
@@ -63,12 +63,12 @@ class JointGather(Transfer):
             transfer.wait()
 
 
-class Joining:
-    """What stands for the gather where another flat param of the unit is still to be written."""
+class DeferredGather:
+    """Replaces the gather of a flat param that is not the last of its unit: the last one starts ``joint``."""
 
     def __init__(self, joint: JointGather) -> None:
         self._joint = joint
 
     def start(self, tag: int) -> Transfer:
-        """Nothing yet; what is returned waits for all."""
+        """Start nothing; the returned transfer is that of all flat params."""
         return self._joint

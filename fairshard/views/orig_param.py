@@ -1,4 +1,4 @@
-"""One original parameter of a flat param, as far as this rank owns it."""
+"""One original parameter of a flat param: the part that this rank owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fairshard.views.viewed_grad import OrigGrad
 
 
 class _Runs(Protocol):
-    """What is shown of a flat param: runs, or (`take`) DTensors."""
+    """The registered parameters of a flat param: runs, or DTensors, which alone have `adopt`."""
 
     def own_of(self, index: int) -> Tensor: ...
 
@@ -24,21 +24,21 @@ class _Runs(Protocol):
 
     def shown_as(self, index: int, run: Tensor) -> Tensor: ...
 
-    def take(self, index: int, param: Any, is_fixed: bool) -> Any: ...
+    def adopt(self, index: int, param: Any, is_fixed: bool) -> Any: ...
 
 
 class OrigParam:
-    """One original parameter, as far as this rank owns it: a flat param's interface to optimizers and their state.
+    """One original parameter, with the interface of a flat param for optimizers and their state.
 
-    Its line is ``[W, n]``: each rank's run of the parameter, padded to ``n``, the longest.
+    Its line is ``[W, n]``: each rank's run of the parameter, padded to ``n``, the length of the longest run.
     """
 
     def __init__(self, whole: FlatParam, index: int) -> None:
         self.move_to(whole, index)
 
     def move_to(self, whole: FlatParam, index: int) -> None:
-        """Be parameter ``index`` of ``whole``."""
-        self.__dict__.clear()  # the layout among others
+        """Become parameter ``index`` of ``whole``."""
+        self.__dict__.clear()  # drops the cached layout too
         self._whole = whole
         self._shown = cast(_Runs, whole.shows)
         self._index = index
@@ -46,17 +46,17 @@ class OrigParam:
         self.shard = whole.registered[index]
         self.shard_numel = self._shown.own_of(index).numel()
 
-    def take(self, param: Any) -> Any:
-        """What is registered, with the values of ``param``; as `ShownDTensors.take`."""
-        return self._shown.take(self._index, param, is_fixed=self._whole.comm is not None)
+    def adopt(self, param: Any) -> Any:
+        """Adopt the values of ``param`` and return the registered parameter; see `ShownDTensors.adopt`."""
+        return self._shown.adopt(self._index, param, is_fixed=self._whole.comm is not None)
 
     def __getattr__(self, name: str) -> Any:
-        """Ranks, devices and the like are the flat param's."""
+        """All other attributes (ranks, devices, dtypes) are those of the flat param."""
         return getattr(self._whole, name)
 
     @cached_property
     def layout(self) -> _Cuts:
-        """Where each rank's run lies."""
+        """The position of each rank's run."""
         return _Cuts.of(self._whole.line.layout, self._index)
 
     @property
@@ -70,11 +70,11 @@ class OrigParam:
         return None if self._whole.grad is None else OrigGrad(self._whole.grad, self._index)
 
     def own_of(self, value: Tensor) -> Tensor:
-        """This rank's elements ``[shard_numel]`` of ``value``, which is shaped as ``shard`` is."""
+        """This rank's elements ``[shard_numel]`` of ``value``, which has the shape of ``shard``."""
         return self._shown.elements_of(self._index, value)
 
     def shown(self, own: Tensor) -> Tensor:
-        """``own`` ``[shard_numel]`` shaped as ``shard`` is, a DTensor if that is one; no copy."""
+        """``own`` ``[shard_numel]`` in the shape of ``shard``; a DTensor if ``shard`` is one; no copy."""
         return self._shown.shown_as(self._index, own)
 
     def gather_line(self, values: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class OrigParam:
         return whole.gather_rows(line)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
-        """The parameter, shaped, of a line ``[W, n]``."""
+        """The whole parameter, shaped, from a line ``[W, n]``."""
         runs = [line[piece.row, : piece.target.stop] for piece in self.layout.pieces]
         return [(torch.cat(runs) if runs else line.new_empty(0)).view(self.slots[0].shape)]
 
@@ -98,18 +98,18 @@ class OrigParam:
         return line
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
-        """The parameter of its elements in the order in which they are cut."""
+        """The whole parameter, from its elements ``flat`` in the order in which they are cut."""
         return self._whole.line.shaped(self._index, flat)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """``values`` ``[shard_numel]`` as a view, behind the number of the first element that this rank owns."""
+        """The number of the first element that this rank owns, and a view of ``values`` ``[shard_numel]``."""
         own = self.layout.pieces_of(self._whole.rank)
         return [(own[0].source.start if own else 0, values[:])]
 
 
 @dataclass(frozen=True)
 class _Cuts:
-    """The runs into which the rows cut one parameter, each at the beginning of a row of ``shard_numel`` elements."""
+    """The runs of one parameter, one per rank, each at the start of a row of ``shard_numel`` elements."""
 
     pieces: tuple[Piece, ...]
     shard_numel: int
@@ -124,4 +124,4 @@ class _Cuts:
         return [piece for piece in self.pieces if piece.row == rank]
 
 
-Stepped = FlatParam | OrigParam  # what an optimizer sees the shard of
+Stepped = FlatParam | OrigParam  # an optimizer steps its `shard`

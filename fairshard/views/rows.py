@@ -1,7 +1,7 @@
-"""Parameters that are each cut by rows, as DTensors are: whole values to rows and back.
+"""Parameters that are each cut by rows, as DTensors are; converts whole values to rows and back.
 
-The buffer ``[W, S]`` holds each rank's rows side by side, and whole parameters are copied out of it into memory of
-their own (one copy; none where there is one parameter, whose rows follow each other).
+A row of the buffer ``[W, S]`` holds the rows of all parameters on one rank, side by side. Whole parameters are copied
+out of it into separate memory, in one copy. A unit of one parameter needs none, because its rows are contiguous.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fairshard.utils.span import Span, cut
 from fairshard.utils.storage import free_storage_
 from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.cut import Cut
-from fairshard.views.joint_gather import Joining, JointGather
+from fairshard.views.joint_gather import DeferredGather, JointGather
 
 
 class Rows(FlatLine):
-    """Parameters that are cut as ``cuts`` say, of whose rows this rank owns part ``rank``."""
+    """Parameters that are cut by ``cuts``; this rank owns part ``rank`` of each."""
 
     layout: RowsLayout
 
@@ -35,16 +35,16 @@ class Rows(FlatLine):
         self.cuts = list(cuts)
 
     def of(self, indexes: Sequence[int]) -> Rows:
-        """The parameters ``indexes`` alone."""
+        """A layout of the parameters ``indexes`` only."""
         return Rows([self.cuts[index] for index in indexes], self.rank, self.layout.world_size)
 
     def flattened(self, index: int, value: Tensor) -> Tensor:
-        """The elements of the whole parameter ``index``, those of each rank after those of the one before."""
+        """The elements of ``value``, the whole parameter ``index``, ordered by rank."""
         each = self.cuts[index]
         return (each.parts(value) if each.dim else value).reshape(-1)
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
-        """The whole of parameter ``index`` of its elements, in the order of `flattened`."""
+        """The whole parameter ``index``, from its elements ``flat`` in the order of `flattened`."""
         each = self.cuts[index]
         if not each.dim or not flat.numel():
             return flat.view(each.shape)
@@ -66,7 +66,7 @@ class Rows(FlatLine):
     # ---- gathered
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """``buffer`` ``[W, S]`` as the memory where parameters become whole, or with a line beside it."""
+        """Memory of the whole parameters: ``buffer`` ``[W, S]`` itself, or a line to which they are copied from it."""
         gather = RowGather(comm, buffer)
         if self.layout.world_size > 1 and (len(self.cuts) > 1 or self.cuts[0].dim != 0):
             return CopiedOut(gather, buffer, comm.rank, self.beside(buffer))
@@ -76,15 +76,16 @@ class Rows(FlatLine):
         return Gathered(gather, buffer, comm.rank, views)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
-        """The parameters, shaped, of a gathered buffer of ``W * S`` elements, in memory of their own."""
+        """The parameters, shaped, copied out of a gathered buffer of ``W * S`` elements."""
         beside = self.beside(line.view(self.layout.world_size, -1))
         torch._foreach_copy_(beside.targets, beside.sources)
         return beside.params
 
     def beside(self, buffer: Tensor) -> Beside:
-        """New memory ``[numel]`` that the parameters can be copied to, out of ``buffer``."""
+        """New memory ``[numel]`` for the whole parameters, and the copies that fill it from ``buffer``."""
         world_size = self.layout.world_size
-        line = buffer.new_empty(cut(self.layout.numel, world_size) * world_size)  # a part of it can be kept
+        # Padded, so that `KeptPart` can cut it into equal parts.
+        line = buffer.new_empty(cut(self.layout.numel, world_size) * world_size)
         sources, targets, params = [], [], []
         for index, each in enumerate(self.cuts):
             span = self.layout.param_span(index)
@@ -101,7 +102,7 @@ class Rows(FlatLine):
     # ---- gradients
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
-        """For each parameter the blocks of ``columns`` ``[W, S]`` where its gradient goes; last, the empty ones."""
+        """For each parameter the blocks of ``columns`` ``[W, S]`` that hold its gradient; last, the unused ones."""
         views = []
         for index, each in enumerate(self.cuts):
             blocks = [block.of(columns) for block in self.layout.blocks[index]]
@@ -109,7 +110,7 @@ class Rows(FlatLine):
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
-        """``value``, the whole of parameter ``index``, cut as ``runs``, its `bucket_views`, are."""
+        """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
         if self.cuts[index].dim:
             return [self.cuts[index].parts(value) for _ in runs]
         flat = value.reshape(-1)
@@ -117,17 +118,17 @@ class Rows(FlatLine):
 
 
 def join_gathers(flat_params: Sequence[FlatParam]) -> None:
-    """Gather all of ``flat_params``, those of one unit, at once, as far as there is anything to gather."""
+    """Make all ``flat_params`` of one unit share one gather; those without elements take no part."""
     joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
     if len(joined) < 2 or joined[0][1].layout.world_size == 1:
         return
     joint = JointGather([each for each, _ in joined])
-    waiting, last = Joining(joint), len(joined) - 1
+    deferred, last = DeferredGather(joint), len(joined) - 1
     together = [
-        CopiedOut(joint if index == last else waiting, columns, rows.rank, rows.beside(columns))
+        CopiedOut(joint if index == last else deferred, columns, rows.rank, rows.beside(columns))
         for index, ((_, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
     ]
     for (each, _), gathered in zip(joined, together, strict=True):
         gathered.share(joint, together)
         each.gather_into(gathered)
-    free_storage_(joint.buffer)  # views cannot be taken after
+    free_storage_(joint.buffer)  # last: views of freed memory cannot be made

@@ -1,7 +1,7 @@
 """The gradient of a shard of rows, shown as a DTensor on each parameter.
 
-torch counts no write that a ``foreach`` or fused function makes to a DTensor. So whether gradients were zeroed or
-changed is read from their first elements too, those that `ViewedGrad.mark` signs.
+torch does not count writes to a DTensor by ``foreach`` and fused functions. Therefore changes of gradients are also
+detected by their first elements, in which `ViewedGrad.mark` turns zeros into -0.0.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fairshard.views.viewed_grad import ViewedGrad
 
 
 class Shown(Protocol):
-    """What the gradient asks of what is registered."""
+    """The interface of the registered parameters that the gradient uses."""
 
     slots: list[ParamSlot]
 
     @property
     def rank(self) -> int:
-        """This rank among those that share the parameters."""
+        """This rank's number among the ranks that share the parameters."""
         ...
 
     def shown_as(self, index: int, run: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ class Shown(Protocol):
         ...
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, shaped as parameter ``index`` or a DTensor of that."""
+        """This rank's elements of ``value``, which is a DTensor or has the shape of parameter ``index``."""
         ...
 
 
 class RowsGrad(ViewedGrad):
-    """The gradient of the shard of which ``shown`` is registered."""
+    """The gradient of a shard that is registered as the DTensors of ``shown``."""
 
     def __init__(self, shown: Shown, *args: Any) -> None:
         super().__init__(*args)
@@ -49,29 +49,30 @@ class RowsGrad(ViewedGrad):
         return [self._shown_params.shown_as(index, run) for index, run in enumerate(runs)]
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
-        """This rank's elements, also of what the user has put in place of what was shown.
+        """This rank's elements of ``grad``, which may be a tensor that the user has assigned.
 
         Raises:
-            ValueError: that is a DTensor of which this rank has other elements than of the parameter.
+            ValueError: it is a DTensor with another placement than the parameter.
         """
         param: Any = self._views[index]
         if isinstance(grad, DTensor) and (grad.placements, grad.device_mesh) != (param.placements, param.device_mesh):
             raise ValueError(
-                f"The gradient of a parameter must be placed as that is, but that of "
+                f"A gradient must be placed like its parameter, but that of "
                 f"`{self._shown_params.slots[index].fqn}` (rank {self._shown_params.rank}) is {grad.placements}, not "
                 f"{param.placements}. Put `grad.redistribute(param.device_mesh, param.placements)` there."
             )
         return self._shown_params.elements_of(index, grad)
 
     def mark(self) -> Any:
-        """As `ViewedGrad.mark`, with the first element of each gradient that has any here."""
+        """See `ViewedGrad.mark`. In addition, returns the first elements of all gradients on this rank."""
         marks = super().mark()
         return marks, self._first_elements()
 
     def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
-        """As `ViewedGrad.zeroed_since`.
+        """See `ViewedGrad.zeroed_since`.
 
-        A parameter of which this rank has no elements counts as zeroed if all were, uncounted, of which it has some.
+        If all parameters with elements on this rank were zeroed by writes that torch did not count, those without
+        elements count as zeroed too.
         """
         counted, before = marks
         zeroed = set(super().zeroed_since(counted, names))

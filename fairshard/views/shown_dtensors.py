@@ -1,4 +1,4 @@
-"""Parameters that are registered as DTensors, and what users may do to these: move, cast, replace, unpickle.
+"""Parameters that are registered as DTensors, which users may move, cast, replace and unpickle.
 
 The shard ``[S]`` holds the local tensors of all DTensors, one after the other.
 """
@@ -27,7 +27,7 @@ from fairshard.views.viewed_grad import ViewedGrad
 
 
 class ShownDTensors(ShownRuns):
-    """A DTensor for each parameter, cut on ``dims`` by rows among the ranks of the last dimension of ``mesh``."""
+    """A DTensor for each parameter, cut on ``dims`` among the ranks of the last dimension of ``mesh``."""
 
     line: Rows
 
@@ -35,11 +35,11 @@ class ShownDTensors(ShownRuns):
         rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self.placed = SavedMesh(mesh)
         self.dims = list(dims)
-        # One rank has all rows, in whatever order: in that of memory.
+        # One rank has all rows: cut in the order of memory.
         cut_dims = [dim and 0 for dim in dims] if world_size == 1 else dims
         cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, cut_dims, strict=True)]
         super().__init__(slots, Rows(cuts, rank, world_size), on_cpu)
-        self.versioned = (self.shard, *self.registered)  # what is written through a DTensor counts there alone
+        self.versioned = (self.shard, *self.registered)  # a write through a DTensor is counted only there
 
     @property
     def rank(self) -> int:
@@ -48,11 +48,11 @@ class ShownDTensors(ShownRuns):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """What the DTensors lie on; its last dimension shards."""
+        """The mesh of the DTensors; its last dimension shards."""
         return self.placed.mesh
 
     def connect(self, *groups: ProcessGroup) -> None:
-        """Let the DTensors talk through ``groups``, one for each dimension of the mesh, if they have lost theirs."""
+        """Give the DTensors ``groups``, one for each dimension of the mesh, if unpickling has left them without."""
         if not self.placed.is_connected:
             self.placed.connect(groups)
         if any(param._spec.mesh is not self.mesh for param in self.registered):  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class ShownDTensors(ShownRuns):
     # ---- DTensors and this rank's elements of them
 
     def _make_specs(self, dtype: torch.dtype) -> None:
-        """Make what DTensors of ``dtype`` say of themselves: once, because that is slower than making them."""
+        """Build the specs of DTensors of ``dtype`` once, because that is slower than building the DTensors."""
         self._dtype, self._specs = dtype, []
         for slot, dim in zip(self.slots, self.dims, strict=True):
             placements = (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
@@ -72,28 +72,28 @@ class ShownDTensors(ShownRuns):
         self._local_shapes = [self.line.own_shape(index) for index in range(len(self.slots))]
 
     def _make_views(self) -> tuple[nn.Parameter, ...]:
-        """Return DTensors whose local tensors are views of the shard."""
+        """DTensors whose local tensors are views of the shard."""
         self._make_specs(self.shard.dtype)
         runs = self.line.runs_of(self.shard.detach())
         views = [self.shown_as(index, run) for index, (_, run) in enumerate(runs)]
         return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
 
     def shown_as(self, index: int, run: Tensor) -> DTensor:
-        """``run``, this rank's elements of parameter ``index``, as a part of the whole; no copy, no communication."""
+        """``run``, this rank's elements of parameter ``index``, as a DTensor; no copy, no communication."""
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
         local = own_storage(run.view(self._local_shapes[index]))
         return DTensor(local, self._specs[index], requires_grad=False)
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, a DTensor or, whole, what stands for parameter ``index``."""
+        """This rank's elements of ``value``: a DTensor, or a whole tensor in the shape of parameter ``index``."""
         if isinstance(value, DTensor):
             return value._local_tensor.detach().reshape(-1)
         start, run = self.line.runs_of(self.shard.detach())[index]
         return self.line.flattened(index, value.detach())[start : start + run.numel()]
 
-    def look_at(self, index: int, run: Tensor) -> None:
-        """Let ``registered[index]`` be the DTensor of ``run``."""
+    def set_view(self, index: int, run: Tensor) -> None:
+        """Make ``registered[index]`` the DTensor of ``run``."""
         view, shown = self.registered[index], self.shown_as(index, run)
         assert isinstance(view, DTensor)
         view._local_tensor, view._spec = shown._local_tensor, shown._spec
@@ -104,10 +104,10 @@ class ShownDTensors(ShownRuns):
     def _new_grad(self, *args: Any) -> ViewedGrad:
         return RowsGrad(self, *args)
 
-    # ---- what users do
+    # ---- changes by users
 
     def _renew_shard(self, shard: Tensor) -> None:
-        """Keep the shard in ``shard``; nothing of the meta device can get memory, so it is made anew."""
+        """Use ``shard`` as the shard. Parameters on the meta device cannot get memory, so a new one is created then."""
         if not self.shard.is_meta:
             super()._renew_shard(shard)
             return
@@ -117,18 +117,18 @@ class ShownDTensors(ShownRuns):
         for slot in self.slots:
             slot.renew_leaf(current_device() if computes_on_gpu else shard.device)
 
-    def take(self, index: int, param: DTensor, is_fixed: bool) -> nn.Parameter:
-        """Let ``registered[index]``, which is returned, have the values of ``param``; unless ``is_fixed``, its dtype.
+    def adopt(self, index: int, param: DTensor, is_fixed: bool) -> nn.Parameter:
+        """Adopt the values of ``param``, and its dtype and device unless ``is_fixed``; returns ``registered[index]``.
 
         Raises:
             ValueError: ``param`` is cut in another way.
-            TypeError: it has another dtype, or is on another device, although that ``is_fixed``.
+            TypeError: ``is_fixed``, and ``param`` has another dtype or device.
         """
         own, fqn = self.registered[index], self.slots[index].fqn
         assert isinstance(own, DTensor)
         if (param.shape, param.placements, param.device_mesh) != (own.shape, own.placements, own.device_mesh):
             raise ValueError(
-                f"What takes the place of parameter `{fqn}` must be cut as it is, {tuple(own.shape)} by "
+                f"A tensor that replaces parameter `{fqn}` must be cut like it, {tuple(own.shape)} by "
                 f"{own.placements} on {own.device_mesh}, but is {tuple(param.shape)} by {param.placements} on "
                 f"{param.device_mesh}."
             )
@@ -138,17 +138,17 @@ class ShownDTensors(ShownRuns):
                 own.copy_(param)
         elif is_fixed:
             raise TypeError(
-                f"Dtype and device must be settled before the first forward, but what takes the place of parameter "
-                f"`{fqn}` is {param.dtype} on {param.device} where that is {own.dtype} on {own.device}."
+                f"Dtype and device must be fixed before the first forward, but parameter `{fqn}`, {own.dtype} on "
+                f"{own.device}, is replaced by a tensor that is {param.dtype} on {param.device}."
             )
         else:
             torch.utils.swap_tensors(own, nn.Parameter(param.detach(), requires_grad=own.requires_grad))
         return own
 
     def split(self, indexes: Sequence[int]) -> ShownDTensors:
-        """The parameters ``indexes``, of one dtype and device by now, shown from a shard of their own.
+        """The parameters ``indexes``, now of one dtype and device, with a separate shard.
 
-        What is registered, and what optimizers know it by, stay. The other parameters must be split off too.
+        The registered parameters stay the same objects, also for optimizers. Split off all other parameters too.
         """
         part = type(self).__new__(type(self))
         part.__dict__.update(self.__dict__)
@@ -165,7 +165,7 @@ class ShownDTensors(ShownRuns):
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is registered has all elements, and is copied by the modules: the shard would be there twice.
+        # The modules copy the registered parameters, which have all elements: leave out the shard.
         shard = nn.Parameter(self.shard.detach().new_empty(0), requires_grad=self.shard.requires_grad)
         own = {"dims": self.dims, "placed": self.placed, "shard": shard, "versioned": ()}
         return {**super().__getstate__(), **own}

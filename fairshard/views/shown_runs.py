@@ -1,13 +1,13 @@
-"""``use_orig_params``: what this rank owns of each original parameter, registered under that parameter's names.
+"""``use_orig_params``: this rank's run of each original parameter, registered under that parameter's names.
 
-The unit still gathers and reduces one flat line; what is registered are views of this rank's shard::
+The unit still gathers and reduces one flat line; the registered parameters are views of this rank's shard::
 
     parameters    | weight ------------------------ | bias - |
     rows          |    rank 0    |    rank 1    |  rank 2  | pad |
     rank 1        |              | weight (14,) |               bias (0,): rank 1 owns nothing of it
 
 *Invariant*: a view lies in the shard and shares its version counter; its ``.grad`` lies in the shard's gradient and
-has a counter of its own, which tells who zeroed one parameter's gradient and left its neighbours'.
+has its own counter, so that zeroing the gradient of one parameter only is detected.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class ShownRuns(ShownShard):
         self._addresses = self._own_addresses()
 
     def _make_views(self) -> tuple[nn.Parameter, ...]:
-        """Return what is registered: this rank's run of each parameter, as a view of the shard."""
+        """This rank's run of each parameter, as a view of the shard."""
         runs = self.line.runs_of(self.shard.detach())
         return tuple(nn.Parameter(run, requires_grad=self.shard.requires_grad) for _, run in runs)
 
     def own_of(self, index: int) -> Tensor:
-        """The elements that this rank holds in ``registered[index]``, as they lie in memory."""
+        """This rank's elements of ``registered[index]``, in the order of memory."""
         return self.elements_of(index, self.registered[index])
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, which is shaped as ``registered[index]`` is."""
+        """This rank's elements of ``value``, which has the shape of ``registered[index]``."""
         return value.detach()
 
     def shown_as(self, index: int, run: Tensor) -> Tensor:
-        """``run``, this rank's elements of parameter ``index``, shaped as ``registered[index]`` is; no copy."""
+        """``run``, this rank's elements of parameter ``index``, in the shape of ``registered[index]``; no copy."""
         return run
 
-    def look_at(self, index: int, run: Tensor) -> None:
-        """Let ``registered[index]`` show ``run``."""
+    def set_view(self, index: int, run: Tensor) -> None:
+        """Make ``registered[index]`` a view of ``run``."""
         self.registered[index].data = run
 
     def stepped_by(self, flat_param: Any) -> Sequence[OrigParam]:
@@ -83,7 +83,7 @@ class ShownRuns(ShownShard):
         return [view.requires_grad for view in self.registered]
 
     def follow(self, trained: Sequence[bool]) -> Sequence[int]:
-        """Let each leaf want a gradient if its view does; what is kept of the others is void."""
+        """Set ``requires_grad`` of each leaf to ``trained``; returns those whose kept gradients are void."""
         self.shard.requires_grad_(any(trained))
         for slot, trains in zip(self.slots, trained, strict=True):
             slot.leaf.requires_grad_(trains)
@@ -96,11 +96,11 @@ class ShownRuns(ShownShard):
 
     @torch.no_grad()
     def settle(self, is_fixed: bool) -> bool:
-        """Adopt what was assigned to ``.data`` of views, as ``module.to()`` does, and let them view the shard again.
+        """Adopt tensors assigned to ``.data`` of views, as ``module.to()`` does; then all views lie in the shard.
 
         Raises:
-            ValueError: a view has another size than this rank owns of the parameter.
-            TypeError: views have several dtypes or devices, or changed theirs although that ``is_fixed``.
+            ValueError: a view has another size than this rank's run of the parameter.
+            TypeError: views have several dtypes or devices, or ``is_fixed`` and these have changed.
         """
         runs = [run for _, run in self.line.runs_of(self.shard.detach())]
         values = [self.own_of(index) for index in range(len(self.slots))]
@@ -117,20 +117,20 @@ class ShownRuns(ShownShard):
         return True
 
     def _renew_shard(self, shard: Tensor) -> None:
-        """Keep the shard in ``shard``, of another dtype or device."""
+        """Use ``shard``, of another dtype or device, as the shard."""
         self.shard.data = shard
 
     def link(self) -> None:
-        """Let the views lie in the shard, wherever that is now."""
+        """Make the registered parameters views of the shard, wherever that is now."""
         for index, (_, run) in enumerate(self.line.runs_of(self.shard.detach())):
-            self.look_at(index, run)
+            self.set_view(index, run)
         self._addresses = self._own_addresses()
 
     def _own_addresses(self) -> list[int]:
         return [self.own_of(index).data_ptr() for index in range(len(self.slots))]
 
     def own_spans(self) -> list[Span]:
-        """Where on the shard the views lie, in order."""
+        """The span of each view on the shard, in order."""
         own = {piece.index: piece.target for piece in self.line.layout.pieces_of(self.line.rank)}
         spans, end = [], 0
         for index in range(len(self.slots)):
@@ -144,8 +144,8 @@ class ShownRuns(ShownShard):
             where = f"`{slot.fqn}` (rank {self.line.rank})"
             if view.shape != run.shape:
                 raise ValueError(
-                    f"What is assigned to `.data` of a parameter must have the size that this rank owns, but that of "
-                    f"{where} has shape {tuple(view.shape)} where {tuple(run.shape)} is owned. Set whole values inside "
+                    f"A tensor assigned to `.data` of a parameter must have the size that this rank owns, but for "
+                    f"{where} it has shape {tuple(view.shape)}, not {tuple(run.shape)}. Set whole values inside "
                     "summon_full_params, or load a state dict."
                 )
             kept = (view.dtype, view.device) == (run.dtype, run.device)
@@ -160,6 +160,6 @@ class ShownRuns(ShownShard):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.versioned = (self.shard, *self.registered)  # copies have counters of their own
+        self.versioned = (self.shard, *self.registered)  # copies have new version counters
         self._stepped = []
         self.link()

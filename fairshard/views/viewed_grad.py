@@ -1,4 +1,4 @@
-"""The gradient of a shard as gradients of original parameters: one memory, shown in runs."""
+"""The gradient of a shard as gradients of original parameters, which are views of it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from fairshard.utils.storage import is_same_memory
 
 
 class ViewedGrad(ShardGrad):
-    """The gradient of a shard, shown on a view of the shard for each original parameter.
+    """The gradient of a shard, shown as ``.grad`` of the view of each original parameter.
 
-    What is on the views is the truth: a gradient taken off one counts as zeros, another put there is copied in, and
-    when all are gone there is none. Held gradients are shown here, not on the views.
+    The gradients on the views are authoritative: a view without one counts as zeros, a tensor that the user assigns is
+    copied into the shard's gradient, and if no view has one, the shard has none. Held gradients are kept here, not on
+    the views.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._views: Sequence[nn.Parameter] = ()
         self._heads: list[int] = []  # the first element of each run that has any
-        self._sizes: list[int] = []  # gaps and runs in turn ...
-        self._places: list[int] = []  # ... and where the runs are among them
-        self._runs: list[Tensor] = []  # of the gradient [S], while there is one ...
-        self._shows: Sequence[Tensor] = ()  # ... as they are shown
-        self._held_runs: list[Tensor | None] = []  # those of them that were not taken off
-        self._had_none: bytearray = bytearray()  # parameters whose gradient was None before `mark` gave them zeros
-        self._were_none = bytearray()  # those whose gradient was None before the last one was added
+        self._sizes: list[int] = []  # sizes of gaps and runs, in turn
+        self._places: list[int] = []  # indexes of the runs in `_sizes`
+        self._runs: list[Tensor] = []  # views of the gradient [S]; empty without one
+        self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
+        self._held_runs: list[Tensor | None] = []  # if gradients are held: the runs, None for those dropped
+        self._had_none: bytearray = bytearray()  # parameters whose gradient was None before `mark` created zeros
+        self._were_none = bytearray()  # parameters whose gradient was None before the last one was added
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
-        """Show the gradient on ``views``, each the elements of its span, and take what is on them already.
+        """Show the gradient on ``views``, on each the elements of its span, and adopt gradients that they have already.
 
-        The spans lie one after the other, and may leave gaps.
+        The spans are in ascending order, and may leave gaps.
         """
         self._views = views
         self._heads = [span.start for span in spans if span.numel]
@@ -53,16 +54,16 @@ class ViewedGrad(ShardGrad):
                 views[index].grad = show
 
     def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
-        """What stands for ``runs`` as gradients of the views."""
+        """``runs`` in the form in which views have them as gradients."""
         return runs
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
-        """The elements that this rank holds in ``grad``, which view ``index`` shows, as they lie in memory."""
+        """This rank's elements of ``grad``, the gradient of view ``index``, in the order of memory."""
         return grad
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient ``[S]``, with what was done to those of single parameters since."""
+        """The gradient ``[S]``, including changes that users have made to the gradients of single parameters."""
         whole = super().value
         shown = self._shown()
         if _are_all_none(shown):
@@ -90,35 +91,35 @@ class ViewedGrad(ShardGrad):
             self._set(None)
 
     def of(self, index: int) -> Tensor | None:
-        """The gradient of one original parameter; looks at no other."""
+        """The gradient of one original parameter; reads no other."""
         return self._held_runs[index] if self.is_held and self._held_runs else self._views[index].grad
 
     def drop(self, index: int) -> None:
-        """Take the gradient off one original parameter."""
+        """Drop the gradient of one original parameter."""
         self._views[index].grad = None
         if self._held_runs:
             self._held_runs[index] = None
 
     def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
-        """As `ShardGrad.add`; a parameter that was not reached keeps its gradient None, if it has none."""
+        """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
         if self.is_on_host:
-            self.forget_dropped()  # or their memory would count as in use
+            self.forget_dropped()  # otherwise their memory would count as in use
         super().add(reduced, reached)
 
     def value_or_zeros(self) -> Tensor:
-        """The gradient; one of zeros is made if there is none, and shown where it was not."""
+        """The gradient; creates zeros if missing, and shows it on all views."""
         whole = super().value_or_zeros()
         self._show()
         return whole
 
     def retract(self, reached: bytearray) -> None:
-        """Drop the gradient of each parameter that the last backward gave one, and has not ``reached`` after all."""
+        """Drop gradients that the last backward created for parameters that it has not ``reached``."""
         for index, (own, none) in enumerate(zip(reached, self._were_none, strict=True)):
             if none and not own:
                 self.drop(index)
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient, or write zeros over it, and drop what is under way."""
+        """Drop the gradient or overwrite it with zeros, and drop copies under way."""
         self.discard_flights()
         if set_to_none:
             self._set(None)
@@ -127,7 +128,7 @@ class ViewedGrad(ShardGrad):
                 run.zero_()
 
     def mark(self) -> Any:
-        """The gradient of each parameter, of zeros if there is none, as it is now, for `zeroed_since`."""
+        """Record the present gradient of each parameter (zeros if missing) for `zeroed_since`."""
         self.land()
         if not self._had_none:
             self._had_none = bytearray(len(self._views))
@@ -140,7 +141,7 @@ class ViewedGrad(ShardGrad):
         return [None if grad is None else (grad, grad._version) for grad in self._shown()]
 
     def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
-        """The parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed` does."""
+        """Indexes of parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed`."""
         zeroed = []
         for index, (mark, grad, name) in enumerate(zip(marks, self._shown(), names, strict=True)):
             if mark is None or is_zeroed(grad, mark, name, None if grad is None else self.own_of(index, grad)):
@@ -149,7 +150,7 @@ class ViewedGrad(ShardGrad):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take in what was assigned to ``.data`` of gradients, as ``module._apply`` does."""
+        """Adopt tensors assigned to ``.data`` of gradients, as ``module._apply`` does."""
         whole = super().value
         if whole is None:
             return
@@ -166,7 +167,7 @@ class ViewedGrad(ShardGrad):
         return [view.grad for view in self._views]
 
     def _cut(self, whole: Tensor | None) -> None:
-        """Look at ``whole`` ``[S]`` run by run, each with a version counter of its own."""
+        """Make `_runs` views of ``whole`` ``[S]``, each with its own version counter."""
         if whole is None:
             self._runs, self._shows = [], ()
             return
@@ -227,7 +228,7 @@ def _are_same(grads: Sequence[Tensor | None], others: Sequence[Tensor]) -> bool:
 
 
 class OrigGrad:
-    """The gradient of one original parameter, as `ShardGrad` is of a whole shard."""
+    """The gradient of one original parameter, with the interface of `ShardGrad`."""
 
     def __init__(self, whole: ViewedGrad, index: int) -> None:
         self._whole = whole
@@ -235,25 +236,25 @@ class OrigGrad:
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient ``[shard_numel]``, wherever it is."""
+        """The gradient ``[shard_numel]``, wherever it is kept."""
         return self._whole.of(self._index)
 
     @property
     def is_held(self) -> bool:
-        """Whether it is held on the compute device, and not on the parameter."""
+        """Whether it is held on the compute device instead of on the parameter."""
         return self._whole.is_held
 
     @property
     def transfers(self) -> GradTransfers:
-        """What the gradients of the model share."""
+        """Shared by all gradients of the model."""
         return self._whole.transfers
 
     def land(self, counts: bool = True) -> None:
-        """Make visible what is on its way to host memory."""
+        """Wait for copies to host memory and make their gradients visible."""
         self._whole.land(counts)
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop or zero this parameter's part, once what is under way has landed."""
+        """Drop or zero this parameter's part, after landing all copies."""
         self._whole.land()
         value = self.value
         if set_to_none:

@@ -1,4 +1,4 @@
-"""A gradient that is not finite is named, with the rank that it began on."""
+"""Gradients that are not finite are reported by name, with the rank of origin."""
 
 import warnings
 
@@ -36,7 +36,7 @@ class Poison(nn.Module):
 
 
 def poisoned(**kwargs):
-    """Linears, with a poison behind the first one: the backward comes to the others first, and they are clean."""
+    """Linears with a poison after the first: the backward reaches the others first, and their gradients are finite."""
     layers = list(mlp(4, 6, 5, 3))
     layers.insert(1, Poison())
     return wrap_each(nn.Sequential(*layers), **kwargs)
@@ -50,7 +50,7 @@ def backward(model, key=0):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_all_ranks_name_the_parameter_and_the_rank(place, accumulate):
-    """The last rank alone makes a NaN: all raise, and name it and the parameters, before a step."""
+    """If only the last rank has NaN, all ranks raise before a step, with that rank and the parameters."""
     model = poisoned(nan_check=True, **PLACES[place])
     backward(model)
     model.zero_grad()
@@ -81,7 +81,7 @@ def test_a_sum_that_overflows_is_named():
 
 @on_ranks(2)
 def test_early_steps_are_refused():
-    """An optimizer that steps during the backward would step what is looked at after it."""
+    """An optimizer that steps during the backward raises, because the check comes after it."""
     model = wrap_each(mlp(4, 6, 3), cpu_offload=True, nan_check=True)
     optimizer = CPUOptimizer(model, torch.optim.SGD, overlap=True, lr=0.1)
     backward(model)
@@ -91,7 +91,7 @@ def test_early_steps_are_refused():
 
 @on_ranks(2, 3)
 def test_clipping_warns_once_and_names_the_parameters():
-    """A norm that is not finite is returned as it is; who keeps the gradients that make it so is said once."""
+    """A norm that is not finite is returned unchanged, with one warning that names parameters and ranks."""
     model = poisoned()
     model.module[1].is_on = dist.get_rank() == 0
     optimizer = sgd(model)

@@ -1,4 +1,4 @@
-"""Ranks that run other units, or in another order, are told so before an optimizer can step; who agrees pays little."""
+"""Ranks that run different units, or in a different order, raise before an optimizer can step."""
 
 import contextlib
 import gc
@@ -61,7 +61,7 @@ def wrapped_path(**kwargs):
 
 @contextlib.contextmanager
 def native_collectives():
-    """Gathers that are matched by order alone, as with NCCL: other modules of the same shape go unnoticed there."""
+    """Gathers matched by order only, as with NCCL, which does not notice other modules of the same shape."""
     with mock.patch.object(collectives, "_EXCHANGE_RANKS", ()):
         yield
 
@@ -136,7 +136,7 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 def test_each_backward_exchanges_one_message():
-    """One for each backward, under no_sync too, and none for a forward."""
+    """There is one exchange per backward, also under no_sync, and none per forward."""
     model = wrapped_path()
     reset_counters()
     for step in range(1, 4):
@@ -150,7 +150,7 @@ def test_each_backward_exchanges_one_message():
 
 @on_ranks(1)
 def test_one_rank_compares_nothing():
-    """There is nobody to disagree with."""
+    """A single rank exchanges nothing."""
     model = wrapped_path(order_check="always")
     reset_counters()
     train_step(model, 0)
@@ -161,7 +161,7 @@ def test_one_rank_compares_nothing():
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "not_reentrant"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_ranks_that_agree_are_left_alone(checkpointing, reshard):
-    """Accumulation, evaluation, several forwards for one backward, recomputation, a pass that raised: no alarm."""
+    """No error after accumulation, evaluation, several forwards per backward, recomputation, or a pass that raised."""
     model = wrapped_path(order_check="always", reshard_after_forward=reshard)
     model.module.checkpointing = checkpointing
     optimizer = sgd(model)
@@ -183,7 +183,7 @@ def test_ranks_that_agree_are_left_alone(checkpointing, reshard):
 
 @on_ranks(2)
 def test_evaluation_is_not_compared():
-    """Without gradients ranks may run what they like, where that moves nothing between them, and train on."""
+    """Forwards without gradients and without communication may differ among ranks, and training continues."""
     model = wrapped_path(order_check="always", reshard_after_forward=False)
     train_step(model, 0)
     with torch.no_grad(), native_collectives():
@@ -196,7 +196,7 @@ def test_evaluation_is_not_compared():
 
 @on_ranks(2, timeout=20)
 def test_a_model_may_be_dropped_after_a_forward():
-    """Rank 0 collects the garbage that is left of it, rank 1 does not; the next model trains on both."""
+    """If only rank 0 collects the garbage of a dropped model, the next model still trains on both ranks."""
     gc.disable()
     try:
         model = wrapped_path()
@@ -213,7 +213,7 @@ def test_a_model_may_be_dropped_after_a_forward():
 
 @on_ranks(2)
 def test_what_moves_nothing_is_not_compared():
-    """Accumulation with whole parameters, as often as a rank likes; a forward that raised; a unit that has none."""
+    """With whole parameters, ranks may differ in accumulation, forwards that raised, and units without parameters."""
     model = wrapped_path(order_check="always", sharding_strategy=ShardingStrategy.NO_SHARD)
     model.module.blocks[3] = FSDP(nn.Tanh(), order_check="always", sharding_strategy=ShardingStrategy.NO_SHARD)
     model.module.path = Path.usual[: 3 + dist.get_rank()]
@@ -229,7 +229,7 @@ def test_what_moves_nothing_is_not_compared():
 
 @on_ranks(2)
 def test_a_pass_that_accumulates_is_compared_with_the_one_that_reduces():
-    """Cut parameters travel in it too: who computed with those of others is told in its own backward."""
+    """A backward under no_sync is compared too: ranks that ran different units raise in that very backward."""
     with native_collectives():
         model = wrapped_path(reshard_after_forward=False)
         model.module.path = OTHER_PATHS["other order"][0] if dist.get_rank() == 1 else Path.usual
@@ -241,7 +241,7 @@ def test_a_pass_that_accumulates_is_compared_with_the_one_that_reduces():
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "values"), [("order_check", ("always", "off")), ("nan_check", (True, False))])
 def test_inner_values_must_agree(name, values):
-    """What counts for the whole model is the same in all wrappers, or the first forward raises."""
+    """Options of the whole model must be equal in all wrappers; otherwise the first forward raises."""
     inner = FSDP(nn.Linear(4, 4), **{name: values[0]})
     model = FSDP(nn.Sequential(inner, nn.Linear(4, 4)), **{name: values[1]})
     with pytest.raises(ValueError, match=f"`{name}` must be the same in all wrappers.*unit `0`"):
@@ -250,7 +250,7 @@ def test_inner_values_must_agree(name, values):
 
 @on_ranks(2)
 def test_forwards_whose_backward_never_comes_do_not_add_up():
-    """Evaluation with gradients enabled: what is remembered has a limit, and ranks still agree."""
+    """Under evaluation with gradients enabled the record stays bounded, and ranks still agree."""
     with mock.patch.object(order_check, "_MAX_NOTED", 20):
         model = wrapped_path()
         for _ in range(12):
@@ -261,6 +261,6 @@ def test_forwards_whose_backward_never_comes_do_not_add_up():
 
 @on_ranks(1)
 def test_its_values_are_three():
-    """Anything else is refused at once."""
+    """Other values raise at once."""
     with pytest.raises(ValueError, match="`order_check` must be one of always, sampled, off, but is 'never'"):
         FSDP(nn.Linear(4, 4), order_check="never")

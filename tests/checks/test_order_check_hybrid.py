@@ -1,4 +1,4 @@
-"""In a hybrid model ranks share shards with some and replicas with others: whoever disagrees, all ranks are told."""
+"""In a hybrid model, which has groups of shards and of replicas, all ranks raise, whichever of them disagrees."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ DISSENTERS = {"one rank": [1], "the other shards": [2, 3], "the other replicas":
 @on_ranks(4)
 @pytest.mark.parametrize("who", DISSENTERS)
 def test_whoever_takes_another_path_all_ranks_are_told(who):
-    """Every rank raises, with the step and both names; no weight has changed, and the groups serve on."""
+    """Every rank raises, with the step and both names; no weight has changed, and the groups still work."""
     ranks, groups = DISSENTERS[who], pairs(2)
     cases = [(HYBRID, "other modules", 1), (ZERO2, "other order", 2)]
     if who == "the other shards":  # nobody gathers more than those it gathers with: only the replicas can tell

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fairshard.engine.tree import units_below
+from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.testing import rank_device
@@ -134,6 +135,29 @@ def test_what_no_sync_accumulated_survives_a_failed_pass():
     expected = plain.state_dict()
     for name, value in wrapped.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+def test_no_optimizer_steps_a_part_of_a_gradient():
+    """A backward that raised has used up what `no_sync` accumulated in one unit: a step raises until `zero_grad`."""
+    wrapped = wrap_layers(faulty(1), bucket_cap_mb=0)
+    optimizer = sgd(wrapped)
+    with wrapped.no_sync():
+        loss_of(wrapped, 0).backward()
+    fault_of(wrapped).when = "backward"  # the last layer is sent before
+    with pytest.raises(KeyError):
+        loss_of(wrapped, 1).backward()
+    fault_of(wrapped).when = None
+    before = wrapped.state_dict()
+    loss_of(wrapped, 2).backward()
+    with pytest.raises(PartialGradientError, match="zero_grad"):
+        optimizer.step()
+    for name, value in wrapped.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    optimizer.zero_grad()
+    loss_of(wrapped, 3).backward()
+    optimizer.step()
+    assert not torch.equal(wrapped.state_dict()["0.weight"], before["0.weight"])
 
 
 @on_ranks(2)

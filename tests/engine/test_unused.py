@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
@@ -96,6 +97,37 @@ def test_a_parameter_that_only_one_rank_uses():
     """In one unit, ranks may use different parameters: each contributes zeros for what it did not use."""
     model = Chosen(lambda step: dist.get_rank()).to(rank_device())
     train_alike(model, FSDP, loss_of)
+
+
+class AllRun(Chosen):
+    """`Chosen`, but all branches compute, as ranks must agree on their forwards; the last one is never used."""
+
+    def forward(self, x, step):
+        trunk = torch.tanh(self.trunk(x))
+        return [branch(trunk) for branch in self.branches][self.choose(step)]
+
+
+@on_ranks(2, 3)
+def test_units_that_only_some_ranks_reach():
+    """The backwards of the ranks reach different units: each gradient is the mean, with zeros of the other ranks."""
+    model = AllRun(lambda step: (step + dist.get_rank()) % 2).to(rank_device())
+    train_alike(model, wrap_all, loss_of, num_steps=4)
+
+
+@on_ranks(1, 2)
+def test_what_no_rank_reaches_keeps_no_gradient():
+    """Where each parameter has its own gradient, those of a branch that no rank uses keep None; the others have one."""
+    model = AllRun(lambda step: dist.get_rank()).to(rank_device())
+    for part in (model.trunk, *model.branches, model):
+        fully_shard(part)
+    loss_of(model, (0, 0)).backward()
+    have = {name for name, param in model.named_parameters() if param.grad is not None}
+    used = [model.trunk, *model.branches[: dist.get_world_size()]]
+    assert have == {
+        name
+        for name, param in model.named_parameters()
+        if any(param is own for part in used for own in part.parameters())
+    }
 
 
 @on_ranks(2)

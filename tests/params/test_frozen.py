@@ -1,4 +1,4 @@
-"""Frozen parameters are sharded apart, cost no gradient and no reduction, and let gradients through."""
+"""Frozen parameters are sharded separately, have no gradient and no reduction, and pass gradients to their inputs."""
 
 import copy
 import itertools
@@ -35,7 +35,7 @@ def frozen_mlp(*indices):
 @pytest.mark.parametrize("wrap", [FSDP, wrap_each], ids=["one", "each"])
 @pytest.mark.parametrize("indices", [(0,), (2,), (4,), (0, 2), (0, 4)], ids=str)
 def test_frozen_layers_train_as_on_the_plain_model(flatten, wrap, indices):
-    """Frozen layers first, in the middle, last, or several: the others train as they do unwrapped."""
+    """With frozen layers first, in the middle, last, or several, the others train as on the plain model."""
     train_alike(frozen_mlp(*indices), lambda model: wrap(model, flatten_parameters=flatten), loss_of)
 
 
@@ -111,7 +111,7 @@ def test_low_rank_adapters():
 
 
 class Offset(nn.Module):
-    """A weight that is returned, whatever comes in, or added to it."""
+    """Returns its weight, alone or added to the input."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Offset(nn.Module):
 
 
 class Around(nn.Module):
-    """A short way through one Linear, and a long one through an inner module and, several times, another Linear."""
+    """A short path through one Linear, and a long path through an inner module and several times another Linear."""
 
     def __init__(self, inner_takes, frozen):
         super().__init__()
@@ -149,7 +149,7 @@ OFFLOAD = pytest.param({"cpu_offload": True, "reshard_after_forward": False}, ma
 @pytest.mark.parametrize("frozen", FROZEN, ids=str)
 @pytest.mark.parametrize("kwargs", [{}, OFFLOAD], ids=str)
 def test_frozen_weights_around_a_trainable_unit(kwargs, frozen):
-    """They stay until gradients have gone through them to the inner unit, whether it depends on the input or not.
+    """Frozen weights stay gathered until gradients have reached the inner unit, whether it depends on the input or not.
 
     Inputs: a leaf that wants a gradient; computed from one; without; a leaf of a reentrant checkpoint's own.
     """
@@ -188,7 +188,7 @@ def test_frozen_weights_around_a_trainable_unit(kwargs, frozen):
 @on_ranks(2)
 @pytest.mark.parametrize("checkpointing", [None, "reentrant"])
 def test_frozen_units_are_freed_on_the_way(checkpointing):
-    """A unit whose gradients are done waits for no other: at most it and the next one are gathered then."""
+    """A unit whose gradients are done is freed without waiting for others: at most it and the next one are gathered."""
     wrapped = wrap_each(frozen_mlp(0, 2, 4))
     units = [unit for _, unit in units_below(wrapped)][1:]
     gathered = []
@@ -237,7 +237,7 @@ def test_freezing_a_flat_parameter_later():
 
 @on_ranks(2)
 def test_freezing_an_original_parameter_later_is_refused():
-    """After wrapping, ``requires_grad_`` on what was the parameter raises at the next forward and says where."""
+    """After wrapping, ``requires_grad_`` on an original parameter raises at the next forward, with its name."""
     layer = nn.Linear(4, 5)
     weight = layer.weight
     wrapped = FSDP(layer)

@@ -1,4 +1,4 @@
-"""Any number of elements on any number of ranks: fewer elements than ranks, none at all, 0-d."""
+"""Any number of elements on any number of ranks: fewer elements than ranks, no elements, 0-d."""
 
 from unittest import mock
 
@@ -46,14 +46,14 @@ def train_shapes(shapes, flatten):
     ids=str,
 )
 def test_odd_shapes_train(flatten, shapes):
-    """Parameters of no elements, of one, of fewer than there are ranks, and 0-d ones train as plain ones."""
+    """Parameters with no elements, one, or fewer than ranks, and 0-d ones train as on the plain model."""
     train_shapes(shapes, flatten)
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5), st.booleans())
 @settings(max_examples=15)
 def test_any_shapes_train_on_three_ranks(shapes, flatten):
-    """Whatever the shapes, three ranks train them as one does."""
+    """For any shapes, three ranks train the same weights as one rank."""
     run_ranks(3, train_shapes, shapes, flatten)
 
 
@@ -68,7 +68,7 @@ def test_odd_sizes_share_buckets(bucket):
 
 @on_ranks(4)
 def test_empty_parameters_keep_their_shape_in_the_state_dict():
-    """A parameter of no elements is saved and loaded with its shape."""
+    """A parameter without elements is saved and loaded with its shape."""
     model = FSDP(Params([(0, 3), (2,), ()]))
     state = model.state_dict()
     assert {name: tuple(value.shape) for name, value in state.items()} == {
@@ -83,7 +83,7 @@ def test_empty_parameters_keep_their_shape_in_the_state_dict():
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("bucket_cap_mb", [0, 25])
 def test_padding_has_no_gradient(flatten, bucket_cap_mb):
-    """Whatever lay in a bucket's memory, the elements of a shard that no parameter fills have a gradient of zero."""
+    """The padding of a shard has a gradient of zero, even if the bucket's memory held other values."""
     wrapped = wrap_each(mlp(4, 3, 1), flatten_parameters=flatten, bucket_cap_mb=bucket_cap_mb)
 
     def poisoned(data):

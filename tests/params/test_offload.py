@@ -1,4 +1,4 @@
-"""Shards and gradients in host memory: where they are, when they are there, and that nothing else changes."""
+"""Shards and gradients in host memory: where they are and when they arrive; results do not change."""
 
 import contextlib
 import copy
@@ -54,7 +54,7 @@ def train(model, num_steps=3):
 
 
 class Late(Event):
-    """A copy that happens no sooner than somebody waits for it; what it is to write holds NaN until then."""
+    """A copy that runs only when it is waited for; its target holds NaN until then."""
 
     __slots__ = ("_source", "_target")
 
@@ -73,7 +73,7 @@ class Late(Event):
 
 @contextlib.contextmanager
 def late_copies(twin=False):
-    """Every copy of a gradient is late; in the ``twin`` nobody waits for them."""
+    """Every copy of a gradient is late; the ``twin`` does not wait for copies."""
     made = []
 
     def copy_later(transfers, source, target):
@@ -89,7 +89,7 @@ def late_copies(twin=False):
 @on_ranks(1, 2)
 @PLACEMENTS
 def test_what_the_optimizer_sees_is_where_the_table_says(placement):
-    """Parameters are fp32 on the CPU; gradients are on them, or held by the unit and not on them."""
+    """Parameters are fp32 on the CPU; their gradients are on them, or only held by the unit."""
     model = build(placement)
     backward(model, 0)
     for wrapper in (model[0], model[2]):
@@ -108,7 +108,7 @@ def test_what_the_optimizer_sees_is_where_the_table_says(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("twin", [False, True])
 def test_a_gradient_is_read_only_after_its_copy_has_landed(twin):
-    """Late copies change nothing, for the optimizer, the norm and ``p.grad``; without the waits they are NaN."""
+    """Late copies change neither the optimizer's step, the norm nor ``p.grad``; without the waits these are NaN."""
     model, reference = build("offload"), build()
     with late_copies(twin):
         backward(model, 0)
@@ -125,7 +125,7 @@ def test_a_gradient_is_read_only_after_its_copy_has_landed(twin):
 @on_ranks(2)
 @PLACEMENTS
 def test_late_copies_change_no_bit_of_training(placement):
-    """Losses and weights of runs whose copies are all late are those of a run without offload."""
+    """A run in which all copies are late has the losses and weights of a run without offload."""
     model, reference = build(placement), build()
     with late_copies():
         losses = train(model)
@@ -153,7 +153,7 @@ def test_held_gradients_are_stepped_after_their_copies_have_landed(twin):
 @on_ranks(2)
 @pytest.mark.parametrize("placement", ["device", "offload", "master"])
 def test_a_hook_on_a_shard_reads_the_reduced_gradient(placement):
-    """A post-accumulate hook of the user runs once a backward and shard, when the sum has landed."""
+    """A post-accumulate hook of the user runs once per backward and shard, after the sum has landed."""
     model, reference = build(placement), build()
     seen = {}
     for name, param in model.named_parameters():
@@ -169,7 +169,7 @@ def test_a_hook_on_a_shard_reads_the_reduced_gradient(placement):
 
 @on_ranks(2)
 def test_a_gradient_that_lands_late_is_not_seen_early():
-    """In the middle of a backward ``p.grad`` is None or the last sum, never memory that is still written."""
+    """In the middle of a backward ``p.grad`` is None or the last sum, never memory that is still being written."""
     model = build("offload")
     params = list(model.parameters())
     seen = []
@@ -182,7 +182,7 @@ def test_a_gradient_that_lands_late_is_not_seen_early():
 
 @on_ranks(2)
 def test_a_gradient_that_the_user_keeps_is_not_written_over():
-    """The memory of gradients is used again, but not while a tensor, a view or an alias of one is alive."""
+    """The memory of gradients is reused, but not while a tensor, a view or an alias of it is alive."""
     model = build("offload")
     addresses = set()
     kept = []
@@ -202,7 +202,7 @@ def test_a_gradient_that_the_user_keeps_is_not_written_over():
 @on_ranks(2)
 @PLACEMENTS
 def test_a_changed_shard_is_seen_by_the_next_forward_however_it_was_changed(placement):
-    """In place, through ``.data``, by a new ``.data``, by an optimizer: the next output follows, state dicts too."""
+    """A write in place, to ``.data``, of a new ``.data`` or by an optimizer shows in the next output and state dict."""
     model, reference = build(placement), build()
     model(randn(3, 4))
 
@@ -226,7 +226,7 @@ def test_a_changed_shard_is_seen_by_the_next_forward_however_it_was_changed(plac
 @on_ranks(2)
 @PLACEMENTS
 def test_the_state_dict_right_after_a_step_has_the_stepped_weights(placement):
-    """No forward lies between: whole, local and summoned weights are the new ones."""
+    """Without a forward in between, whole, local and summoned weights have the new values."""
     model, reference = build(placement), build()
     for one in (model, reference):
         optimizer = optimizer_of(one)
@@ -245,7 +245,7 @@ def test_the_state_dict_right_after_a_step_has_the_stepped_weights(placement):
 @on_ranks(1, 2, 3)
 @PLACEMENTS
 def test_evaluation_before_training_changes_nothing(placement):
-    """The first pass is an evaluation: losses and weights of the training after it are the same."""
+    """An evaluation before training does not change its losses and weights."""
     model, reference = build(placement), build()
     with torch.no_grad():
         assert torch.equal(model(randn(3, 4)), reference(randn(3, 4)))
@@ -254,14 +254,14 @@ def test_evaluation_before_training_changes_nothing(placement):
 
 
 def fail(*_):
-    """A hook that interrupts what runs."""
+    """A hook that raises in the middle of a pass."""
     raise ValueError("on purpose")
 
 
 @on_ranks(2)
 @PLACEMENTS
 def test_the_step_after_an_exception_is_clean(placement):
-    """A forward and a backward that raise leave nothing behind: gradients after `zero_grad` are a fresh model's."""
+    """After a forward and a backward that raised, and `zero_grad`, gradients are those of a fresh model."""
     model, reference = build(placement), build()
     for register in ("register_forward_hook", "register_full_backward_pre_hook"):
         hook = getattr(model[0].module, register)(fail)
@@ -276,7 +276,7 @@ def test_the_step_after_an_exception_is_clean(placement):
 @on_ranks(1)
 @PLACEMENTS
 def test_gradients_of_an_interrupted_backward_do_not_come_back(placement):
-    """What was under way when the backward raised is not added after `zero_grad`."""
+    """Copies that were running when the backward raised are not added after `zero_grad`."""
     model, reference = build(placement), build()
     hook = model[0].module.register_full_backward_pre_hook(fail)
     with pytest.raises(ValueError, match="on purpose"):
@@ -293,7 +293,7 @@ def test_gradients_of_an_interrupted_backward_do_not_come_back(placement):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("placement", ["offload", "master"])
 def test_copies_of_an_interrupted_backward_are_dropped(placement):
-    """Gradients that were on their way to host memory when the backward raised are not added to those of the last."""
+    """Gradients that were being copied to host memory when the backward raised are not added to earlier ones."""
     model = build(placement)
     backward(model, 0)
     before = [param.grad.clone() for param in model.parameters()]
@@ -307,7 +307,7 @@ def test_copies_of_an_interrupted_backward_are_dropped(placement):
 
 @on_ranks(1)
 def test_zeroing_drops_a_gradient_that_is_on_its_way():
-    """A copy to host memory that has not been waited for does not come back after `zero`."""
+    """A copy to host memory that has not been waited for is not added after `zero`."""
     model = build("offload")
     backward(model, 0)
     (flat_param,) = model[0]._unit.flat_params
@@ -320,7 +320,7 @@ def test_zeroing_drops_a_gradient_that_is_on_its_way():
 @on_ranks(2)
 @PLACEMENTS
 def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
-    """A unit that ran a backward on its own, then as part of a model: its gradients add up."""
+    """Gradients of a unit that ran a backward alone, and then in a model, accumulate."""
     model, reference = build(placement), build()
     for one in (model, reference):
         one[2](torch.ones(3, 9)).square().sum().backward()
@@ -333,7 +333,7 @@ def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
 @PLACEMENTS
 @pytest.mark.parametrize("by", ["copy", "pickle"])
 def test_a_copy_of_an_offloaded_model_trains_on_its_own(placement, by):
-    """Deepcopied or pickled after a step, the copy trains as the original would, and leaves it alone."""
+    """A model deepcopied or pickled after a step trains like the original, and does not change it."""
     model = build(placement)
     train(model, 1)
     before = model.state_dict()
@@ -372,7 +372,7 @@ def test_frozen_units_have_no_gradient_memory(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("placement", ["offload", "master"])
 def test_plain_optimizers_work_as_without_offload(placement):
-    """SGD and fused AdamW over ``model.parameters()``: the weights are those of the run on the device."""
+    """SGD and fused AdamW over ``model.parameters()`` give the weights of a run on the device."""
     for make in (sgd, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)):
         states = []
         for one in (build(placement), build()):
@@ -388,7 +388,7 @@ def test_plain_optimizers_work_as_without_offload(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("poor", [None, 0, 1])
 def test_more_pinned_memory_than_the_host_has_is_refused_on_all_ranks(poor):
-    """One rank's host has too little free: both raise, naming that rank; with enough none does."""
+    """If the host of one rank has too little free memory, both raise with that rank's number; otherwise none does."""
     model = build("offload")
     model(randn(3, 4))
     units = [wrapper._unit for wrapper in (model, model[0], model[2])]

@@ -15,7 +15,7 @@ from tests.reference import randn, train_alike
 
 
 class Tied(nn.Module):
-    """Two Linears that share a weight, and one that shares a bias with them."""
+    """Two Linears that share a weight, and a third that shares a bias with them."""
 
     def __init__(self, hidden=4):
         super().__init__()
@@ -76,7 +76,7 @@ def test_a_weight_shared_with_an_inner_unit_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
-    """It has been taken: what the other module still holds has no elements, in a copy too. The error names the cure."""
+    """Sharding it a second time raises with the cure, also in a copy: the other module only has an empty leaf."""
     model = Tied()
     model.first = FSDP(model.first, flatten_parameters=flatten)
     for tied in (model, copy.deepcopy(model)):
@@ -87,13 +87,13 @@ def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
             tied.second(randn(3, 4))
         with pytest.raises(ValueError, match=r"`second\.weight` is shared with `\S*weight`.*append_shared_param"):
             FSDP(nn.ModuleDict({"first": tied.first, "second": tied.second}))
-        with pytest.raises(ValueError, match=r"around or beside it has already taken the parameter `third\.weight`"):
+        with pytest.raises(ValueError, match=r"`third\.weight` of this module has already been sharded"):
             FSDP(tied)
 
 
 @on_ranks(2)
 def test_a_module_registered_twice():
-    """A module with two names is one module: its parameters are taken once, and its state has both names."""
+    """A module with two names is sharded once, and its state has both names."""
 
     class Twice(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""`device_id` says where a unit computes: parameters go there as shards, buffers and inputs as they are."""
+"""`device_id` is where a unit computes: shards, whole buffers and inputs move there."""
 
 import contextlib
 import warnings
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def gpus(number, current=0):
-    """As if this machine had GPUs."""
+    """Pretend that this machine has GPUs."""
     with (
         mock.patch.object(construction, "device_count", return_value=number),
         mock.patch.object(construction, "current_device", return_value=torch.device("cuda", current)),
@@ -43,7 +43,7 @@ def device_of(device_id=None, compute_device=None):
 @pytest.mark.parametrize("kwargs", [{}, {"cpu_offload": True}, {"flatten_parameters": False}], ids=str)
 @pytest.mark.parametrize("name", ["device_id", "compute_device"])
 def test_training_is_the_same(name, kwargs):
-    """Naming the device where the model is changes nothing."""
+    """With the device where the model already is, training does not change."""
     wrap = wrap_each
     train_alike(
         mlp(4, 9, 5),
@@ -62,8 +62,8 @@ def test_a_number_is_that_of_a_gpu():
 
 
 def test_a_gpu_without_number_is_the_current_one():
-    """Which it says."""
-    with gpus(4, current=3), pytest.warns(UserWarning, match=r"the current one is taken, cuda:3"):
+    """A device without a number means the current one, with a warning."""
+    with gpus(4, current=3), pytest.warns(UserWarning, match=r"the current one is used, cuda:3"):
         assert device_of(torch.device("cuda")) == torch.device("cuda:3")
 
 
@@ -75,8 +75,8 @@ def test_other_types_are_refused(given):
 
 
 def test_devices_that_are_not_there_are_refused():
-    """Too high a number, no GPU at all, the meta device, or two that differ."""
-    with gpus(2), pytest.raises(ValueError, match=r"is cuda:2 where this process sees 2 GPUs"):
+    """A number too high, a GPU on a machine without, the meta device, and two different devices raise."""
+    with gpus(2), pytest.raises(ValueError, match=r"is cuda:2, and this process sees 2 GPUs"):
         device_of(2)
     with gpus(0), pytest.raises(ValueError, match=r"this process sees 0 GPUs"):
         device_of(torch.device("cuda"))
@@ -87,7 +87,7 @@ def test_devices_that_are_not_there_are_refused():
 
 
 def fake_on_gpu(module, number=0):
-    """``module`` as if on a GPU."""
+    """Pretend that ``module`` is on a GPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(param.shape, device=f"cuda:{number}")))
@@ -96,17 +96,17 @@ def fake_on_gpu(module, number=0):
 
 @on_ranks(1)
 def test_a_module_on_another_device_is_refused():
-    """Naming the parameter and both devices."""
+    """The error names the parameter and both devices."""
     model = nn.Sequential(nn.Linear(2, 2), fake_on_gpu(nn.Linear(2, 2), 1))
-    with pytest.raises(ValueError, match=r"asked for, cpu, but `1.weight` is on cuda:1"):
+    with pytest.raises(ValueError, match=r"requested device, cpu, but `1.weight` is on cuda:1"):
         FSDP(model, device_id=CPU)
-    with gpus(2), pytest.raises(ValueError, match=r"asked for, cuda:0, but `1.weight` is on cuda:1"):
+    with gpus(2), pytest.raises(ValueError, match=r"requested device, cuda:0, but `1.weight` is on cuda:1"):
         FSDP(model, device_id=0)
 
 
 @on_ranks(1)
 def test_two_devices_are_refused():
-    """A unit computes on one; inner units and ignored modules may be elsewhere."""
+    """A unit on several devices raises; inner units and ignored modules may be elsewhere."""
     model = nn.Sequential(nn.Linear(2, 2), fake_on_gpu(nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match=r"`0.weight` on cpu and `1.weight` on cuda:0"):
         FSDP(model)
@@ -116,7 +116,7 @@ def test_two_devices_are_refused():
 @on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_a_module_on_the_host_is_never_whole_on_the_device(offload):
-    """Shards go there, and buffers, but no parameter; with offload not even those."""
+    """Shards and buffers move there, whole parameters do not; with offload shards do not either."""
     gpu, moved = torch.device("cuda:0"), []
     to = torch.Tensor.to
 
@@ -145,7 +145,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 def test_nested_inputs_move_and_keep_their_types():
-    """Tuples, named tuples, lists, dicts and packed sequences; what is no tensor stays."""
+    """Inputs in tuples, named tuples, lists, dicts and packed sequences move; other values stay."""
     x = torch.ones(2)
     given = ((x, Pair(x, [x, 3])), {"mask": {"deep": (x,)}, "packed": pack_sequence([x]), "flag": True})
     (first, pair), named = move_inputs(given, torch.device("meta"))
@@ -171,7 +171,7 @@ def test_moved_inputs_get_their_gradients_where_they_are():
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("name", ["device_id", "compute_device", None])
 def test_the_outermost_unit_moves_inputs(name):
-    """Once a forward, to where the model computes; with `device_id` only."""
+    """Inputs move once per forward to the device of the model, with `device_id` only."""
     wrapped = wrap_each(mlp(4, 9, 5), **({name: rank_device()} if name else {}))
     with mock.patch.object(running, "move_inputs", side_effect=move_inputs) as move:
         x = randn(2, 4)
@@ -185,7 +185,7 @@ def test_the_outermost_unit_moves_inputs(name):
 
 
 def messages_of(wrapped):
-    """What a first forward warns of where there is a GPU, and a backend for it."""
+    """The warnings of a first forward on a machine with a GPU and a backend for it."""
     with (
         mock.patch.object(placement, "default_device_type", return_value="cuda"),
         mock.patch.object(placement, "current_device", return_value=torch.device("cuda:0")),
@@ -200,7 +200,7 @@ def messages_of(wrapped):
 @pytest.mark.cpu_only
 @on_ranks(1)
 def test_a_module_on_the_cpu_beside_a_gpu_is_told_once():
-    """Not where there is no GPU, and not where the CPU was asked for."""
+    """No warning without a GPU, nor if the CPU was requested."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrap_each(mlp(3, 5, 4))(randn(2, 3))

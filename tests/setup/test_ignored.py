@@ -1,4 +1,4 @@
-"""What a unit ignores stays whole on every rank, registered as it is, and out of every collective."""
+"""Ignored parameters stay whole and registered on every rank, and take part in no collective."""
 
 import contextlib
 import copy
@@ -54,7 +54,7 @@ def ignored_params(model):
 
 
 def wrap_ignoring(model, how="modules", **kwargs):
-    """Each block a unit, the whole another; gates are ignored in one of the ways there are."""
+    """Each block is a unit, the whole another; gates are ignored by one of the arguments."""
     given = {
         "modules": lambda: {"ignored_modules": gates(model)},
         "states": lambda: {"ignored_states": iter(gates(model))},
@@ -77,7 +77,7 @@ def loss_of(model, key):
 
 
 def train_both(plain, wrapped, num_steps=2):
-    """Train a replica, whose ignored gradients stay each rank's own, and the wrapped model; they agree exactly."""
+    """Train the wrapped model and a replica whose ignored gradients are not reduced: they agree exactly."""
     of_plain, of_wrapped = sgd(plain), sgd(wrapped)
     own = {id(param) for param in ignored_params(plain)}
     for step in range(num_steps):
@@ -114,7 +114,7 @@ def gates_of(wrapped):
 
 @on_ranks(2)
 def test_parity_with_ddp_that_ignores_the_same():
-    """DDP's own way to leave parameters out gives the same numbers."""
+    """DDP with the same parameters ignored gives the same numbers."""
     plain, model = gated(), gated()
     names = [name for name, _ in plain.named_parameters() if ".gate." in name]
     DDP._set_params_and_buffers_to_ignore_for_model(plain, names)
@@ -130,7 +130,7 @@ def test_parity_with_ddp_that_ignores_the_same():
 
 @on_ranks(in_full(2), 3)
 def test_nothing_of_them_travels():
-    """Gathers and reductions carry the other parameters only, and gradients stay what this rank made."""
+    """Gathers and reductions move only the other parameters, and ignored gradients stay this rank's own."""
     model = gated()
     wrapped = wrap_ignoring(model)
     loss_of(wrapped, 0).backward()
@@ -193,7 +193,7 @@ def test_the_norm_counts_them_once(norm_type):
 
 @on_ranks(in_full(2), 3)
 def test_the_norm_is_the_same_on_ranks_whose_ignored_gradients_differ():
-    """Their mean contribution counts: every rank scales by the same factor."""
+    """The norm includes the mean contribution of ignored gradients: every rank scales by the same factor."""
     wrapped = wrap_ignoring(gated())
     loss_of(wrapped, 0).backward()
     sharded = [p.grad for p in wrapped.parameters() if not any(p is q for q in ignored_params_of(wrapped))]
@@ -208,7 +208,7 @@ def test_the_norm_is_the_same_on_ranks_whose_ignored_gradients_differ():
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
 @pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
 def test_state_dicts_of_every_form_hold_them(kind, flatten):
-    """Saved, they are copies; loaded, they are as before, whatever happened in between."""
+    """A state dict has copies of them, and loading it restores them."""
     wrapped = wrap_ignoring(gated(), flatten_parameters=flatten)
     loss_of(wrapped, 0).backward()
     with FSDP.state_dict_type(wrapped, kind):
@@ -239,7 +239,7 @@ def test_rank_0_alone_loads_them_for_all():
 @on_ranks(2)
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_optimizer_state_holds_theirs(form):
-    """It goes out under their names, and comes back into another wrapping."""
+    """Optimizer state is saved under their names, and loads into another wrapping."""
     wrapped, other = wrap_ignoring(gated()), wrap_ignoring(gated(seed=5), flatten_parameters=form == "sharded")
     optimizer, of_other = (torch.optim.Adam(model.parameters()) for model in (wrapped, other))
     loss_of(wrapped, 0).backward()
@@ -299,7 +299,7 @@ def test_copies_ignore_their_own(copied_by, num_steps):
 
 @on_ranks(2)
 def test_half_before_the_first_forward_takes_them_along():
-    """What the user converts is converted as a whole, ignored weights too."""
+    """Converting the model converts ignored weights too."""
     plain, wrapped = gated().double(), wrap_ignoring(gated()).double()
     x = randn(4, DIM).double()
     assert torch.equal(wrapped(x), plain(x))
@@ -308,7 +308,7 @@ def test_half_before_the_first_forward_takes_them_along():
 
 @on_ranks(in_full(1), 2)
 def test_frozen_weights_before_ignored_ones():
-    """Gradients of ignored weights may pass frozen sharded ones after all inputs have theirs: these are there then."""
+    """Frozen weights stay gathered for gradients of ignored weights that pass through them after those of inputs."""
 
     class Branches(nn.Module):
         def __init__(self):
@@ -385,7 +385,7 @@ def test_an_overflow_of_one_rank_s_own_skips_the_step_of_all():
 
 @on_ranks(2)
 def test_accumulation_adds_their_gradients_up():
-    """`no_sync` changes nothing for them."""
+    """`no_sync` does not change ignored gradients."""
     plain, wrapped = gated(), wrap_ignoring(gated())
     with wrapped.no_sync():
         loss_of(wrapped, 0).backward()
@@ -399,7 +399,7 @@ def test_accumulation_adds_their_gradients_up():
 
 @on_ranks(in_full(1), 2)
 def test_summoned_they_are_what_they_are():
-    """Inside `summon_full_params` all names and shapes of the plain model are there."""
+    """Inside `summon_full_params` the model has all names and shapes of the plain model."""
     wrapped = wrap_ignoring(gated())
     loss_of(wrapped, 0)
     with FSDP.summon_full_params(wrapped):
@@ -409,7 +409,7 @@ def test_summoned_they_are_what_they_are():
 
 @on_ranks(2)
 def test_meta_and_ranks_that_differ_leave_them_alone():
-    """Neither initialised on the meta device, nor sent by `sync_module_states`."""
+    """Ignored parameters on the meta device are not initialised, and `sync_module_states` does not send them."""
     model = gated(seed=dist.get_rank())
     own = [param.detach().clone() for param in ignored_params(model)]
     for block in model[:2]:
@@ -429,7 +429,7 @@ def test_meta_and_ranks_that_differ_leave_them_alone():
 @on_ranks(2)
 @pytest.mark.parametrize("is_meta", [False, True])
 def test_a_policy_leaves_them_alone(is_meta):
-    """Shared ones tie no modules together, other dtypes do not matter, and what `param_init_fn` puts there stays."""
+    """Ignored parameters tie no modules together, may have other dtypes, and keep what `param_init_fn` sets."""
     with torch.device("meta" if is_meta else rank_device()):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].counts = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
@@ -460,7 +460,7 @@ def test_a_policy_leaves_them_alone(is_meta):
 
 @on_ranks(1)
 def test_one_that_two_units_share_cannot_be_initialised_by_both():
-    """Each would make a parameter of its own of it."""
+    """An ignored parameter on the meta device that two units share raises, because each would create its own."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias = model[0].bias
@@ -474,14 +474,14 @@ def test_one_that_two_units_share_cannot_be_initialised_by_both():
 @pytest.mark.parametrize("name", ["ignored_modules", "ignored_states", "ignored_parameters"])
 @pytest.mark.parametrize("given", [3, [3], "ab", nn.Linear(1, 1)], ids=["int", "ints", "str", "module"])
 def test_other_types_are_refused(name, given):
-    """They must be iterables of modules, or of parameters."""
+    """Arguments that are not iterables of modules, or of parameters, raise a TypeError."""
     with pytest.raises(TypeError, match=f"`{name}` must be an iterable of nn."):
         FSDP(nn.Linear(1, 1), **{name: given})
 
 
 @on_ranks(1)
 def test_modules_are_no_parameters():
-    """Each argument takes its own kind; `ignored_states` takes both, and then nothing else."""
+    """Each argument accepts its own kind; `ignored_states` accepts both, and excludes the others."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(TypeError, match="holds a Linear"):
         FSDP(model, ignored_parameters=[model[0]])
@@ -495,7 +495,7 @@ def test_modules_are_no_parameters():
 
 @on_ranks(in_full(1), 2)
 def test_units_are_not_ignored():
-    """Neither a wrapper, nor a module with one inside, nor what is inside of one."""
+    """A wrapper, a module that contains one, and a module inside one cannot be ignored."""
     model = gated()
     inner = FSDP(model[0].gate)
     model[0].gate = inner
@@ -514,7 +514,7 @@ def test_units_are_not_ignored():
 
 @on_ranks(in_full(1), 2)
 def test_the_module_itself_is_ignored_with_a_warning():
-    """Nothing is sharded then, and the model still runs."""
+    """A wrapper whose module is ignored warns, shards nothing, and still runs."""
     plain, model = gated(), gated()
     with pytest.warns(UserWarning, match="nothing of it is sharded"):
         wrapped = FSDP(model, ignored_modules=[model])
@@ -534,7 +534,7 @@ def mean_norm(model):
 
 @on_ranks(2)
 def test_what_another_engine_has_sharded_may_be_ignored():
-    """DTensors of FSDP2 stay what they are."""
+    """Ignored DTensors of FSDP2 do not change."""
     model = gated(1)
     mesh = dist.init_device_mesh(rank_device().type, (2,))
     fully_shard(model[0].gate, mesh=mesh)

@@ -30,7 +30,7 @@ def empty_own(module):
 
 
 def meta_mlp(*widths):
-    """As `mlp`, without memory."""
+    """`mlp` on the meta device."""
     return mlp(*widths).to("meta")
 
 
@@ -83,7 +83,7 @@ def test_tied_weights_stay_tied():
 @on_ranks(2)
 @pytest.mark.parametrize("init", [None, empty_own], ids=["reset", "fn"])
 def test_a_weight_shared_by_two_units_is_refused(init):
-    """A weight that a wrapped module shares with one outside is named, though it is another object by now."""
+    """The error names a weight that a wrapped module shares with one outside, although it was replaced meanwhile."""
     model = on_meta(Tiny)
     torch.manual_seed(0)
     model.embed = FSDP(model.embed, param_init_fn=init)
@@ -92,7 +92,7 @@ def test_a_weight_shared_by_two_units_is_refused(init):
 
 
 class Parent(nn.Module):
-    """Owns a parameter beside a child, and real values beside the meta device."""
+    """Owns a parameter beside a child, and tensors with values beside some on the meta device."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Parent(nn.Module):
 
 @on_ranks(in_full(1), 2)
 def test_children_first_as_constructors_run():
-    """A parent's reset sees its children with their values, and what it sets in them stays; real values stay too."""
+    """A parent is reset after its children and may change their values; tensors with values keep them."""
     model = on_meta(Parent)
     wrapped = FSDP(model)
     state = wrapped.state_dict()
@@ -128,7 +128,7 @@ def test_children_first_as_constructors_run():
 
 @on_ranks(2)
 def test_param_init_fn_is_called_for_each_module_that_owns_something():
-    """Parents before children, each once, inner units with their own; what they set is what there is."""
+    """``param_init_fn`` is called once per module, parents first, and its values stay; inner units have their own."""
     calls = []
 
     def init(module):
@@ -150,7 +150,7 @@ def test_param_init_fn_is_called_for_each_module_that_owns_something():
 
 @on_ranks(2)
 def test_weights_that_param_init_fn_unties_are_tied_again():
-    """`to_empty` makes two parameters of a shared one: they are one again, with the first one's values."""
+    """A shared parameter, of which `to_empty` makes two, is one again afterwards, with the first one's values."""
 
     def init(module):
         empty_own(module)
@@ -178,7 +178,7 @@ def test_recurrent_modules_keep_their_saved_references():
 
 @on_ranks(2)
 def test_frozen_empty_and_partly_real_modules():
-    """``requires_grad`` stays, a parameter without elements is fine, and what has values keeps them."""
+    """``requires_grad`` and existing values are kept, and parameters without elements are supported."""
     model = on_meta(nn.Sequential, nn.Linear(3, 0, device="meta"), nn.Linear(0, 2, device="meta"), Block(2, 3))
     model[2].to("meta")
     real = nn.Linear(2, 2)
@@ -200,7 +200,7 @@ class Silent(nn.Module):
 
 @on_ranks(in_full(1), 2)
 def test_a_module_without_reset_parameters_is_named():
-    """And nothing has been done by then."""
+    """A module without ``reset_parameters`` raises before anything was changed."""
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
     with pytest.raises(ValueError, match=r"`1` \(Silent\) has none"):
         FSDP(model)
@@ -229,7 +229,7 @@ class Masked(nn.Module):
 @on_ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
 def test_what_reset_parameters_leaves_unwritten_is_named(dtype):
-    """A mask that only the constructor makes would be whatever the memory held."""
+    """A buffer that only the constructor fills raises, because it would have arbitrary values."""
     with pytest.raises(ValueError, match=r"that of `1` \(Masked\) has not written `mask`"):
         FSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Masked(torch.ones(3, dtype=dtype)))))
     wrapped = FSDP(on_meta(lambda: Masked(torch.ones(3, dtype=dtype), resets=True)))
@@ -240,14 +240,14 @@ def test_what_reset_parameters_leaves_unwritten_is_named(dtype):
 @on_ranks(1)
 @pytest.mark.parametrize("init", [7, "xavier", nn.Linear(1, 1).weight], ids=["int", "str", "tensor"])
 def test_param_init_fn_must_be_callable(init):
-    """Also where nothing is on the meta device."""
+    """A ``param_init_fn`` that is not callable raises, even if nothing is on the meta device."""
     with pytest.raises(ValueError, match="`param_init_fn` must be a function"):
         FSDP(nn.Linear(2, 2), param_init_fn=init)
 
 
 @on_ranks(1)
 def test_what_param_init_fn_leaves_out_is_named():
-    """A function that does not know a module leaves it without memory."""
+    """A ``param_init_fn`` that skips a module raises, because that would stay without memory."""
     with pytest.raises(ValueError, match=r"`1.weight` is still on the meta device"):
         FSDP(
             on_meta(lambda: nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))),
@@ -257,7 +257,7 @@ def test_what_param_init_fn_leaves_out_is_named():
 
 @on_ranks(1)
 def test_torchdistx_is_refused_by_name():
-    """Tensors deferred by torchdistX, which is no longer made, are not taken for values."""
+    """Tensors deferred by torchdistX, which is no longer maintained, raise."""
     model = nn.Linear(2, 2)
     package = types.ModuleType("torchdistx")
     package.fake = types.SimpleNamespace(is_fake=lambda tensor: tensor is model.bias)
@@ -273,7 +273,7 @@ WIDTHS = [512, 1024, 512, 1024, 512, 1024, 512]
 
 
 def wrap_by_policy(model, **kwargs):
-    """As `wrap_each`, by the outermost wrapper."""
+    """`wrap_each`, but initialised by the outermost wrapper."""
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
 
 
@@ -327,6 +327,6 @@ def test_reset_parameters_of_a_wrapper(flatten):
 
 @on_ranks(2)
 def test_reset_parameters_of_a_sharded_module_is_refused():
-    """Unless it was allowed: it would write to what is not there."""
+    """``reset_parameters`` raises unless it was allowed, because it would write to freed memory."""
     with pytest.raises(ParameterShardedError, match="`weight`"):
         FSDP(nn.Linear(3, 5)).reset_parameters()

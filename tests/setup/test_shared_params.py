@@ -79,7 +79,7 @@ PATHS = [
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training(options):
-    """Whichever unit runs first, or the owner not at all: losses and weights are the plain model's, to the bit.
+    """Losses and weights are the plain model's, bit for bit, whichever unit runs first, and if the owner never runs.
 
     Nothing stays gathered, and each element is stored once.
     """
@@ -113,7 +113,7 @@ def test_recomputed_and_accumulated(checkpointing):
 
 @on_ranks(2)
 def test_low_precision():
-    """In bf16 with clipping: gradients of all uses add up in bf16, as autograd adds them on one device."""
+    """In bf16 with clipping, gradients of all uses are added in bf16, as autograd does on one device."""
     plain = tied()
     wrapped = wrap(copy.deepcopy(plain), mixed_precision=MixedPrecision(torch.bfloat16))
     reference = Reference(plain, torch.bfloat16)
@@ -203,7 +203,7 @@ def test_copies():
 
 @on_ranks(2)
 def test_what_is_refused():
-    """A shared weight that nobody speaks of, units too far apart, other precisions, and what is not shared at all."""
+    """Raises for a weight not appended, units in two models, different precisions, a parameter that is not shared."""
     model = tied()
     model.other = nn.Identity()
     model.owner, model.sharer = FSDP(model.owner), FSDP(model.sharer)
@@ -212,7 +212,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"`sharer\.weight` is shared with .*append_shared_param"):
         FSDP(model)
     for param in (nn.Parameter(torch.ones(1)), model.middle.weight, model.owner.module.bias):
-        with pytest.raises(ValueError, match="taken and that a module"):
+        with pytest.raises(ValueError, match="sharded and that a module"):
             model.sharer.append_shared_param(param)
     model.sharer.append_shared_param(model.owner.module.weight)
     model.sharer.append_shared_param(model.owner.module.weight)

@@ -1,4 +1,4 @@
-"""`sync_module_states` gives every rank what rank 0 has, once; without it ranks that differ are told."""
+"""`sync_module_states` copies rank 0's values to every rank, once; without it ranks that differ get a warning."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from tests.reference import assert_same_state, randn, train_both
 
 
 class Buffers(nn.Module):
-    """Parameters and buffers of every kind that a broadcast could stumble over."""
+    """Parameters and buffers of every kind that a broadcast must handle."""
 
     def __init__(self, rank):
         super().__init__()
@@ -64,7 +64,7 @@ def test_it_trains_as_ddp_does():
 
 @on_ranks(2)
 def test_each_tensor_is_sent_once():
-    """An outer unit sends only what inner ones have not, and a tied weight goes once."""
+    """An outer unit does not send what inner ones have sent, and sends a tied weight once."""
     model = tiny(seed=dist.get_rank())
     nbytes = sum(param.nbytes for param in model.parameters())
     with CollectiveCounter() as counter:
@@ -77,7 +77,7 @@ def test_each_tensor_is_sent_once():
 @on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("cap", [1, 7, 40, 64, 10**6])
 def test_buckets_hold_at_most_their_cap(cap):
-    """Tensors longer than a bucket travel in parts, shorter ones together, wherever the cuts fall."""
+    """Tensors longer than a bucket are sent in parts, shorter ones together, for any positions of the cuts."""
     comm = communicator(dist.group.WORLD)
     shapes = [(3,), (), (0,), (5, 2), (1,), (6, 3)]
 
@@ -102,7 +102,7 @@ def test_buckets_hold_at_most_their_cap(cap):
 @pytest.mark.parametrize("on_meta", [(1,), (0, 1)], ids=["others", "all"])
 @pytest.mark.parametrize("with_fn", [True, False], ids=["fn", "reset"])
 def test_other_ranks_may_be_on_the_meta_device(on_meta, with_fn):
-    """Rank 0 has values, or makes them; the others have none, and receive them with no more memory than a unit."""
+    """Rank 0 has or creates values; the others receive them and need no more memory than one unit."""
 
     def empty_own(module):
         module.to_empty(device=rank_device(), recurse=False)
@@ -130,7 +130,7 @@ class Unready(nn.Module):
 
 @on_ranks(2)
 def test_a_module_that_receives_needs_no_reset_parameters():
-    """Rank 0's module has values; the other's has no way to make any, and needs none."""
+    """If rank 0's module has values, those of other ranks need no way to initialise."""
     with torch.device("meta" if dist.get_rank() else rank_device()):
         model = Unready()
     assert FSDP(model, sync_module_states=True).state_dict()["gain"].tolist() == [1.0] * 3
@@ -138,7 +138,7 @@ def test_a_module_that_receives_needs_no_reset_parameters():
 
 @on_ranks(in_full(2), 3)
 def test_a_rank_that_cannot_initialise_makes_all_raise():
-    """Nobody waits for rank 0, which has nothing to send."""
+    """If rank 0 cannot initialise, all ranks raise and none waits."""
     with torch.device("meta"):
         model = Unready()
     with pytest.raises(ValueError, match="`reset_parameters\\(\\)`"):
@@ -156,7 +156,7 @@ def test_other_shapes_are_told_before_anything_is_sent():
 
 @on_ranks(3)
 def test_rank_0_of_the_group_counts():
-    """In a process group of its own a unit is sent from that group's first rank."""
+    """A unit with its own process group is sent from that group's first rank."""
     group = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         wrapped = FSDP(mlp(3, 4, seed=dist.get_rank()), group, sync_module_states=True)
@@ -166,7 +166,7 @@ def test_rank_0_of_the_group_counts():
 
 @on_ranks(1)
 def test_it_must_be_a_bool():
-    """Anything else is a TypeError."""
+    """Values other than True and False raise a TypeError."""
     with pytest.raises(TypeError, match="`sync_module_states` must be True or False"):
         FSDP(nn.Linear(1, 1), sync_module_states=1)
 
@@ -187,21 +187,21 @@ def test_ranks_that_begin_with_other_weights_are_told(kwargs):
         model[2].bias.add_(dist.get_rank())
     wrapped = wrap_each(model, **kwargs)
     (message,) = warnings_of(wrapped, randn(2, 3))
-    assert "`2.bias` was not the same on ranks 0 and 1" in message
+    assert "`2.bias` differed between ranks 0 and 1" in message
     assert warnings_of(wrapped, randn(2, 3)) == []
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_weights_of_any_dtype_are_told(dtype):
-    """The checksum is one of bits."""
+    """The checksum compares bits."""
     model = mlp(3, 5, seed=dist.get_rank()).to(dtype)
     assert len(warnings_of(FSDP(model), randn(2, 3).to(dtype))) == 1
 
 
 @on_ranks(in_full(1), 2)
 def test_nothing_is_said_where_all_is_well():
-    """Ranks that were seeded alike, that were synced, or that have loaded weights since."""
+    """No warning for ranks that were seeded alike, synced, or have loaded weights since."""
     rank = dist.get_rank()
     assert warnings_of(wrap_each(mlp(3, 5, 4)), randn(2, 3)) == []
     assert warnings_of(wrap_each(mlp(3, 5, 4, seed=rank), sync_module_states=True), randn(2, 3)) == []
@@ -217,16 +217,16 @@ def test_nothing_is_said_where_all_is_well():
 
 @on_ranks(2)
 def test_an_inner_unit_that_was_not_synced_is_named():
-    """An outer wrapper cannot make up for it."""
+    """Without it on an inner wrapper, the outer one warns that it has no effect there."""
     model = tiny()
     model.first = FSDP(model.first)
-    with pytest.warns(UserWarning, match="cannot reach the inner unit `first`"):
+    with pytest.warns(UserWarning, match="has no effect on the inner unit `first`"):
         FSDP(model, sync_module_states=True)
 
 
 @on_ranks(2)
 def test_tied_weights_of_meta_modules_are_received_once():
-    """The tie survives on the rank that had no memory."""
+    """A tied weight stays tied on the rank that had no memory."""
     torch.manual_seed(1)
     with torch.device("meta" if dist.get_rank() else rank_device()):
         model = Tiny()
@@ -235,7 +235,7 @@ def test_tied_weights_of_meta_modules_are_received_once():
 
 
 def strategy_of(name):
-    """NO_SHARD, or two shards of each of two replicas."""
+    """NO_SHARD, or two replicas of two shards each."""
     if name == "NO_SHARD":
         return {"sharding_strategy": ShardingStrategy.NO_SHARD}
     mesh = dist.init_device_mesh(rank_device().type, (2, 2))
@@ -245,7 +245,7 @@ def strategy_of(name):
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD"])
 def test_replicas_receive_too(name):
-    """Everything comes from the first rank of all, whatever is sharded or replicated; meta modules as well."""
+    """All values come from the first rank of all groups, sharded or replicated, also for modules on the meta device."""
     with torch.device("meta" if dist.get_rank() in (1, 2) else rank_device()):
         torch.manual_seed(dist.get_rank())
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
@@ -258,6 +258,6 @@ def test_replicas_receive_too(name):
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD"])
 def test_replicas_that_differ_are_told(name):
-    """A difference between replicas alone is seen by the ranks on both of its sides."""
+    """A difference between replicas only is reported on the ranks of both."""
     wrapped = FSDP(mlp(3, 5, seed=dist.get_rank() // 2), **strategy_of(name))
     assert len(warnings_of(wrapped, randn(2, 3))) == 1

@@ -1,4 +1,4 @@
-"""``use_orig_params``: what is registered are views of the shard under original names; the numbers stay the same."""
+"""``use_orig_params``: views of the shard are registered under original names; results do not change."""
 
 import copy
 
@@ -22,7 +22,7 @@ def tiny_step(model, *key):
 
 
 def two_groups(model):
-    """Biases and norms without weight decay and at another rate."""
+    """Param groups: biases and norms have no weight decay and another learning rate."""
     named = dict(model.named_parameters())
     slow = [param for name, param in named.items() if name.endswith("bias") or "norm" in name]
     fast = [param for name, param in named.items() if not (name.endswith("bias") or "norm" in name)]
@@ -48,7 +48,7 @@ def test_training_gives_the_bits_of_flat_parameters(optimizer):
 
 @on_ranks(1, 2, 3)
 def test_param_groups_are_those_of_the_plain_model():
-    """Rates and weight decay by original parameter give what they give on the plain model."""
+    """Learning rates and weight decay per original parameter give the weights of the plain model."""
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain), use_orig_params=True)
     assert sorted(dict(wrapped.named_parameters())) == sorted(dict(plain.named_parameters()))
@@ -66,7 +66,7 @@ def test_param_groups_are_those_of_the_plain_model():
 
 @on_ranks(1, 2, 3)
 def test_views_are_the_runs_that_the_rank_owns():
-    """1-D, one for each name, tied names share one; together they are the rank's part of each parameter."""
+    """Parameters are 1-D, one for each name (tied names share one), and each is the rank's part of the original."""
     plain = tiny()
     values = {name: param.detach().flatten() for name, param in plain.named_parameters()}
     wrapped = wrap_tiny(tiny(), use_orig_params=True)
@@ -85,7 +85,7 @@ def test_views_are_the_runs_that_the_rank_owns():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 def test_other_strategies_give_the_bits_of_flat_parameters(strategy):
-    """Also accumulated in ``no_sync``, where SHARD_GRAD_OP keeps parameters gathered, and with weights assigned."""
+    """The same under ``no_sync``, where SHARD_GRAD_OP keeps parameters gathered, and with assigned weights."""
     settings = {"sharding_strategy": getattr(ShardingStrategy, strategy)}
     wrapped = [wrap_tiny(tiny(), use_orig_params=flag, **settings) for flag in (True, False)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in wrapped]

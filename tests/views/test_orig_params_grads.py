@@ -1,4 +1,4 @@
-"""``use_orig_params``: gradients by original parameter, whatever the user or an optimizer does to some of them."""
+"""``use_orig_params``: gradients per original parameter stay right when a user or an optimizer changes some of them."""
 
 import copy
 
@@ -35,7 +35,7 @@ def backward(model, key):
 
 
 def whole_grads(model):
-    """Every gradient of a wrapped model, whole, put together from what ranks have of it; None where it is None."""
+    """Whole gradients of a wrapped model, assembled from the parts of all ranks; None where there is none."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, {name: param.grad for name, param in model.named_parameters()})
     return {
@@ -72,7 +72,7 @@ def test_gradients_are_views_of_one_memory(offload):
 
 @on_ranks(in_full(2), 3)
 def test_unused_parameters_of_a_used_unit_have_none():
-    """Ranks agree on which parameters any of them has used: only these have gradients."""
+    """Exactly the parameters that any rank has used have gradients, on all ranks."""
     model = nn.ModuleDict({"used": nn.Linear(4, 5), "unused": nn.Linear(4, 5), "apart": FSDP(nn.Linear(4, 5))})
     model.forward = lambda x: model["used"](x)
     wrapped = FSDP(model.to(rank_device()), use_orig_params=True)
@@ -85,7 +85,7 @@ def test_unused_parameters_of_a_used_unit_have_none():
 
 @on_ranks(1, in_full(2), 3)
 def test_frozen_parameters_of_a_mixed_unit_cost_no_gradient():
-    """Frozen and trainable in one unit: nothing of the frozen is reduced, kept, or put beside them."""
+    """In a unit with frozen and trainable parameters no gradient of a frozen one is reduced, kept or shown."""
     plain = mlp(4, 50, 5)
     plain[0].weight.requires_grad_(False)
     wrapped = FSDP(copy.deepcopy(plain), use_orig_params=True)
@@ -131,7 +131,7 @@ def test_requires_grad_can_change_between_passes(which):
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("is_synced", [True, False])
 def test_one_of_two_optimizers_may_drop_what_was_accumulated(settings, to_none, is_synced):
-    """Biases are zeroed between two backwards and weights are not: the sum of each is that of its own backwards."""
+    """If only biases are zeroed between two backwards, they have the last gradient, and weights the sum of both."""
     plain, wrapped = build(**SETTINGS[settings])
     for model in (plain, wrapped):
         biases = torch.optim.SGD([p for name, p in model.named_parameters() if name.endswith("bias")], lr=0.1)
@@ -158,7 +158,7 @@ def test_one_of_two_optimizers_may_drop_what_was_accumulated(settings, to_none, 
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("synced", [True, False])
 def test_all_gradients_dropped_by_the_views_are_dropped(synced):
-    """``optimizer.zero_grad`` after a backward, reduced or not, leaves nothing of it; memory goes with the forward."""
+    """``optimizer.zero_grad`` after a backward, reduced or not, drops its gradients; the next forward frees memory."""
     plain, wrapped = build()
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     if synced:
@@ -178,7 +178,7 @@ def test_all_gradients_dropped_by_the_views_are_dropped(synced):
 
 @on_ranks(1, in_full(2), 3)
 def test_gradients_that_the_user_puts_there_count():
-    """Assigned, edited in place or taken off, a gradient is what the next backward adds to, and what is clipped."""
+    """A gradient that was assigned, edited in place or dropped is the one that is clipped and accumulated to."""
     plain, wrapped = build()
     for model in (plain, wrapped):
         backward(model, 0)
@@ -203,7 +203,7 @@ def test_gradients_that_the_user_puts_there_count():
 
 @on_ranks(1, in_full(2), 3)
 def test_a_gradient_put_where_none_was_counts():
-    """All were taken off, then the user gives one parameter a gradient: it is clipped, and added to."""
+    """After all gradients were dropped, one that the user assigns is clipped and accumulated to."""
     plain, wrapped = build()
     backward(wrapped, 0)
     for param in wrapped.parameters():
@@ -222,7 +222,7 @@ def test_a_gradient_put_where_none_was_counts():
 
 @on_ranks(1, in_full(2), 3)
 def test_hooks_on_views_see_the_reduced_gradient():
-    """A post-accumulate-grad hook runs once a backward, with the view's run of the mean there; it may drop it."""
+    """A post-accumulate-grad hook runs once per backward, sees the view's run of the mean, and may drop it."""
     plain, wrapped = build(wrap=wrap_each)
     seen = {}
 
@@ -247,7 +247,7 @@ def test_hooks_on_views_see_the_reduced_gradient():
 
 @on_ranks(1, in_full(2), 3)
 def test_a_change_between_forward_and_backward_is_refused():
-    """A write into one view is a change of the weights that the backward would use."""
+    """A write to one view between forward and backward is detected as a change of weights."""
     _, wrapped = build()
     loss = wrapped(randn(3, 4)).square().sum()
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_a_change_between_forward_and_backward_is_refused():
 @pytest.mark.parametrize("how", ["in place", "data in place", "data assigned", "vector"])
 @pytest.mark.parametrize("settings", ["device", "offload"])
 def test_a_written_view_is_seen_by_the_next_forward(how, settings):
-    """However a weight is written between passes, forward, state dict and shard have the new value."""
+    """However a weight is written between passes, the forward, state dict and shard have the new value."""
     plain, wrapped = build(**SETTINGS[settings])
     backward(wrapped, 0)
     for model in (plain, wrapped):
@@ -290,10 +290,10 @@ def test_a_written_view_is_seen_by_the_next_forward(how, settings):
 
 @on_ranks(2)
 def test_data_of_another_size_is_refused_by_name():
-    """Only the rank's own elements can be assigned."""
+    """Only as many elements as the rank owns can be assigned to ``.data``."""
     _, wrapped = build()
     wrapped.module[2].weight.data = torch.zeros(7, 9, device=rank_device())
-    with pytest.raises(ValueError, match=r"`2.weight` \(rank \d\) has shape \(7, 9\)"):
+    with pytest.raises(ValueError, match=r"`2.weight` \(rank \d\) it has shape \(7, 9\)"):
         wrapped(randn(3, 4))
 
 
@@ -318,7 +318,7 @@ def test_an_interrupted_backward_leaves_no_gradient():
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("placement", [{}, {"cpu_offload": True}, {"cpu_offload": True, "move_grads_to_cpu": False}])
 def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
-    """A unit that ran a backward on its own, then as part of a model: its gradients add up, view by view."""
+    """Gradients of a unit that ran a backward alone, and then in a model, accumulate in each view."""
     models = [wrap_each(mlp(4, 9, 5), use_orig_params=flag, **placement) for flag in (True, False)]
     sums = []
     for model in models:

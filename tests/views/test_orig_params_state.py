@@ -1,4 +1,4 @@
-"""``use_orig_params``: what is saved and shown goes by original parameter, to and from every other layout."""
+"""``use_orig_params``: state is saved and shown per original parameter, and loads to and from every other layout."""
 
 import copy
 import io
@@ -59,7 +59,7 @@ def assert_same_optim_state(one, other):
 @pytest.mark.parametrize("into", LAYOUTS)
 @pytest.mark.parametrize("way", ["full", "rank0", "sharded"])
 def test_optimizer_state_goes_to_every_layout_and_back(into, way):
-    """Saved with views and loaded elsewhere, and the reverse, training goes on to the bit; names and values agree."""
+    """State saved with views loads without, and the reverse: names and values agree, and so do the bits of training."""
     for first, second in (("views", into), (into, "views")):
         model, optimizer = build(first)
         step(model, optimizer, 0)
@@ -127,7 +127,7 @@ def test_checkpoints_across_layouts(into, tmp_path):
 
 @on_ranks(in_full(2), 3)
 def test_groups_that_cut_through_a_unit_are_saved_by_name(tmp_path):
-    """Two rates in one unit, in a checkpoint and in a whole state dict: each parameter keeps its own."""
+    """Two learning rates in one unit survive a checkpoint and a whole state dict, each on its parameters."""
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     model = wrap_tiny(tiny(), use_orig_params=True)
@@ -155,7 +155,7 @@ def test_groups_that_cut_through_a_unit_are_saved_by_name(tmp_path):
 
 @on_ranks(1, in_full(2), 3)
 def test_whole_parameters_and_gradients_are_shown_and_written_back():
-    """Inside ``summon_full_params`` names and shapes are the original ones; what is written there arrives."""
+    """Inside ``summon_full_params`` names and shapes are the original ones, and writes take effect."""
     plain = mlp(4, 9, 5)
     shapes = {name: param.shape for name, param in plain.named_parameters()}
     model = FSDP(plain, use_orig_params=True)
@@ -219,7 +219,7 @@ def test_a_copy_trains_on_its_own(by, when):
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("through", ["wrapper", "module"])
 def test_conversions_before_the_first_forward(through):
-    """``.double()`` on the wrapper, or on the module inside it: views, shard and optimizer follow."""
+    """``.double()`` on the wrapper, or on the module inside it, converts views, shard and optimizer."""
     model, twin = FSDP(mlp(4, 9, 5), use_orig_params=True), FSDP(mlp(4, 9, 5).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (model if through == "wrapper" else model.module).double()
@@ -228,13 +228,13 @@ def test_conversions_before_the_first_forward(through):
         one(randn(3, 4).double()).square().sum().backward()
         its.step()
     assert_same_state(model.state_dict(), twin.state_dict())
-    with pytest.raises(TypeError, match="Dtype and device must be settled"):
+    with pytest.raises(TypeError, match="Dtype and device must be fixed"):
         model.float()
 
 
 @on_ranks(2)
 def test_a_conversion_of_a_part_is_refused():
-    """One parameter of a unit in another dtype than its neighbours is named."""
+    """An error names a parameter whose dtype differs from the others of its unit."""
     model = FSDP(mlp(4, 9, 5), use_orig_params=True)
     model.module[2].double()
     with pytest.raises(TypeError, match=r"must keep one dtype and one device, but `2\.weight`"):

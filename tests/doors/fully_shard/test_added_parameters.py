@@ -36,7 +36,7 @@ def test_new_names_are_refused(has_run):
         model(randn(2, 4))
     for target, fqn in ((model, "scale"), (model[0], r"0\.scale"), (model[2], r"2\.scale")):
         for add in (lambda m: setattr(m, "scale", parameter(4)), lambda m: m.register_parameter("scale", parameter(4))):
-            with pytest.raises(FairshardError, match=f"`{fqn}`.* came after"):
+            with pytest.raises(FairshardError, match=f"`{fqn}`.* was added later"):
                 add(target)
         assert "scale" not in target._parameters
     model(randn(2, 4)).sum().backward()
@@ -69,7 +69,7 @@ def test_found_at_the_first_forward():
     model = shard(mlp(4, 6, 4))
     model[1].slope = parameter(1)
     for _ in range(2):
-        with pytest.raises(FairshardError, match=r"`1\.slope`.*every rank would train it on its own"):
+        with pytest.raises(FairshardError, match=r"`1\.slope`.*each rank would train its own copy"):
             model(randn(2, 4))
     del model[1].slope
     model(randn(2, 4))
@@ -106,11 +106,11 @@ def test_a_dtensor_in_the_place_of_a_dtensor(has_run):
         assert module.weight is old
         with torch.no_grad():
             twin.weight.copy_(distribute_tensor(values, old.device_mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"`[02]\.weight` must be cut as it is"):
+        with pytest.raises(ValueError, match=r"`[02]\.weight` must be cut like it"):
             module.weight = nn.Parameter(distribute_tensor(values, old.device_mesh, [Replicate()]))
         double = nn.Parameter(distribute_tensor(values.double(), old.device_mesh, [Shard(0)]))
         if has_run:
-            with pytest.raises(TypeError, match="must be settled before the first forward"):
+            with pytest.raises(TypeError, match="must be fixed before the first forward"):
                 module.weight = double
     with torch.no_grad():
         assert torch.equal(model(randn(2, 4)), expected(randn(2, 4)))

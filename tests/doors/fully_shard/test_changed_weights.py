@@ -106,7 +106,7 @@ def test_gradients_placed_otherwise_are_refused():
         whole = torch.ones(4, 6, device=rank_device())
         local = whole[:, : 6 // weight.device_mesh.size()] if placement == Shard(1) else whole
         weight.grad = DTensor.from_local(local, weight.device_mesh, [placement], run_check=False)
-        with pytest.raises(ValueError, match=r"must be placed as that is, but that of `2\.weight`"):
+        with pytest.raises(ValueError, match=r"must be placed like its parameter, but that of `2\.weight`"):
             model(randn(3, 4, key=3)).square().sum().backward()
         model.zero_grad()
         model(randn(3, 4, key=3)).square().sum().backward()

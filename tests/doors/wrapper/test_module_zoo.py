@@ -188,3 +188,32 @@ def test_views_of_parameters_saved_for_backward():
         return FSDP(nn.Sequential(FSDP(model[0])))
 
     train_alike(nn.Sequential(Views()).to(rank_device()), wrap, lambda m, key: m(randn(3, 4, key=key)).square().sum())
+
+
+@on_ranks(1, 2)
+def test_outputs_that_are_parameters_or_views_of_them():
+    """A unit returns a parameter, and rows of another: the module around uses both, and both get their gradients."""
+
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.rows, self.scale = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(()))
+
+        def forward(self, x):
+            return x @ self.rows.t(), self.rows[: len(x)], self.scale
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Returns()
+
+        def forward(self, x):
+            y, rows, scale = self.inner(x)
+            return (y.sum(1, keepdim=True) + rows) * scale.exp()
+
+    def wrap(model):
+        model.inner = FSDP(model.inner)
+        return FSDP(model)
+
+    train_alike(Uses().to(rank_device()), wrap, lambda m, key: m(randn(3, 4, key=key)).square().sum())

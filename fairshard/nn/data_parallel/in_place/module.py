@@ -23,7 +23,7 @@ from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.running import run
 from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
-from fairshard.setup.late_changes import check_conversion, settle
+from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.views.shown_dtensors import ShownDTensors
 
@@ -240,7 +240,7 @@ class FSDPModule(CommMethods):
             if unit.is_gathered and unit.state is not TrainingState.FORWARD:
                 unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        settle(self._fairshard_unit)
+        adopt_changes(self._fairshard_unit)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -248,7 +248,7 @@ class FSDPModule(CommMethods):
         if unit.root is not None:
             unit.root.assert_idle("pickle or deepcopy")
         self.reshard()
-        settle(unit)  # a copy starts with the values of the shards
+        adopt_changes(unit)  # a copy starts with the values of the shards
         reduced = super().__reduce_ex__(protocol)
         if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
             raise FairshardError(

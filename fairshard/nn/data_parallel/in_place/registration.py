@@ -49,7 +49,7 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
     stepped = stepped_of(old)
     if isinstance(stepped, OrigParam) and isinstance(old, DTensor):
         if isinstance(param, DTensor):
-            return stepped.take(param)
+            return stepped.adopt(param)
         raise FairshardError(
             f"Parameter `{stepped.name}` must stay a DTensor once it is sharded, but is replaced by a whole one, "
             "which every rank would train on its own. Copy the values into it "
