@@ -33,10 +33,20 @@ class Unit:
 
     Attributes:
         root: the `Root` of the model that it has joined; None before the first forward. The unit never asks it.
+        comm: the ranks that the parameters are cut among; as what follows it set when the unit joins a model.
+        parts: of the parameters, that stay gathered among few ranks.
+        listing: what `parameters()` yields while modules compute.
+        buffers: in the dtype that modules compute in, where that is another.
         is_gathered: whether all ranks count it as gathered.
         is_held: whether this rank keeps the memory all the same when the others free it: until the end of the
             backward, or (``is_pinned``) for good, because a backward could reach it unseen.
     """
+
+    root: Any = None
+    comm: Communicator | None = None
+    parts: KeptParts | None = None
+    listing = Listing()
+    buffers: ComputeBuffers | None = None
 
     def __init__(
         self, groups: UnitGroups, flat_params: Sequence[FlatParam], config: UnitConfig, origin: Origin,
@@ -55,11 +65,6 @@ class Unit:
     def _forget_runtime(self) -> None:
         self.sync = True
         self.state = TrainingState.IDLE
-        self.root: Any = None
-        self.comm: Communicator | None = None
-        self.parts: KeptParts | None = None
-        self.listing = Listing()
-        self.buffers: ComputeBuffers | None = None
         self.is_gathered = self.is_held = self.is_pinned = False
         # What is gathered: how often optimizers had stepped, and how often each shard had been written to.
         self.stamp: tuple[int, list[int]] | None = None  # None: it must not serve another forward
