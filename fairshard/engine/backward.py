@@ -91,19 +91,12 @@ class Backward:
         self.task = _at_end(self.end, self._listings)
         self._is_restricted = is_restricted
         self._first.begin_backward(self)
-        problem: Exception | None = None
-        try:
-            self._check()
-            if torch.is_grad_enabled():
-                raise create_graph_error(self._first.units[0].fqn)
-        except Exception as error:
-            problem = error
-        self._make_plan(problem)
+        self._add([model.number for model in self._others() if is_reached(model)])
+        self._make_plan(self._problem(begins=True))
 
     def follow(self) -> None:
         """Do a rank's part in the whole of it: it computes nothing, but gives the gradients that it has kept."""
-        self._check()
-        self._make_plan(None)
+        self._make_plan(self._problem(begins=False))
         self._walk(len(self._plan.schedule.steps))
         self._finish()
         if self._plan.is_assumed:
@@ -116,22 +109,27 @@ class Backward:
         """Whether any gradient is sent or kept."""
         return self._plan.sends
 
-    def _check(self) -> None:
-        for model in self.models:
-            assert_none_summoned(model.units, "backward")
-            for unit in model.units:
-                for flat_param in unit.flat_params:
-                    flat_param.forget_zeroed()
+    def _problem(self, begins: bool) -> Exception | None:
+        """Why this rank cannot begin, if it computes; drops what the user has zeroed."""
+        try:
+            for model in self.models:
+                assert_none_summoned(model.units, "backward")
+                for unit in model.units:
+                    for flat_param in unit.flat_params:
+                        flat_param.forget_zeroed()
+            if begins and torch.is_grad_enabled():
+                raise create_graph_error(self._first.units[0].fqn)
+        except Exception as error:
+            return error
+        return None
 
     def _make_plan(self, problem: Exception | None) -> None:
-        others = [model for model in self._others() if is_reached(model)]
-        numbers = [self._first.number, *(model.number for model in others)]
-        if others and not self._first.is_common:
-            self._add(numbers)
+        numbers = [model.number for model in self.models]
         self._is_broken = True  # what raises here, raises on all ranks before anything is issued
         models = self._plan.plan(numbers, problem, self._is_restricted, is_final=False)
-        if models - {self._first.number}:
+        if models:
             self._add(models)
+            problem = problem or self._problem(begins=False)
             self._plan.plan([model.number for model in self.models], problem, self._is_restricted, is_final=True)
         self._is_broken = False
 
@@ -140,7 +138,8 @@ class Backward:
         others = [model for model in self._others() if model.number in numbers]
         for model in others:
             model.begin_backward(self)
-        self._go_through([self._first, *others])
+        if others:
+            self._go_through([*self.models, *others])
 
     # ---- events
 

@@ -30,7 +30,8 @@ class Calls:
 
     Attributes:
         key: what all of it was made from.
-        places: where each call belongs.
+        places: where each call belongs; those of units without parameters are in no checkpoint.
+        segment_of: the checkpoint that each call is in; -1 for none.
         events: beginnings and ends of calls, as `Pass.events` has them, numbered through.
         empty: those of units without parameters: ranks need not make them alike, and they are in no schedule.
         peers: the groups that the calls concern.
@@ -39,6 +40,7 @@ class Calls:
 
     key: Any
     places: list[CallPlace]
+    segment_of: list[int]
     events: list[int]
     empty: list[int]
     peers: list[Peers]
@@ -89,10 +91,10 @@ class Planner:
     def plan(
         self, numbers: Sequence[int], problem: Exception | None, is_restricted: bool, is_final: bool
     ) -> frozenset[int]:
-        """Agree and make the schedule, unless other ranks reach other models; returns those that any reaches.
+        """Agree and make the schedule; returns the models that any rank reaches, if ranks reach different ones.
 
-        ``numbers``: those of the models that this rank reaches. ``problem``: why this rank cannot begin.
-        ``is_restricted``: the backward was asked for some gradients only.
+        Nothing was agreed on then. ``numbers``: those of the models that this rank reaches. ``problem``: why this rank
+        cannot begin. ``is_restricted``: the backward was asked for some gradients only.
 
         **Collective.**
 
@@ -113,13 +115,13 @@ class Planner:
                 self.brackets.append(bracket)
         calls = self._calls(passes)
         self._peers = calls.peers
-        self.segment_of = [place.segment for place in calls.places]
+        self.segment_of = calls.segment_of
         own = self._own_reach(calls, passes, lives, is_restricted)
         agreed = replace(own, **{name: bytearray(answers) for name, answers in vars(own).items()})
         hashes = [self._hash(*told) for told in zip(self._peers, calls.digests, strict=True)]
         verdict = agree_on(Question(agreed, self._peers, hashes, problem is not None, numbers, is_final))
         self._raise_for(verdict, problem)
-        if len(verdict.models) > 1 and not is_final:
+        if verdict.is_open:
             return verdict.models
         self._make_schedule(calls, agreed)
         self.stops = self._own_marks(own)
@@ -129,7 +131,7 @@ class Planner:
         for model in self._models:
             model.record.keep([one for one, lives in zip(passes, agreed.alive, strict=True) if lives])
             model.shared.bucketer.plan(self._bucketed(model))
-        return verdict.models
+        return frozenset()
 
     # ---- the calls
 
@@ -152,13 +154,16 @@ class Planner:
     def _new_calls(self, key: Any, passes: list[Pass[Unit]]) -> Calls:
         events: list[int] = []
         places: list[CallPlace] = []
+        segment_of: list[int] = []
         num_segments = 0
         for forward, one in enumerate(passes):
             start = len(places)
             events += [event + start if event >= 0 else event - start for event in one.events]
             for bracket in one.brackets:
                 segment = bracket.segment + num_segments if bracket.segment >= 0 else -1
-                places.append(CallPlace(self.number[bracket.unit], forward, segment))
+                segment_of.append(segment)
+                place = CallPlace(self.number[bracket.unit], forward, segment if bracket.unit.has_shards else -1)
+                places.append(place)
             num_segments += len(one.starts)
         if len(self._models) > 1:  # a model may be called inside of another one
             moments = [moment for one in passes for moment in one.moments]
@@ -167,7 +172,8 @@ class Planner:
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
         peers = [self._peers_of(comm, passes, places) for comm in comms]
         empty = [call for call, bracket in enumerate(self.brackets) if not bracket.unit.has_shards]
-        return Calls(key, places, events, empty, peers, [self._digest(one, events, places) for one in peers])
+        digests = [self._digest(one, events, places) for one in peers]
+        return Calls(key, places, segment_of, events, empty, peers, digests)
 
     def _peers_of(self, comm: Communicator, passes: list[Pass[Unit]], places: list[CallPlace]) -> Peers:
         talking = [comm in self.model_of[unit].comms_of[unit] and unit.has_shards for unit in self.units]
@@ -235,7 +241,7 @@ class Planner:
                 reached[index] = 1
         if 1 in own.assumed:
             self._assume(own)
-        self.own_segments = {place.segment for place, mine in zip(calls.places, reached, strict=True) if mine} - {-1}
+        self.own_segments = {segment for segment, mine in zip(self.segment_of, reached, strict=True) if mine} - {-1}
         if any(one.starts for one in passes):
             starts = [start for one in passes for start in one.starts]
             self.own_segments |= find_recomputed(self.brackets, calls.events, self.segment_of, starts, reached)
@@ -312,7 +318,7 @@ class Planner:
             for unit in self.units:
                 for flat_param in unit.flat_params:
                     flat_param.note_reached(None)
-            return bytes([1]) * len(self.units)
+            return bytes([bool(unit.flat_params) for unit in self.units])
         owed = bytearray()
         start = 0
         for unit in self.units:

@@ -7,7 +7,7 @@ Each rank sends a hash of what it has run and a bit for each question of which r
 
 What comes back is the union: a bit that any rank has set. The first message has the same size whatever the models are,
 so that ranks that have run different things notice it before the first gather of the backward. What does not fit into
-it, and the answers where ranks reach several models, goes into a second one.
+it, and the answers where ranks reach different models, goes into a second one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from fairshard.utils.collectives import Communicator
 
-_NUM_MODELS = 7  # that one backward may reach
-_HEADER = struct.Struct(f">QBI{1 + _NUM_MODELS}I")
+_NUM_MODELS = 8  # that one backward may reach
+_HEADER = struct.Struct(f">QBI{_NUM_MODELS}I")
 _PROBLEM, _DIFFERENT, _SEVERAL = 1, 2, 4  # flags
 
 FIRST_NBYTES = 2048
@@ -65,20 +65,21 @@ class Peers:
 class Verdict:
     """Whether the ranks have run the same things, whether any has a problem, and the models that any reaches.
 
-    Where ranks reach ``models`` beside their first, nothing was compared, and `Reach` is as it was.
+    Where ranks reach different models (``is_open``), nothing was compared, and `Reach` is as it was.
     """
 
     agree: bool
     has_problem: bool
     models: frozenset[int]
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
 class Question:
     """What one rank brings to an exchange.
 
-    ``hashes``: for each of the peers, of what must be alike. ``models``: the numbers of the models that it reaches, the
-    first one first. ``is_final``: all ranks are known to ask of the same models.
+    ``hashes``: for each of the peers, of what must be alike. ``models``: the numbers of the models that it reaches.
+    ``is_final``: all ranks are known to ask of the same models.
     """
 
     reach: Reach
@@ -99,8 +100,8 @@ def agree_on(question: Question) -> Verdict:
     for peers, number in zip(question.peers, question.hashes, strict=True):
         flags, told = _swap(question, peers, number, flags, models)
         models |= told
-    is_several = bool(flags & _SEVERAL) and not question.is_final
-    return Verdict(is_several or not flags & _DIFFERENT, bool(flags & _PROBLEM), frozenset(models))
+    is_open = bool(flags & _SEVERAL) and not question.is_final
+    return Verdict(is_open or not flags & _DIFFERENT, bool(flags & _PROBLEM), frozenset(models), is_open)
 
 
 def _swap(question: Question, peers: Peers, number: int, flags: int, models: set[int]) -> tuple[int, set[int]]:
@@ -109,15 +110,15 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
     fields = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
     fields += [(reach.assumed, peers.units), (reach.calls, peers.calls), (reach.alive, peers.alive)]
     answers = _pack(fields)
-    ordered = [question.models[0], *sorted(models - {question.models[0]})][: 1 + _NUM_MODELS]
-    listed = ordered + [0] * (1 + _NUM_MODELS - len(ordered))
+    ordered = sorted(models)[:_NUM_MODELS]
+    listed = ordered + [0] * (_NUM_MODELS - len(ordered))
     header = _HEADER.pack(number, flags, len(answers), *listed)
     messages = _exchange(peers.comm, (header + answers)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0"))
     heads = [_HEADER.unpack_from(message) for message in messages]
     for head in heads:
         flags |= head[1]
     told = {model for head in heads for model in head[3:] if model}
-    if len(told) > 1:
+    if len({head[3:] for head in heads}) > 1:
         flags |= _SEVERAL
     if len({(head[0], head[2]) for head in heads}) > 1:
         flags |= _DIFFERENT
