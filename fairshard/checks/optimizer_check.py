@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fairshard.engine.root import roots
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.params.flat_param import FlatParam
@@ -149,6 +150,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of_rows(optimizer)
+    for root in list(roots):
+        if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has come since
+            root.reset()
     if interrupted:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for flat_param in list(interrupted):

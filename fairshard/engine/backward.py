@@ -306,9 +306,12 @@ class Backward:
 
     def abandon(self) -> None:
         """It raised on this rank: issue what is left, so that no other rank waits for it; the values count nowhere."""
+        # One shard may have no elements, or gradients of zeros: whether the user has zeroed them shows in all together.
+        seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
+        keeps_sums = True in seen or not seen
         for unit in self.units:
             for flat_param in unit.flat_params:
-                flat_param.abandon_grads(unit in self.touched)
+                flat_param.abandon_grads(unit in self.touched, keeps_sums)
         if not self._is_broken:
             self._is_serving = True
             bucketers = [model.shared.bucketer for model in self.models]

@@ -28,7 +28,7 @@ from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 
-_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+roots: weakref.WeakSet[Root] = weakref.WeakSet()  # of this process
 
 
 class Root:
@@ -68,7 +68,7 @@ class Root:
         self._warned_autocast = False
         self._last_output: Callable[[], Tensor | None] = _none
         self.note: Callable[[Unit], None] = order_check.note  # a unit is gathered or sent next
-        _roots.add(self)
+        roots.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -274,7 +274,7 @@ class Root:
         """The other models of this process that a backward could reach."""
         if self.join is not None:
             return []
-        others = (root for root in _roots if root is not self and root.record.passes and root.join is None)
+        others = (root for root in roots if root is not self and root.record.passes and root.join is None)
         return [root for root in others if root.backward is None and root.comms == self.comms]
 
     def begin_backward(self, backward: Backward) -> None:
@@ -329,10 +329,10 @@ class Root:
     def reset(self) -> None:
         """Drop what a pass left behind that ended in an exception, in all models that it went through."""
         backward = self.backward
-        roots: list[Root] = [self] if backward is None else [root for root in _roots if root.backward is backward]
+        reached = [self] if backward is None else [root for root in roots if root.backward is backward]
         if backward is not None:
             backward.abandon()
-        for root in roots:
+        for root in reached:
             root._drop_pass(backward)
 
     def _drop_pass(self, backward: Backward | None) -> None:

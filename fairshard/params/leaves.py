@@ -285,13 +285,26 @@ class Leaves:
                 slot.leaf.grad = None
         self.route.kept.come_back()
 
-    def abandon_grads(self, is_touched: bool) -> None:
+    @property
+    def keeps_sum(self) -> bool | None:
+        """Whether the sum that the running backward has added is still in the gradient, and not zeroed since.
+
+        None: none was added, or it cannot be told, because this rank has no elements.
+        """
+        grad = self.grad.value if self._num_landed else None
+        if grad is None or not self.line.layout.pieces_of(self.line.rank):
+            return None
+        return bool(grad.any())
+
+    def abandon_grads(self, is_touched: bool, keeps_sums: bool) -> None:
         """The running backward raised, after it has given gradients to some leaves if ``is_touched``.
 
-        What was added to earlier gradients cannot be taken away: the next step must not use them.
+        What was added to earlier gradients cannot be taken away: the next step must not use them. ``keeps_sums``: it is
+        in some gradient of the model, as far as this rank sees, so that the user has not zeroed them since.
         """
         marker = self._sent_marker or (self._marker if is_touched else None)
-        is_partial = (self._num_landed and self._has_value()) or (marker is not None and not self._is_zeroed(marker))
+        is_partial = keeps_sums and self._num_landed > 0 and self.grad.value is not None
+        is_partial = is_partial or (marker is not None and not self._is_zeroed(marker))
         if is_touched:
             self._marker = None
         self.drop_grads()
@@ -316,10 +329,6 @@ class Leaves:
             )
         self._partial = None
         interrupted.discard(self)
-
-    def _has_value(self) -> bool:
-        grad = self.grad.value
-        return grad is not None and bool(grad.any())
 
     def _is_zeroed(self, marker: Any) -> bool:
         names = self._names

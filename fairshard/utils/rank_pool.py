@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -29,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -46,6 +48,12 @@ _START_S = 120.0
 
 _GRACE_S = 5.0
 """Time that the other ranks have to finish after one failed, before they count as hung."""
+
+_MAX_COLLECTIONS = 4
+"""Garbage collections after a call."""
+
+_MAX_THREADS = 120
+"""Threads of a worker before another takes its place: each group that something keeps has three, and they poll."""
 
 
 class RanksFailed(AssertionError):
@@ -107,7 +115,7 @@ class RankPool:
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, worker in enumerate(self._workers[:world_size]):
-            if worker.process.poll() is not None:
+            if worker.process.poll() is not None or worker.num_threads() > _MAX_THREADS:
                 worker.kill()
                 self._workers[rank] = _Worker(self._store.port)
         while len(self._workers) < world_size:
@@ -188,6 +196,13 @@ class _Worker:
         theirs.close()
         self._log_start = 0
         self._is_up = False
+
+    def num_threads(self) -> int:
+        """How many threads the process has; 0 where the system does not say."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
 
     def await_start(self) -> None:
         """Wait until the process has imported torch, when the timeout starts. If it dies, the call reports it."""
@@ -290,10 +305,8 @@ def _serve(fd: int, port: int) -> None:
             call = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(_answer(call, store))
             pipe.recv_bytes()  # the release
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            gc.collect()
-            if num_modules != len(sys.modules):  # imported modules stay: later collections can skip them
+            is_free = _leave_group()
+            if is_free and num_modules != len(sys.modules):  # imported modules stay: later collections can skip them
                 num_modules = len(sys.modules)
                 gc.freeze()
     except (EOFError, ConnectionResetError):
@@ -301,6 +314,35 @@ def _serve(fd: int, port: int) -> None:
     except BaseException:
         traceback.print_exc()
         _exit(1)
+
+
+def _leave_group() -> bool:
+    """Destroy the default group and what still refers to it; returns whether nothing does any more.
+
+    What is frozen while a group lives keeps it for good, and each group has threads that poll.
+    """
+    if not dist.is_initialized():
+        gc.collect()
+        return True
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    _forget_meshes()
+    for _ in range(_MAX_COLLECTIONS):  # what one of them frees may leave a circle to the next
+        gc.collect()
+        if group() is None:
+            return True
+    return False
+
+
+def _forget_meshes() -> None:
+    """Clear the caches of DTensor, which keep meshes, and these groups."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):  # the latter in older torch
+        if hasattr(debug, name):
+            getattr(debug, name)()
+            return
 
 
 def _exit_with_parent() -> None:

@@ -11,6 +11,7 @@ from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.testing import rank_device
+from tests.engine.random_nets import shard
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
@@ -158,6 +159,31 @@ def test_no_optimizer_steps_a_part_of_a_gradient():
     loss_of(wrapped, 3).backward()
     optimizer.step()
     assert not torch.equal(wrapped.state_dict()["0.weight"], before["0.weight"])
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("comes_after", ["nothing", "a backward"])
+def test_a_skipped_batch_leaves_no_mixture_of_gradients(door, comes_after):
+    """Some sums of the second batch were added before it raised: the step refuses, also where a rank has no rows."""
+    model = faulty(1)
+    model[-1] = nn.Linear(model[-1].in_features, 1, device=rank_device())  # of which the last ranks have nothing
+    for layer in model.modules():
+        layer.is_unit = isinstance(layer, nn.Linear) or layer is model
+    wrapped = shard(model, door, bucket_cap_mb=0)
+    optimizer = sgd(wrapped)
+    loss_of(wrapped, 0).backward()
+    fault_of(wrapped).when = "backward"
+    with pytest.raises(KeyError):
+        loss_of(wrapped, 1).backward()
+    fault_of(wrapped).when = None
+    if comes_after == "a backward":
+        loss_of(wrapped, 2).backward()
+    with pytest.raises(PartialGradientError, match="zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(wrapped, 3).backward()
+    optimizer.step()
 
 
 @on_ranks(2)
