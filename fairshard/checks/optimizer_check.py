@@ -153,13 +153,22 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for root in list(roots):
         if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has come since
             root.reset()
-    if interrupted:
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for flat_param in list(interrupted):
-            if any(id(one.shard) in stepped for one in flat_param.stepped):
-                flat_param.check_whole()
+    if interrupted and optimizer not in _fetchers:  # those check it themselves
+        check_whole_gradients(optimizer)
     for shard in _clean[optimizer][1]:
         increment_version(shard)
+
+
+def check_whole_gradients(optimizer: Optimizer) -> None:
+    """Raise if an exception left a gradient incomplete that ``optimizer`` would use.
+
+    Raises:
+        PartialGradientError: naming the first such shard.
+    """
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for flat_param in list(interrupted):
+        if any(id(one.shard) in stepped for one in flat_param.stepped):
+            flat_param.check_whole()
 
 
 def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:

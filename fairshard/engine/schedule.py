@@ -6,9 +6,8 @@ backward reaches them. For units 0 (around the others), 1 and 2, called in this 
     forward     | 0 begins | 1 begins, ends | 2 begins, ends | 0 ends |
     schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  SEND 2  FREE 2    AT 1    DONE 1  SEND 1  FREE 1 ...
 
-*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward; but the one that a
-forward has called first stays gathered if an earlier forward needs it again. Whether a step is in the list, and where,
-never depends on one rank's reach, memory or timing.
+*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward. Whether a step is
+in the list, and where, never depends on one rank's reach, memory or timing.
 """
 
 from __future__ import annotations
@@ -146,12 +145,10 @@ class _Builder:
         self._left: dict[int, int] = {}  # calls of each unit, in all forwards ...
         self._left_in: dict[tuple[int, int], int] = {}  # ... and in one
         self._to_reach: dict[int, int] = {}
-        self._to_reach_in: dict[int, int] = {}  # calls of all units in one forward
         for call, place in enumerate(calls):
             if self.is_listed[call]:
                 self._left[place.unit] = self._left.get(place.unit, 0) + 1
                 self._to_reach[place.unit] = self._to_reach.get(place.unit, 0) + 1
-                self._to_reach_in[place.forward] = self._to_reach_in.get(place.forward, 0) + 1
                 key = place.forward, place.unit
                 self._left_in[key] = self._left_in.get(key, 0) + 1
                 if place.segment >= 0:
@@ -173,7 +170,7 @@ class _Builder:
 
     def reach(self, call: int) -> None:
         """The backward reaches the outputs of ``call``."""
-        unit, forward, segment = self._calls[call]
+        unit, _, segment = self._calls[call]
         rule = self._rules[unit]
         if segment >= 0 and segment not in self.schedule.recompute:
             self.schedule.recompute[segment] = self._mark(Kind.RECOMPUTE, call)
@@ -181,7 +178,6 @@ class _Builder:
                 self._gather(self._calls[other].unit, other)
         self.schedule.at[call] = self._mark(Kind.AT, call)
         self._to_reach[unit] -= 1
-        self._to_reach_in[forward] -= 1
         self._num_reached += 1
         self._gather(unit, call)
         if not rule.waits:
@@ -198,8 +194,7 @@ class _Builder:
         if not self._left[unit]:
             self._send(unit)
         rule = self._rules[unit]
-        is_needed_soon = self._is_next(unit) or not self._to_reach_in[forward]
-        if not self._left[unit] or (rule.frees_between and not is_needed_soon):
+        if not self._left[unit] or (rule.frees_between and not self._is_next(unit)):
             self.schedule.steps.append(Step(Kind.FREE, unit))
             if rule.frees:
                 self._gathered.discard(unit)

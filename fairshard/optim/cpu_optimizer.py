@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import allow_held_gradients, check_cpu_steps, name_of_shard
+from fairshard.checks.optimizer_check import (
+    allow_held_gradients,
+    check_cpu_steps,
+    check_whole_gradients,
+    name_of_shard,
+)
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
@@ -122,6 +127,7 @@ class CPUOptimizer(Optimizer):
                 have changed.
         """
         self._assert_whole()
+        check_whole_gradients(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

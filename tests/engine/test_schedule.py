@@ -114,11 +114,11 @@ def test_a_checkpoint_gathers_all_its_units_first():
 
 
 def test_several_forwards():
-    """A unit is freed after each forward's part, unless it is the last one there, and sent after the last part."""
+    """A unit is freed after each forward's part, unless the backward needs it next, and sent after the last."""
     events = [*CHAIN, *(event + 3 if event >= 0 else event - 3 for event in CHAIN)]
     calls = [CallPlace(unit, forward) for forward in (0, 1) for unit in range(3)]
     assert words(events, calls, [1] * 6, [1, 0, 0], [1] * 3, [UnitRule(ahead=())] * 3) == [
-        *("at 0", "at 2  > gather 2", "done 2  > free 2", "at 1  > gather 1", "done 1", "done 0"),
+        *("at 0", "at 2  > gather 2", "done 2  > free 2", "at 1  > gather 1", "done 1  > free 1", "done 0"),
         *("at 0", "at 2  > gather 2", "done 2  > send 2  > free 2"),
-        *("at 1", "done 1  > send 1  > free 1", "done 0  > send 0  > free 0"),
+        *("at 1  > gather 1", "done 1  > send 1  > free 1", "done 0  > send 0  > free 0"),
     ]

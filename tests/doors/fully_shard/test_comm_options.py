@@ -286,7 +286,7 @@ def test_the_event_of_a_step_is_waited_for_once():
             assert moment.call_count == 0 or is_cuda
         assert root_of(model).after_step is None
         assert_equal(grads_of(model), expected)
-    assert len(waited) > 2
+    assert len(waited) >= 2  # at the beginning of each pass; where streams are asynchronous each gather waits, too
     optimizer = sgd(model)
     optimizer.step()
     model.set_post_optim_event(event)
