@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import (
-    allow_held_gradients,
-    check_cpu_steps,
-    check_whole_gradients,
-    name_of_shard,
-)
+from fairshard.checks.optimizer_check import allow_held_gradients, check_cpu_steps, check_whole_gradients, name_of_shard
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
@@ -104,8 +99,7 @@ class CPUOptimizer(Optimizer):
         super().__init__(self._template.param_groups, self._template.defaults)
         self.state.update(self._template.state)  # some classes create state at once
         self._template.state.clear()
-        self.clip_grad_norm = clip_grad_norm
-        self.clip_mode = clip_mode
+        self.clip_grad_norm, self.clip_mode = clip_grad_norm, clip_mode
         self.overlap = overlap
         self.state_dtype = state_dtype
         self._worker = CPUWorker(default_num_threads(overlap) if num_threads is None else num_threads)
@@ -340,8 +334,8 @@ class CPUOptimizer(Optimizer):
     def _assert_whole(self) -> None:
         if self._broken:
             raise FairshardError(
-                f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a "
-                'checkpoint. With clip_mode="speculate" such steps would be undone.'
+                f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a checkpoint."
+                ' With clip_mode="speculate" such steps would be undone.'
             )
 
     def _assert_reduced(self) -> None:
