@@ -334,8 +334,8 @@ class CPUOptimizer(Optimizer):
     def _assert_whole(self) -> None:
         if self._broken:
             raise FairshardError(
-                f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a checkpoint."
-                ' With clip_mode="speculate" such steps would be undone.'
+                f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a "
+                'checkpoint. With clip_mode="speculate" such steps would be undone.'
             )
 
     def _assert_reduced(self) -> None:
