@@ -150,10 +150,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of_rows(optimizer)
-    for root in list(roots):
-        if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has come since
-            root.reset()
-    if interrupted and optimizer not in _fetchers:  # those check it themselves
+    if optimizer not in _fetchers:  # those check it themselves, and may step on another thread
         check_whole_gradients(optimizer)
     for shard in _clean[optimizer][1]:
         increment_version(shard)
@@ -165,6 +162,11 @@ def check_whole_gradients(optimizer: Optimizer) -> None:
     Raises:
         PartialGradientError: naming the first such shard.
     """
+    for root in list(roots):
+        if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has come since
+            root.reset()
+    if not interrupted:
+        return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for flat_param in list(interrupted):
         if any(id(one.shard) in stepped for one in flat_param.stepped):

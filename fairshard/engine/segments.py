@@ -104,9 +104,9 @@ def find_recomputed(
             known.add(segment)
             around = next((call for call in reversed(running) if segment_of[call] != segment), None)
             if around is not None and reached[around] and brackets[event].node is None:
-                following = last[segment] + 1
+                following, start = last[segment] + 1, starts[segment]
                 stop = brackets[following].began if following < len(brackets) else 0
-                if _computes_between(brackets[around], starts[segment], stop or _NEVER):
+                if _computes_between(brackets[around], start, stop if stop > start else _NEVER):
                     found.add(segment)
         running.append(event)
     return found

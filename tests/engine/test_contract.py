@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fairshard.errors import FairshardError
 from fairshard.nn import BackwardPrefetch, ShardingStrategy
@@ -292,3 +293,57 @@ def test_an_exception_in_the_backward_of_one_rank(door, place, exchange):
         with pytest.raises(FairshardError):
             loss.backward()
         issues.assert_same_on_all_ranks()
+
+
+class Segment(nn.Module):
+    """A checkpoint with a layer of the outer unit and a call of an inner one, and a head after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer, self.inner, self.head = (nn.Linear(3, 3) for _ in range(3))
+        self.is_unit = self.inner.is_unit = self.head.is_unit = True
+
+    def run(self, x, reaches_inner):
+        x = torch.tanh(self.outer(x))
+        called = torch.tanh(self.inner(x.detach()))
+        return x.sin() + called if reaches_inner else x.sin()
+
+    def forward(self, x, reaches_inner, uses):
+        made = checkpoint(self.run, x, reaches_inner, use_reentrant=False)
+        return self.head(made if uses else x)
+
+
+@on_ranks(2, timeout=30.0)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("case", ["one rank reaches the inner unit", "no rank does, and one recomputes"])
+def test_a_checkpoint_of_which_a_rank_reaches_the_outer_layer_alone(door, exchange, case):
+    """That rank recomputes the inner unit all the same, which no gradient of its own tells."""
+    with contextlib.nullcontext() if exchange else without_exchange(), recording() as issues:
+        torch.manual_seed(0)
+        model = shard(Segment().to(rank_device()), door)
+        is_first = dist.get_rank() == 0
+        for step in range(2):
+            reaches_inner = is_first and case.startswith("one rank")
+            uses = is_first or case.startswith("one rank")
+            model(input_of(step, dist.get_rank()), reaches_inner, uses).sum().backward()
+        issues.assert_same_on_all_ranks()
+
+
+@on_ranks(2)
+def test_zeroed_gradients_of_the_second_root_are_forgotten():
+    """What no_sync has accumulated in either of two models is dropped with `zero_grad`, whichever comes first."""
+    torch.manual_seed(0)
+    one, other = (shard(Generator().to(rank_device()), "wrapper") for _ in range(2))
+    x = input_of(0, dist.get_rank())
+    other(one(x)).sum().backward()
+    expected = [param.grad.clone() for param in (*one.parameters(), *other.parameters())]
+    for model in (one, other):
+        model.zero_grad()
+    with one.no_sync(), other.no_sync():
+        other(one(x)).sum().backward()
+    for model in (one, other):
+        model.zero_grad()
+    other(one(x)).sum().backward()
+    for param, grad in zip((*one.parameters(), *other.parameters()), expected, strict=True):
+        assert torch.equal(param.grad, grad)

@@ -5,7 +5,6 @@ Both doors; the wrapper's ``state_dict()``, that of the module inside, ``reset_p
 
 import copy
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -13,26 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.errors import FairshardError
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import StateDictType
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
+from tests.state.doors import DOORS, every_door
 from tests.trained import odd
-
-BF16 = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
-DOORS = {
-    "flat": FSDP,
-    "apart": partial(FSDP, flatten_parameters=False),
-    "orig": partial(FSDP, use_orig_params=True),
-    "offload": partial(FSDP, cpu_offload=True),
-    "bf16": partial(FSDP, **BF16),
-    "rows": fully_shard,
-    "rows_offload": partial(fully_shard, offload_policy=CPUOffloadPolicy()),
-    "rows_bf16": partial(fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-}
-every_door = pytest.mark.parametrize("door", DOORS)
 
 
 class Boom(Exception):

@@ -4,33 +4,19 @@ Through both doors; whole things that are not sharded, as far as torch would put
 """
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import FullStateDictConfig, StateDictType
 from fairshard.utils.testing import rank_device
 from tests.models import SavedTransposed
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
+from tests.state.doors import DOORS, every_door
 from tests.trained import odd
-
-BF16 = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
-DOORS = {
-    "flat": FSDP,
-    "apart": partial(FSDP, flatten_parameters=False),
-    "orig": partial(FSDP, use_orig_params=True),
-    "offload": partial(FSDP, cpu_offload=True),
-    "bf16": partial(FSDP, **BF16),
-    "rows": fully_shard,
-    "rows_offload": partial(fully_shard, offload_policy=CPUOffloadPolicy()),
-    "rows_bf16": partial(fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-}
-every_door = pytest.mark.parametrize("door", DOORS)
 
 
 def sharded(door, seed):
