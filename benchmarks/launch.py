@@ -1,4 +1,4 @@
-"""Run one engine once, in fresh processes, and bring back what each rank measured."""
+"""Run one engine, or several in turns, in fresh processes, and bring back what each rank measured."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 
 
 class RunFailed(RuntimeError):
     """A rank failed or took too long; the message is the last line that it wrote."""
+
+
+class World(NamedTuple):
+    """One engine's ranks: what each is handed, and where fairshard comes from: ``tree``, or else this checkout."""
+
+    job: Mapping[str, Any]
+    tree: Path | None = None
 
 
 def launch(
@@ -28,22 +35,45 @@ def launch(
     Each rank is handed ``job`` as JSON, with its ``rank``, the ``store`` to meet at and the path of its
     ``result``. What the ranks print (torch's warnings, mostly) is shown only as the reason of a failure.
     """
-    with tempfile.TemporaryDirectory(prefix="fairshard-bench-") as folder:
-        jobs = [
-            {**job, "rank": rank, "store": f"{folder}/store", "result": f"{folder}/rank{rank}.json"}
-            for rank in range(world)
-        ]
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
-        ranks = [_start(script, *pair, tree) for pair in zip(jobs, logs, strict=True)]
+    return launch_in_turns(script, [World(job, tree)], world, timeout_s)[0]
+
+
+def launch_in_turns(script: str, worlds: Sequence[World], world: int, timeout_s: float) -> list[list[dict[str, Any]]]:
+    """Run ``script`` for all ``worlds`` at once, as `launch` does; return one list of results for each.
+
+    With more than one, each job has its ``turn`` too: the pipe that rank 0 reads a byte from before each step, and the
+    one that it writes a byte to after the step. So one world computes at a time, and what slows the machine for a
+    while meets all of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="fairshard-bench-") as root:
+        folders = [Path(root, str(number)) for number in range(len(worlds))]
+        for folder in folders:
+            folder.mkdir()
+            os.mkfifo(folder / "turn")
+        pipes = [str(folder / "turn") for folder in folders]
+        first_turn = os.open(pipes[0], os.O_RDWR)  # held open: what is in a pipe is lost when nobody has it open
+        os.write(first_turn, b".")
+        ranks, logs, results = [], [], []
+        for number, (folder, (job, tree)) in enumerate(zip(folders, worlds, strict=True)):
+            if len(worlds) > 1:
+                job = {**job, "turn": [pipes[number], pipes[(number + 1) % len(worlds)]]}
+            for rank in range(world):
+                result, log = folder / f"rank{rank}.json", folder / f"rank{rank}.log"
+                own = {**job, "rank": rank, "store": f"{folder}/store", "result": str(result)}
+                ranks.append(_start(script, own, log, tree))
+                logs.append(log)
+                results.append(result)
         try:
             failed = _wait(ranks, timeout_s)
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            os.close(first_turn)
+            for process in ranks:
+                process.kill()
+                process.wait()
         if failed is not None:
             raise RunFailed(_reason(logs[failed], ranks[failed].returncode))
-        return [json.loads(Path(job["result"]).read_text()) for job in jobs]
+        measured = [json.loads(result.read_text()) for result in results]
+        return [measured[start : start + world] for start in range(0, len(measured), world)]
 
 
 def _start(script: str, job: Mapping[str, Any], log: Path, tree: Path | None) -> subprocess.Popen[bytes]:

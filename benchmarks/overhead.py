@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from turn import Turn
 
 WORLD_SIZE = 8
 NUM_UNITS = 200
@@ -38,6 +40,7 @@ class Job:
     rank: int
     store: str
     result: str
+    turn: Sequence[str] = ()
 
 
 def main() -> None:
@@ -47,7 +50,8 @@ def main() -> None:
     model: nn.Module = nn.Sequential(*(_tiny_unit() for _ in range(NUM_UNITS)))
     if job.engine != PLAIN:
         model = engines.build(job.engine, model, model, engines.Options()).model
-    passes = [_time_pass(model) for _ in range(WARMUP + job.passes)][WARMUP:]
+    turn = Turn.open(job.turn) if job.turn else None
+    passes = [_time_pass(model, turn) for _ in range(WARMUP + job.passes)][WARMUP:]
     cpu, wall = (statistics.median(seconds) / NUM_UNITS * 1e6 for seconds in zip(*passes, strict=True))
     result = {"us_per_unit": cpu, "wall_us_per_unit": wall, "calls_per_unit": _count_calls(model) / NUM_UNITS}
     Path(job.result).write_text(json.dumps(result))
@@ -73,15 +77,19 @@ def _tiny_unit() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def _time_pass(model: nn.Module) -> tuple[float, float]:
+def _time_pass(model: nn.Module, turn: Turn | None) -> tuple[float, float]:
     """Time one forward and backward: CPU and wall seconds. Gradients are dropped outside the clocks.
 
     Nothing here waits, so that both agree on a quiet machine; CPU time also holds on a busy one.
     """
     inputs = torch.ones(2, 8)
+    if turn is not None:
+        turn.wait()
     cpu, wall = time.process_time(), time.perf_counter()
     model(inputs).sum().backward()
     seconds = time.process_time() - cpu, time.perf_counter() - wall
+    if turn is not None:
+        turn.pass_on()
     model.zero_grad()
     return seconds
 

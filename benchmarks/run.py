@@ -4,6 +4,7 @@
     python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
     python benchmarks/run.py --overhead                       # host overhead only
     python benchmarks/run.py --engines fairshard,fairshard-fully-shard --against v0.1.0    # with fairshard as it was
+    python benchmarks/run.py ... --against v0.1.0 --turns     # on a restless machine: step by step, not run by run
     python benchmarks/run.py --show benchmarks/results/FILE   # the tables of a former run
 
 See README.md beside this file for what is measured and how to read it.
@@ -27,7 +28,7 @@ import engines
 import overhead
 import record
 import report
-from launch import HERE, RunFailed, launch
+from launch import HERE, RunFailed, World, launch, launch_in_turns
 from models import MODELS
 
 REFERENCE = "ddp"
@@ -63,25 +64,46 @@ class Session:
 
     def measure_training(self) -> None:
         """Time every engine once per repeat, so that what else the machine does meets all of them."""
-        for repeat, engine in self._interleaved(self._variants()):
-            run = self._train(engine, repeat, self.options.steps, count=False)
-            if run is not None:
-                self._require_equal_losses(run)
-                self.runs.append(run)
-                step = report.figures(run, self.options.warmup)["step ms"]
-                print(f"repeat {repeat + 1}/{self.options.repeat}: {engine} {step:.0f} ms a step", flush=True)
+        if self.options.turns:
+            self._measure_in_turns()
+            return
+        for repeat, names in enumerate(self._rotations(self._variants())):
+            for engine in names:
+                run = self._train(engine, repeat, self.options.steps, count=False)
+                if run is not None:
+                    self._add(run)
             self.save()
+
+    def _measure_in_turns(self) -> None:
+        """As `measure_training`, with all engines at once, one of them stepping at a time."""
+        options = self.options
+        for repeat, names in enumerate(self._rotations(self._variants())):
+            jobs = [self._job(name, options.steps, count=False) for name in names]
+            for engine, ranks in self._launch_in_turns("worker.py", jobs, options.world):
+                self._add({"engine": engine, "repeat": repeat, "ranks": ranks})
+            self.save()
+
+    def _add(self, run: dict[str, Any]) -> None:
+        self._require_equal_losses(run)
+        self.runs.append(run)
+        step = report.figures(run, self.options.warmup)["step ms"]
+        print(f"repeat {run['repeat'] + 1}/{self.options.repeat}: {run['engine']} {step:.0f} ms a step", flush=True)
 
     def measure_overhead(self) -> None:
         """Time every engine's tiny units once per repeat, and torch alone beside them."""
         measured = [name for name in self._variants() if engines.adapter_of(name) in OVERHEAD_ENGINES]
         if not measured:
             return
-        job = {"passes": OVERHEAD_PASSES, "threads": self.options.threads}
-        for repeat, engine in self._interleaved([overhead.PLAIN, *measured]):
-            ranks = self._launch("overhead.py", {**job, "engine": engine}, world=1)
-            if ranks is not None:
-                self.overheads.append({"engine": engine, "repeat": repeat, **ranks[0]})
+        common = {"passes": OVERHEAD_PASSES, "threads": self.options.threads}
+        for repeat, names in enumerate(self._rotations([overhead.PLAIN, *measured])):
+            jobs = [{**common, "engine": name} for name in names]
+            if self.options.turns:
+                results = self._launch_in_turns("overhead.py", jobs, world=1)
+            else:
+                results = [(job["engine"], self._launch("overhead.py", job, world=1)) for job in jobs]
+            self.overheads += [
+                {"engine": engine, "repeat": repeat, **ranks[0]} for engine, ranks in results if ranks is not None
+            ]
 
     def save(self) -> None:
         """Write everything so far, raw, with the settings and the machine it was measured on."""
@@ -96,14 +118,14 @@ class Session:
     def _variants(self) -> list[str]:
         return [variant for engine in self.options.engines for variant in engines.variants(engine)]
 
-    def _interleaved(self, names: Sequence[str]) -> list[tuple[int, str]]:
-        """List all repeats of all ``names``, a repeat at a time, each repeat starting with another one."""
-        rotations = [(repeat, repeat % len(names)) for repeat in range(self.options.repeat)]
-        return [(repeat, name) for repeat, first in rotations for name in [*names[first:], *names[:first]]]
+    def _rotations(self, names: Sequence[str]) -> list[list[str]]:
+        """The order of ``names`` in each repeat, each starting with another one."""
+        firsts = [repeat % len(names) for repeat in range(self.options.repeat)]
+        return [[*names[first:], *names[:first]] for first in firsts]
 
-    def _train(self, engine: str, repeat: int, steps: int, count: bool) -> dict[str, Any] | None:
+    def _job(self, engine: str, steps: int, count: bool) -> dict[str, Any]:
         options = self.options
-        job = {
+        return {
             "engine": engine,
             "model": options.model,
             "precision": options.precision,
@@ -112,7 +134,9 @@ class Session:
             "steps": steps,
             "count": count,
         }
-        ranks = self._launch("worker.py", job, options.world)
+
+    def _train(self, engine: str, repeat: int, steps: int, count: bool) -> dict[str, Any] | None:
+        ranks = self._launch("worker.py", self._job(engine, steps, count), self.options.world)
         return None if ranks is None else {"engine": engine, "repeat": repeat, "ranks": ranks}
 
     def _launch(self, script: str, job: Mapping[str, Any], world: int) -> list[dict[str, Any]] | None:
@@ -126,6 +150,14 @@ class Session:
             self.failures[engine] = str(error)
             print(f"{engine}: failed: {error}", flush=True)
             return None
+
+    def _launch_in_turns(
+        self, script: str, jobs: Sequence[Mapping[str, Any]], world: int
+    ) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Launch all ``jobs`` at once; one that fails ends the benchmark, for the others wait for their turns."""
+        worlds = [World(job, self.trees.get(job["engine"])) for job in jobs]
+        measured = launch_in_turns(script, worlds, world, self.options.timeout)
+        return [(job["engine"], ranks) for job, ranks in zip(jobs, measured, strict=True)]
 
     def _require_equal_losses(self, run: Mapping[str, Any]) -> None:
         difference = report.loss_difference(run, self.checks[REFERENCE], self.options.precision)
@@ -173,6 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--precision", choices=list(report.LOSS_TOLERANCE), default="fp32")
     parser.add_argument("--against", metavar="REV", help="beside each of our --engines, the same at a commit")
+    parser.add_argument("--turns", action="store_true", help="run all engines at once; they step in turns")
     parser.add_argument("--overhead", action="store_true", help="measure host overhead only, train nothing")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run has failed")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-MODEL-wWORLD.json")

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import measure
 import torch
+from turn import Turn
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Job:
     rank: int
     store: str
     result: str
+    turn: Sequence[str] = ()
+    """Pipes by which several engines take turns; see `launch.launch_in_turns`."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,16 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
     batches = random_batches(config, job.rank)
 
     losses, times = [], []
+    turn = Turn.open(job.turn) if job.turn and job.rank == 0 else None
     for step in range(job.steps):
+        if turn is not None:
+            turn.wait()
         dist.barrier()
         loss, seconds = _step(engine, *next(batches))
+        if job.turn:
+            dist.barrier()
+        if turn is not None:
+            turn.pass_on()
         losses.append(loss)
         times.append(vars(seconds))
         if step == 1:  # by now every buffer and optimizer state exists

@@ -207,7 +207,7 @@ class Backward:
         self._used.add(unit)
         if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._arriving):
             self._gather(unit, is_listed=False)
-        unit.wait_unshard()  # leaves have their shapes then, even without memory
+        unit.wait_unshard(hang=not unit.is_whole)  # leaves have their shapes then, even without memory
         unit.begin_backward()
         self._listings.append(unit.listing)
 

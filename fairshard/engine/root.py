@@ -113,11 +113,14 @@ class Root:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             return args, kwargs, call
         except BaseException:
-            self.abort_forward(unit)
+            self.abort_forward(unit, keep_on=True)
             raise
 
-    def post_forward(self, unit: Unit, outputs: Any, call: Call | None) -> Any:
-        """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once."""
+    def post_forward(self, unit: Unit, outputs: Any, call: Call | None, keep_on: bool) -> Any:
+        """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once.
+
+        ``keep_on``: the unit computed before the call already, in a call around it or in a backward.
+        """
         try:
             if type(outputs) is Tensor:
                 is_seen = True
@@ -138,14 +141,14 @@ class Root:
                     warn_opaque_outputs(unit.fqn, outputs)
                 self._last_output = weakref.ref(outputs) if type(outputs) is Tensor else _none
         except BaseException:
-            self.abort_forward(unit)
+            self.abort_forward(unit, keep_on)
             raise
-        self._leave(unit, self._keeps_gathered(unit), completed=True)
+        self._leave(unit, self._keeps_gathered(unit), keep_on, completed=True)
         return outputs
 
-    def abort_forward(self, unit: Unit) -> None:
+    def abort_forward(self, unit: Unit, keep_on: bool) -> None:
         """The forward raised: leave everything as if it had not been called."""
-        self._leave(unit, self.backward is not None, completed=False)  # a checkpoint may stop by raising
+        self._leave(unit, self.backward is not None, keep_on, completed=False)  # a checkpoint may stop by raising
 
     def _enter(self, unit: Unit, is_grad_enabled: bool) -> Bracket[Unit] | None:
         bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
@@ -156,7 +159,7 @@ class Root:
             if not other.is_gathered:
                 self._ahead.add(other)
             self._unshard(other)
-        unit.wait_unshard()
+        unit.wait_unshard(hang=False)
         return bracket
 
     def _unshard(self, unit: Unit) -> None:
@@ -186,10 +189,10 @@ class Root:
         first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
         return first or not unit.reshard_after_forward
 
-    def _leave(self, unit: Unit, keep: bool, completed: bool) -> None:
+    def _leave(self, unit: Unit, keep: bool, keep_on: bool, completed: bool) -> None:
         if unit.buffers is not None and self.backward is None:
             unit.buffers.detach()
-        unit.leave_forward(keep, torch.is_grad_enabled())
+        unit.leave_forward(keep, torch.is_grad_enabled(), keep_on)
         unit.state = TrainingState.IDLE if self.backward is None else TrainingState.BACKWARD_PRE
         self.shared.depth -= 1
         if self.backward is not None:
@@ -386,15 +389,3 @@ class Root:
 
 def _none() -> None:
     """What a weak reference to nothing returns."""
-
-
-def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
-    root: Root = unit.root
-    args, kwargs, call = root.pre_forward(unit, args, kwargs)
-    try:
-        outputs = unit.listing.call(function, args, kwargs)
-    except BaseException:
-        root.abort_forward(unit)
-        raise
-    return root.post_forward(unit, outputs, call)

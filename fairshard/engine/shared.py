@@ -19,6 +19,7 @@ class Shared:
 
     def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
         self.device = device
+        self._kind = device.type
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
@@ -28,7 +29,7 @@ class Shared:
 
     def note_free(self) -> None:
         """Memory was freed: gathers from now on wait until compute has passed this moment."""
-        if self.device.type == "cuda":
+        if self._kind == "cuda":
             self.free = now(self.device)
-        if self.depth and torch.is_autocast_enabled(self.device.type):
+        if self.depth and torch.is_autocast_enabled(self._kind):
             torch.clear_autocast_cache()  # its key is the tensor: the leaf would seem unchanged

@@ -151,18 +151,22 @@ class Unit:
         else:
             parts.unshard(self.flat_params)
 
-    def wait_unshard(self) -> None:
-        """Wait until the parameters are whole, and attach them to the modules."""
+    def wait_unshard(self, hang: bool = True) -> None:
+        """Wait until the parameters are whole, and ``hang`` them into the modules; else `listing` is to show them."""
         for flat_param in self.flat_params:
-            flat_param.wait_unshard()
+            flat_param.wait_unshard(hang)
 
     def reshard(self) -> None:
         """Free the whole parameters, unless this rank must hold them; what is left is the shards."""
-        if self.listing.is_on:
-            self.listing.hide()
-        if not self.is_held:
+        listing = self.listing
+        if self.is_held:
+            listing.hide()
+        else:
+            is_hung = not listing.is_on
+            if listing.is_on:
+                listing.rest()
             for flat_param in self.flat_params:
-                flat_param.reshard()
+                flat_param.reshard(is_hung)
         self.is_gathered = self.is_kept = False
         self.shared.note_free()
 
@@ -224,9 +228,12 @@ class Unit:
         if self.members is not None:
             self.members.begin_pass()
 
-    def leave_forward(self, keep: bool, is_trained: bool) -> None:
-        """A call is over: free the parameters, or ``keep`` them for what comes."""
-        if not keep:
+    def leave_forward(self, keep: bool, is_trained: bool, keep_on: bool) -> None:
+        """A call is over: free the parameters, or ``keep`` them for what comes; ``keep_on``: somebody computes yet."""
+        if keep:
+            if not keep_on:
+                self.listing.hide()
+        else:
             if self.parts is not None:
                 self.parts.end_forward(self.is_gathered and is_trained)
             self.reshard()

@@ -188,9 +188,9 @@ class Observation:
         self._end_forward(unit)
         return method(unit, *args)
 
-    def _on_abort_forward(self, method: Any, unit: Unit) -> None:
+    def _on_abort_forward(self, method: Any, unit: Unit, keep_on: bool) -> None:
         self._end_forward(unit)
-        method(unit)
+        method(unit, keep_on)
 
     def _end_forward(self, unit: Unit) -> None:
         if self._in_forward and self._in_forward[-1] is unit:
@@ -213,9 +213,9 @@ class Observation:
             self._report(unit.fqn, "unshard", _before(unit))
         method(**kwargs)
 
-    def _on_wait_unshard(self, method: Any, unit: Unit) -> None:
+    def _on_wait_unshard(self, method: Any, unit: Unit, **kwargs: Any) -> None:
         self._report(unit.fqn, "unshard_wait", _before(unit))
-        method()
+        method(**kwargs)
         self._report(unit.fqn, "unshard_wait" + END, _before(unit))
 
     def _on_reshard(self, method: Any, unit: Unit) -> None:

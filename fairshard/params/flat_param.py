@@ -286,17 +286,23 @@ class FlatParam(Leaves):
         """Whether a gather has not been waited for."""
         return self.comm is not None and self.gathered.transfer is not None
 
-    def wait_unshard(self) -> None:
-        """Wait for the gather under way, if any, and attach the leaves to their modules."""
+    def wait_unshard(self, hang: bool = True) -> None:
+        """Wait for the gather under way, if any; let the leaves show it, and ``hang`` them into their modules."""
         gathered = self.gathered
         gathered.wait()
         for slot, view in zip(self.slots, gathered.views):  # noqa: B905 (host time)
-            slot.attach(view)
+            if hang:
+                slot.attach(view)
+            else:
+                slot.show(view)
 
-    def reshard(self) -> None:
-        """Give the buffer's memory back and take the leaves off their modules."""
+    def reshard(self, is_hung: bool = True) -> None:
+        """Give the buffer's memory back and take the leaves off their modules, where they are if they are hung."""
         for slot in self.slots:
-            slot.detach()
+            if is_hung:
+                slot.detach()
+            else:
+                slot.clear()
         if not self.computes_on_shard:
             self.gathered.free()
         self.is_gathered = False

@@ -118,7 +118,7 @@ class Leaves:
         self._hooks, self.nodes = [], []
         for slot, view, trains in zip(self.slots, self.gathered.views, self._trained, strict=True):
             slot.leaf.requires_grad_(trains)
-            slot.leaf.data = view  # a leaf's graph node remembers the shape and dtype that it was made with
+            slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
             self.nodes.append(accumulate_node(slot.leaf) if trains else None)
             if trains:
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))

@@ -76,6 +76,9 @@ class FlatLine:
         runs: list[list[Tensor]] = [[] for _ in (*self.shapes, "padding")]
         for piece in (*self.layout.pieces, *self.layout.padding):
             runs[piece.index].append(columns[piece.row, piece.target.start : piece.target.stop])
+        for index, shape in enumerate(self.shapes):
+            if len(runs[index]) == 1:
+                runs[index] = [runs[index][0].view(shape)]
         return runs
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from fairshard.params.flat_param import FlatParam
 
-# Parameters and attributes of a module, a name, what is registered, the leaf.
-_Place = tuple[dict[str, nn.Parameter | None], dict[str, Any], str, nn.Parameter | None, nn.Parameter | None]
+# Parameters and attributes of a module, a name, what is registered, the leaf, the placeholder.
+_Params = dict[str, nn.Parameter | None]
+_Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
 
 
 class Listing:
@@ -28,7 +29,7 @@ class Listing:
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.is_on = False
         self._places: list[_Place] = [
-            (module._parameters, module.__dict__, name, slot.registered, slot.leaf)
+            (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for flat_param in flat_params
             for slot in flat_param.slots
             for module, name in slot.owners
@@ -36,37 +37,45 @@ class Listing:
         for flat_param in flat_params:
             holder, key = flat_param.shows.holder, flat_param.shows.key
             if holder is not None:
-                self._places.append((holder._parameters, {}, key, flat_param.shard, None))
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)`` while it is on; the leaves are gathered."""
-        if self.is_on:
-            return function(*args, **kwargs)
-        self.show()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.hide()
+                self._places.append((holder._parameters, {}, key, flat_param.shard, None, None))
 
     def show(self) -> None:
-        """Register the leaves, which are gathered."""
+        """Register the leaves, which show gathered memory, whether or not they are attributes already."""
         self.is_on = True
-        for params, attributes, name, registered, leaf in self._places:  # host time: nothing is called in this loop
-            try:
-                if params[name] is registered:
-                    params[name] = leaf
+        for params, attributes, name, registered, leaf, placeholder in self._places:  # host time: few calls in here
+            if name not in params:  # the user has deleted it
+                if registered is None:
+                    attributes[name] = leaf
+            elif params[name] is registered:
+                params[name] = leaf
+                if name in attributes:
                     del attributes[name]
-            except KeyError:  # the user has deleted it, or it is no attribute
-                continue
+            elif attributes.get(name) is leaf is not None:  # it would hide what a user put there
+                _put(attributes, name, placeholder)
 
     def hide(self) -> None:
-        """Register the shards again; a second time does nothing."""
+        """Register the shards again; the leaves are attributes from now on. A second time does nothing."""
         if self.is_on:
             self.is_on = False
-            for params, attributes, name, registered, leaf in self._places:
-                try:
-                    if params[name] is leaf:
-                        params[name] = registered
-                        attributes[name] = leaf
-                except KeyError:
-                    continue
+            for params, attributes, name, registered, leaf, _ in self._places:
+                if name in params and params[name] is leaf:
+                    params[name] = registered
+                    attributes[name] = leaf
+
+    def rest(self) -> None:
+        """As `hide`, but the leaves are nowhere, and the placeholders are there."""
+        self.is_on = False
+        for params, attributes, name, registered, leaf, placeholder in self._places:
+            if name in params and params[name] is leaf:
+                params[name] = registered
+                if placeholder is not None:
+                    attributes[name] = placeholder
+            elif attributes.get(name) is leaf is not None:
+                _put(attributes, name, placeholder)
+
+
+def _put(attributes: dict[str, Any], name: str, placeholder: object) -> None:
+    if placeholder is None:
+        del attributes[name]
+    else:
+        attributes[name] = placeholder

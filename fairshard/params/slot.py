@@ -95,7 +95,8 @@ class ParamSlot:
         self.owners: list[tuple[nn.Module, str]] = []
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
-        self._empty: Tensor | None = None
+        self._shown: Tensor | None = None  # last by the leaf, and ...
+        self._empty: Tensor | None = None  # ... what it shows while sharded, of the same kind
         self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
@@ -158,17 +159,29 @@ class ParamSlot:
         old = self.leaf
         self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
         self.leaf.__dict__.update(old.__dict__)
+        self._shown = self._empty = None
         _slots[self.leaf] = weakref.ref(self)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
-        self.leaf.data = self.leaf.data.to(device)
+        self.show(self.leaf.data.to(device))
         self.detach()
+
+    def show(self, view: Tensor) -> None:
+        """Let the leaf show ``view``, and have its dtype and device from now on."""
+        self.leaf.data = view
+        if view is not self._shown:
+            self._shown, self._empty = view, None
+
+    @property
+    def placeholder(self) -> object:
+        """What modules have as an attribute while the parameter is sharded; None for nothing."""
+        return self._placeholder
 
     def attach(self, view: Tensor) -> None:
         """Let the leaf show ``view`` and hang it where the modules look for it."""
+        self.show(view)
         leaf = self.leaf
-        leaf.data = view
         for module, name in self.owners:
             params = module._parameters
             shown = params[name] if name in params else None  # noqa: SIM401 (host time)
@@ -179,12 +192,16 @@ class ParamSlot:
                 if self._placeholder is not None:
                     module.__dict__[name] = self._placeholder
 
-    def detach(self) -> None:
-        """Empty the leaf and take it off the modules."""
+    def clear(self) -> None:
+        """Empty the leaf."""
         leaf = self.leaf
-        if self._empty is None or self._empty.dtype != leaf.dtype or self._empty.device != leaf.device:
+        if self._empty is None:
             self._empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         leaf.data = self._empty
+
+    def detach(self) -> None:
+        """Empty the leaf and take it off the modules."""
+        self.clear()
         placeholder = self._placeholder
         for module, name in self.owners:
             params, shown = module._parameters, module.__dict__
@@ -219,7 +236,7 @@ class ParamSlot:
 
     def __getstate__(self) -> dict[str, Any]:
         state = copy.copy(self.__dict__)
-        state["_empty"] = None
+        state["_shown"] = state["_empty"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

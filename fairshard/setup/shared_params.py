@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.engine.root import call_in
+from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.params.slot import ParamSlot

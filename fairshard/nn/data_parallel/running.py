@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fairshard.checks.agreement import warn_of_other_values
+from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
-from fairshard.engine.root import call_in
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.setup.claim import claim

@@ -1,0 +1,25 @@
+"""One call of a unit: its leaves are the registered parameters while it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fairshard.engine.root import Root
+from fairshard.engine.unit import Unit
+
+
+def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
+    root: Root = unit.root
+    args, kwargs, call = root.pre_forward(unit, args, kwargs)
+    listing = unit.listing
+    is_on = listing.is_on
+    try:
+        if not is_on:
+            listing.show()
+        outputs = function(*args, **kwargs)
+    except BaseException:
+        root.abort_forward(unit, is_on)
+        raise
+    return root.post_forward(unit, outputs, call, is_on)
