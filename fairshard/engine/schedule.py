@@ -6,8 +6,10 @@ backward reaches them. For units 0 (around the others), 1 and 2, called in this 
     forward     | 0 begins | 1 begins, ends | 2 begins, ends | 0 ends |
     schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  SEND 2  FREE 2    AT 1    DONE 1  SEND 1  FREE 1 ...
 
-*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward. Whether a step is
-in the list, and where, never depends on one rank's reach, memory or timing.
+*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward, but for a unit at
+which the backward of one forward ends and that of an earlier one comes next. It stays: a GAN's discriminator would
+gather its first layers twice. Whether a step is in the list, and where, never depends on one rank's reach, memory or
+timing.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
+
+ENDS = 2
+"""How a backward reaches a call that it does not go on from: nothing before its inputs is trained."""
 
 
 class Kind(IntEnum):
@@ -55,7 +60,8 @@ class UnitRule:
 
     ``ahead``: the units to gather when the backward reaches it; None for the one that it should reach next.
     ``waits``: they are gathered when this one is done. ``gathers``, ``frees``: it is gathered at all; freed at the end.
-    ``frees_between``: it is freed also where the backward of an earlier forward needs it again.
+    ``frees_between``: it is freed also where the backward of an earlier forward needs it again, unless the backward of
+    the later forward ends there.
     """
 
     gathers: bool = True
@@ -105,7 +111,7 @@ def build(
     Args:
         events: all beginnings and ends of calls, as `Pass.events` has them, numbered through.
         calls: where each call belongs.
-        reached: for each call, whether any rank's backward reaches it.
+        reached: for each call, whether any rank's backward reaches it; `ENDS` if no rank's goes on to its inputs.
         resident: for each unit, whether all ranks hold it gathered.
         owed: for each unit, whether it has gradients to send.
         rules: for each unit.
@@ -135,7 +141,7 @@ class _Builder:
         rules: Sequence[UnitRule],
     ) -> None:
         self.schedule = Schedule()
-        self._calls, self._rules = calls, rules
+        self._calls, self._rules, self._reached = calls, rules, reached
         recomputed = {place.segment for place, is_reached in zip(calls, reached, strict=True) if is_reached} - {-1}
         self.is_listed = [
             bool(is_reached) or place.segment in recomputed for place, is_reached in zip(calls, reached, strict=True)
@@ -194,7 +200,7 @@ class _Builder:
         if not self._left[unit]:
             self._send(unit)
         rule = self._rules[unit]
-        if not self._left[unit] or (rule.frees_between and not self._is_next(unit)):
+        if not self._left[unit] or (rule.frees_between and self._reached[call] != ENDS and not self._is_next(unit)):
             self.schedule.steps.append(Step(Kind.FREE, unit))
             if rule.frees:
                 self._gathered.discard(unit)

@@ -6,9 +6,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fairshard.engine import reach
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import CollectiveCounter
 from tests.models import mlp, wrap_each
@@ -129,6 +131,63 @@ def test_frozen_units_send_no_gradients():
     once = gathered(SIZES, 4)
     assert ours["all_gather"] == add(once, once)
     assert ours["reduce_scatter"] == gathered([SIZES[0], SIZES[2]], 4)
+
+
+def net(door, first, last):
+    """Three units around one another, and one around them all."""
+    widths = (first, 8, 8, last)
+    blocks = [door(nn.Sequential(nn.Linear(a, b), nn.Tanh())) for a, b in itertools.pairwise(widths)]
+    return door(nn.Sequential(*blocks))
+
+
+def numbers():
+    return {kind: number for kind, (number, _) in counters().items()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [FSDP, fully_shard])
+def test_a_step_of_a_gan(door):
+    """Both losses of the discriminator go back in one backward; what it begins with is not gathered twice there."""
+    generator, discriminator = net(door, 4, 6), net(door, 6, 1)
+    optimizers = [sgd(generator), sgd(discriminator)]
+    for _ in range(3):
+        reset_counters()
+        loss = discriminator(randn(4, 6)).mean() - discriminator(generator(randn(4, 4)).detach()).mean()
+        loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator(generator(randn(4, 4))).mean().backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+    # Forwards: 3 units, 5 times. Discriminator's backward: 3 and, without its first, 2. Generator's: 3 and 3.
+    assert numbers() == {"all_gather": 15 + 5 + 6, "reduce_scatter": 3, "agreement": 2}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [FSDP, fully_shard])
+def test_a_head_on_a_frozen_backbone(door):
+    """Nothing of the backbone is gathered or reduced for the backward."""
+    backbone, head = net(door, 6, 8).requires_grad_(False), door(nn.Linear(8, 1))
+    for _ in range(3):
+        reset_counters()
+        head(backbone(randn(4, 6))).sum().backward()
+    assert numbers() == {"all_gather": 3 + 1, "reduce_scatter": 1, "agreement": 1}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [FSDP, fully_shard])
+@pytest.mark.parametrize("retain", [True, False])
+def test_two_losses_with_two_backwards(door, retain):
+    """Of one forward or of two: each backward gathers what it reaches, and reduces it once."""
+    model = net(door, 6, 8)
+    for _ in range(3):
+        reset_counters()
+        first = model(randn(4, 6))
+        second = first if retain else model(randn(4, 6))
+        first.sum().backward(retain_graph=retain)
+        second.pow(2).sum().backward()
+        model.zero_grad()
+    assert numbers() == {"all_gather": 3 + 6 if retain else 6 + 6, "reduce_scatter": 2, "agreement": 2}
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.engine.schedule import CallPlace, Kind, UnitRule, build
+from fairshard.engine.schedule import ENDS, CallPlace, Kind, UnitRule, build
 
 # One forward around units 1..n, called one after the other by unit 0.
 CHAIN = [0, 1, ~1, 2, ~2, ~0]
@@ -43,7 +43,7 @@ rules = st.builds(
 def test_what_holds_for_every_schedule(model, data):
     """A unit is gathered before it is used, never twice at a time, and sent once, after its calls."""
     num_units, events, calls = model
-    reached = data.draw(st.lists(st.booleans(), min_size=len(calls), max_size=len(calls)))
+    reached = data.draw(st.lists(st.sampled_from([0, 1, ENDS]), min_size=len(calls), max_size=len(calls)))
     resident = data.draw(st.lists(st.booleans(), min_size=num_units, max_size=num_units))
     owed = data.draw(st.lists(st.booleans(), min_size=num_units, max_size=num_units))
     rule = data.draw(st.lists(rules, min_size=num_units, max_size=num_units))
@@ -121,4 +121,16 @@ def test_several_forwards():
         *("at 0", "at 2  > gather 2", "done 2  > free 2", "at 1  > gather 1", "done 1  > free 1", "done 0"),
         *("at 0", "at 2  > gather 2", "done 2  > send 2  > free 2"),
         *("at 1  > gather 1", "done 1  > send 1  > free 1", "done 0  > send 0  > free 0"),
+    ]
+
+
+def test_a_forward_at_whose_first_unit_the_backward_ends():
+    """That unit stays gathered for the part of the forward before: nothing happens in between but its own backward."""
+    events = [*CHAIN, *(event + 3 if event >= 0 else event - 3 for event in CHAIN)]
+    calls = [CallPlace(unit, forward) for forward in (0, 1) for unit in range(3)]
+    reached = [1, ENDS, 1] * 2
+    assert words(events, calls, reached, [1, 0, 0], [1] * 3, [UnitRule(ahead=())] * 3) == [
+        *("at 0", "at 2  > gather 2", "done 2  > free 2", "at 1  > gather 1", "done 1", "done 0"),
+        *("at 0", "at 2  > gather 2", "done 2  > send 2  > free 2"),
+        *("at 1", "done 1  > send 1  > free 1", "done 0  > send 0  > free 0"),
     ]
