@@ -143,6 +143,14 @@ def assert_same_state(actual, expected, rtol=0.0, atol=0.0):
         )
 
 
+def assert_same_step(plain, wrapped):
+    """With the gradients that both have now, one step of SGD gives the same bits."""
+    average_grads_(plain.parameters())
+    sgd(plain).step()
+    sgd(wrapped).step()
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
 def train_alike(model, wrap, loss_of, **how):
     """`train_both` ``wrap(model)`` and a plain replica; returns the wrapped one.
 

@@ -79,13 +79,13 @@ class NanCheck:
 
     def _gather(self, own: list[str]) -> str:
         """The findings of all ranks as text; empty if there are none."""
-        told = [f"{', '.join(own[:_MAX_NAMED])} on rank {dist.get_rank()}"] if own else []
+        found = [f"{', '.join(own[:_MAX_NAMED])} on rank {dist.get_rank()}"] if own else []
         for comm in self._comms:
-            has_found = torch.tensor([float(bool(told))], device=self._units[0].device)
+            has_found = torch.tensor([float(bool(found))], device=self._units[0].device)
             comm.all_reduce(has_found, "max").wait()
             if has_found.item():
-                told = list(dict.fromkeys(text for texts in comm.gather_objects(told) for text in texts))
-        return "; ".join(told)
+                found = list(dict.fromkeys(text for texts in comm.gather_objects(found) for text in texts))
+        return "; ".join(found)
 
 
 def _bad_sums(units: list[Unit]) -> list[str]:

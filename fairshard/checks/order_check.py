@@ -119,11 +119,11 @@ class OrderCheck:
         Raises:
             RanksDisagreeError: with the first unit in which they differ.
         """
-        told = {dist.get_rank(): [Place("", self.step, self._words(self.noted))]}
+        known = {dist.get_rank(): [Place("", self.step, self._words(self.noted))]}
         for comm in self._comms:
-            for places in comm.gather_objects(told):
-                told.update(places)
-        found = first_difference(told, to_the_end=True) or (
+            for places in comm.gather_objects(known):
+                known.update(places)
+        found = first_difference(known, to_the_end=True) or (
             "Some are under no_sync and others are not, a backward raised on some of them, or calls are checkpointed "
             "on some of them only."
         )

@@ -10,8 +10,8 @@ bucket::
     a checkpoint runs a unit again        everything up to that RECOMPUTE, then the gathers of the whole segment
     the graph task ends                   everything that is left
 
-Autograd runs the newest nodes first, so that every own mark before the event has passed too, whether or not a hook
-told. Gradients that arrive after their unit was sent would break that: they raise.
+Autograd runs the newest nodes first, so every own mark before the event has passed as well, even if no hook reported
+it. A gradient that arrives after its unit was sent would break this rule, and raises.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
 
 class _Token:
-    """Lives as long as the graph task that holds it; ``listings`` are off afterwards, also after an exception."""
+    """Lives as long as the graph task that holds it; turns ``listings`` off at its end, even after an exception."""
 
     def __init__(self, listings: list[Listing]) -> None:
         self.listings = listings
@@ -56,7 +56,7 @@ class Backward:
 
     Attributes:
         touched: units some of whose leaves have gradients that are not sent yet.
-        task: returns None once its graph task has ended; it ends without a word when something raises.
+        task: returns None once its graph task has ended; after an exception it ends without calling `end`.
     """
 
     def __init__(self, first: Model, others: Callable[[], Sequence[Model]]) -> None:
@@ -95,7 +95,7 @@ class Backward:
         self._make_plan(self._problem(begins=True))
 
     def follow(self) -> None:
-        """Do a rank's part in the whole of it: it computes nothing, but gives the gradients that it has kept."""
+        """Serve the whole backward on a rank that computes nothing; it sends only the gradients that it has kept."""
         self._make_plan(self._problem(begins=False))
         self._walk(len(self._plan.schedule.steps))
         self._finish()
@@ -110,7 +110,7 @@ class Backward:
         return self._plan.sends
 
     def _problem(self, begins: bool) -> Exception | None:
-        """Why this rank cannot begin, if it computes; drops what the user has zeroed."""
+        """The error that keeps this rank from beginning, or None; drops gradients that the user has zeroed."""
         try:
             for model in self.models:
                 assert_none_summoned(model.units, "backward")
@@ -125,7 +125,7 @@ class Backward:
 
     def _make_plan(self, problem: Exception | None) -> None:
         numbers = [model.number for model in self.models]
-        self._is_broken = True  # what raises here, raises on all ranks before anything is issued
+        self._is_broken = True  # an error here is raised on all ranks, before anything is issued
         models = self._plan.plan(numbers, problem, self._is_restricted, is_final=False)
         if models:
             self._add(models)
@@ -196,18 +196,18 @@ class Backward:
         unit.state = TrainingState.BACKWARD_PRE
 
     def _until_recomputed(self, bracket: Bracket[Unit], position: int) -> int:
-        """``position``, or that of RECOMPUTE while a checkpoint around the call may yet run all of its calls again."""
+        """``position``, or that of RECOMPUTE while the checkpoint around the call has not recomputed anything yet."""
         segment = self._plan.segment_of[bracket.index]
         if segment in self._plan.own_segments and not self._recomputed.get(segment):
             return self._plan.schedule.recompute[segment]
         return position
 
     def _use(self, unit: Unit) -> None:
-        """This rank computes with ``unit`` now, which is gathered, or is on its way, unless no schedule foresaw it."""
+        """Compute with ``unit`` on this rank from now on; gather it first if the schedule did not."""
         self._used.add(unit)
         if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._arriving):
             self._gather(unit, is_listed=False)
-        unit.wait_unshard(hang=not unit.is_whole)  # leaves have their shapes then, even without memory
+        unit.wait_unshard(attach=not unit.is_whole)  # leaves have their shapes then, even without memory
         unit.begin_backward()
         self._listings.append(unit.listing)
 
@@ -268,13 +268,13 @@ class Backward:
         elif unit in self._used or not unit.is_under_way:
             unit.rest()
         else:
-            self._arriving.append(unit)  # served: it is freed when it has arrived
+            self._arriving.append(unit)  # only served: it is freed on arrival
         self._used.discard(unit)
 
     # ---- the end
 
     def end(self) -> None:
-        """The graph task is over: do what is left, let everything arrive, be idle."""
+        """The graph task is over: walk the rest of the schedule, wait for what is under way, become idle."""
         self._walk(len(self._plan.schedule.steps))
         self._finish()
         found = self._plan.agree_on_leaves() if self._plan.is_assumed else None
@@ -287,7 +287,7 @@ class Backward:
             self._retract(found)
 
     def _retract(self, leaves: bytearray) -> None:
-        """Take away the gradients of zeros that were given to parameters which no rank has reached after all."""
+        """Remove the gradients of zeros of parameters that turned out to be reached by no rank."""
         start = 0
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -305,8 +305,8 @@ class Backward:
         return unit in self._plan.listed or unit in self._used
 
     def abandon(self) -> None:
-        """It raised on this rank: issue what is left, so that no other rank waits for it; the values count nowhere."""
-        # One shard may have no elements, or gradients of zeros: whether the user has zeroed them shows in all together.
+        """After an exception: issue the collectives that are left, so that no other rank waits; drop their results."""
+        # A shard without elements, or with a gradient of zeros, does not show whether the user has zeroed it.
         seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
         keeps_sums = True in seen or not seen
         for unit in self.units:

@@ -77,7 +77,7 @@ class Call:
         return tensor
 
     def note_input(self, tensor: Tensor) -> None:
-        """As `watch_input`, where something else tells when the backward goes on to ``tensor``."""
+        """As `watch_input`, for a tensor on which another hook already notices that."""
         node = tensor.grad_fn
         if node is not None:
             self._inputs += (node,)
@@ -85,7 +85,7 @@ class Call:
             self._leaves += (tensor,)
 
     def watch_output(self, tensor: Tensor) -> Tensor:
-        """Notice when a backward reaches ``tensor``; inputs handed through are none of the call's work."""
+        """Notice when a backward reaches ``tensor``; an input that is returned as it is counts as no output."""
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node in self._inputs or (node is None and any(tensor is leaf for leaf in self._leaves)):
@@ -98,7 +98,7 @@ class Call:
         return tensor
 
     def end(self) -> bool:
-        """The outputs are known; returns whether a backward could reach the call without being seen to."""
+        """The outputs are known; returns whether a backward could reach the call unnoticed by any hook."""
         self.bracket.goes_on = bool(self._inputs)
         is_unseen = not self.probes and bool(self._inputs or self._leaves)
         self._inputs, self._leaves = [], []

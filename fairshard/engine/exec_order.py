@@ -58,7 +58,7 @@ class Bracket(Generic[UnitT]):
         is_unseen: neither shows whether a backward reaches it.
         goes_on: its inputs have a graph, to which a backward goes on after the call, as far as is known.
         began: no graph node of the call has a smaller sequence number.
-        index: its place among all calls of the backward that ``plan`` stands for, the last that it was in.
+        index: its place among all calls of the last backward that it was part of; ``plan`` identifies that one.
     """
 
     __slots__ = ("began", "call", "goes_on", "index", "is_unseen", "node", "plan", "segment", "unit")

@@ -1,4 +1,4 @@
-"""Who is told of the passes of a model; made by whoever sets it up, known to the engine by these methods alone."""
+"""Objects that the engine notifies of the passes of a model. Setup makes them; the engine knows only these methods."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class JoinListener(Protocol):
     def check_all_compute(self, what: str) -> None:
         """Raise where ``what`` needs all ranks and some are done."""
 
-    def telling(self, call: str, *arguments: Any) -> Any:
+    def announced_call(self, call: str, *arguments: Any) -> Any:
         """A context in which all ranks make ``call``."""

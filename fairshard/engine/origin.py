@@ -1,4 +1,4 @@
-"""What a unit was made from, and what it was told to leave alone."""
+"""What a unit was made from, and what it must ignore."""
 
 from __future__ import annotations
 

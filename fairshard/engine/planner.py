@@ -49,7 +49,7 @@ class Calls:
 
 @dataclass
 class Last:
-    """What the last backward has left for the next one: the calls; the schedule, and what it was made from."""
+    """What the last backward keeps for the next one: the calls; the schedule, and what it was made from."""
 
     calls: Calls | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -118,7 +118,7 @@ class Planner:
         self.segment_of = calls.segment_of
         own = self._own_reach(calls, passes, lives, is_restricted)
         agreed = replace(own, **{name: bytearray(answers) for name, answers in vars(own).items()})
-        hashes = [self._hash(*told) for told in zip(self._peers, calls.digests, strict=True)]
+        hashes = [self._hash(*pair) for pair in zip(self._peers, calls.digests, strict=True)]
         verdict = agree_on(Question(agreed, self._peers, hashes, problem is not None, numbers, is_final))
         self._raise_for(verdict, problem)
         if verdict.is_open:
@@ -136,7 +136,7 @@ class Planner:
     # ---- the calls
 
     def _calls(self, passes: list[Pass[Unit]]) -> Calls:
-        """What follows from the calls; that of the last backward where they are the same."""
+        """What follows from the calls; reused from the last backward if they are the same."""
         key = (
             [[bracket.unit for bracket in one.brackets] for one in passes],
             [[bracket.segment for bracket in one.brackets] for one in passes],
@@ -190,7 +190,7 @@ class Planner:
         return Peers(comm, calls, alive, leaves, [number for number, talks in enumerate(talking) if talks])
 
     def _digest(self, peers: Peers, events: list[int], places: list[CallPlace]) -> bytes:
-        """Of what all ranks must have called alike: units, checkpoints, forwards."""
+        """The calls that must be the same on all ranks, as bytes: units, checkpoints, forwards."""
         counted = set(peers.calls)
         numbers = [len(peers.units)]
         forwards: dict[int, int] = {}
@@ -203,10 +203,10 @@ class Planner:
         return array("q", numbers).tobytes()
 
     def _hash(self, peers: Peers, digest: bytes) -> int:
-        """Of what all ranks must have done alike: calls, ``no_sync``, backwards that raised."""
+        """A hash of what must be the same on all ranks: calls, ``no_sync``, backwards that raised."""
         numbers = [self.units[number].sync for number in peers.units]
-        told = digest + array("q", [*numbers, *[model.num_interrupted for model in self._models]]).tobytes()
-        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+        content = digest + array("q", [*numbers, *[model.num_interrupted for model in self._models]]).tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
     # ---- what this rank reaches
 
@@ -253,13 +253,13 @@ class Planner:
         return own
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:
-        """Whether leaves of ``unit`` that seem unreached may be used in a graph that ``call`` is yet to make."""
+        """Whether leaves of ``unit`` that seem unreached may be used in a graph that ``call`` has not made yet."""
         if unit not in self._is_partial:
             self._is_partial[unit] = not all(map(reaches, unit.nodes))
         return self._is_partial[unit] and call.makes_graphs()
 
     def _assume(self, own: Reach) -> None:
-        """Count the leaves of units inside reentrant checkpoints as reached: their graph is yet to be made."""
+        """Count the leaves of units inside reentrant checkpoints as reached: their graph does not exist yet."""
         start = 0
         for unit, is_assumed in zip(self.units, own.assumed, strict=True):
             for flat_param in unit.flat_params:
@@ -286,11 +286,11 @@ class Planner:
                 model.differ()
         if verdict.has_problem:
             comms = [peers.comm for peers in self._peers]
-            told = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
-            raise problem or other_rank_error([text for text in told if text])
+            texts = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
+            raise problem or other_rank_error([text for text in texts if text])
 
     def _make_schedule(self, calls: Calls, agreed: Reach) -> None:
-        """The schedule; that of the last backward where nothing has changed."""
+        """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed = self._note_owed(agreed.leaves)
         rules = [  # all that `_rule` looks at
             (
@@ -314,7 +314,7 @@ class Planner:
         self.schedule = last.schedule
 
     def _note_owed(self, leaves: bytearray) -> bytes:
-        """Tell each flat param which of its parameters any rank has gradients of; returns which units have some."""
+        """Note for each flat param which of its parameters have gradients on any rank; returns which units have any."""
         self.sends = 1 in leaves
         if 0 not in leaves:
             for unit in self.units:

@@ -30,8 +30,8 @@ class Prefetch(Generic[UnitT]):
         self.waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         self.ahead_in_backward: tuple[UnitT, ...] | None = None if self._is_backward_on else ()
 
-    def settle(self, units: Collection[UnitT]) -> None:
-        """Follow what was named, as far as it is among ``units``, those of one model."""
+    def choose_among(self, units: Collection[UnitT]) -> None:
+        """Use what the user has named, without units that are not among ``units``, those of one model."""
         self._forward = tuple(unit for unit in self.forward if unit in units)
         backward = tuple(unit for unit in self.backward if unit in units)
         self.ahead_in_backward = backward if backward or not self._is_backward_on else None

@@ -5,9 +5,9 @@ Each rank sends a hash of what it has run and a bit for each question of which r
     header                                   units                                    forwards
     hash | flags | n | numbers of models     leaves | missing | uncut | assumed       calls | goes_on | alive
 
-What comes back is the union: a bit that any rank has set. The first message has the same size whatever the models are,
-so that ranks that have run different things notice it before the first gather of the backward. What does not fit into
-it, and the answers where ranks reach different models, goes into a second one.
+The result is the union: a bit is set if any rank has set it. The first message has the same size whatever the models
+are, so ranks that have run different things notice it before the first gather of the backward. What does not fit into
+it goes into a second one, as do the answers where ranks reach different models.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Question:
-    """What one rank brings to an exchange.
+    """What one rank contributes to an exchange.
 
-    ``hashes``: for each of the peers, of what must be alike. ``models``: the numbers of the models that it reaches.
+    ``hashes``: for each of the peers, of what must be the same. ``models``: the numbers of the models that it reaches.
     ``is_final``: all ranks are known to ask of the same models.
     """
 
@@ -95,13 +95,13 @@ class Question:
 def agree_on(question: Question) -> Verdict:
     """Set in ``question.reach`` what any rank of its peers has set, group after group. **Collective.**
 
-    Stops where ranks have run different things, or one has a problem: all of them know then.
+    Stops where ranks have run different things, or one has a problem; every rank then knows that.
     """
     flags = _PROBLEM if question.has_problem else 0
     models = set(question.models)
     for peers, number in zip(question.peers, question.hashes, strict=True):
-        flags, told = _swap(question, peers, number, flags, models)
-        models |= told
+        flags, others = _swap(question, peers, number, flags, models)
+        models |= others
     is_open = bool(flags & _SEVERAL) and not question.is_final
     return Verdict(is_open or not flags & _DIFFERENT, bool(flags & _PROBLEM), frozenset(models), is_open)
 
@@ -120,7 +120,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
     heads = [_HEADER.unpack_from(message) for message in messages]
     for head in heads:
         flags |= head[1]
-    told = {model for head in heads for model in head[3:] if model}
+    others = {model for head in heads for model in head[3:] if model}
     if len({head[3:] for head in heads}) > 1:
         flags |= _SEVERAL
     if len({(head[0], head[2]) for head in heads}) > 1:
@@ -130,7 +130,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
             _unpack(fields, [message[_HEADER.size : _HEADER.size + len(answers)] for message in messages])
         else:
             _unpack(fields, _exchange(peers.comm, answers))
-    return flags, told
+    return flags, others
 
 
 def _exchange(comm: Communicator, message: bytes) -> list[bytes]:

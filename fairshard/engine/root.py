@@ -117,7 +117,7 @@ class Root:
             raise
 
     def post_forward(self, unit: Unit, outputs: Any, call: Call | None, keep_on: bool) -> Any:
-        """Hook the outputs for the backward, and reshard unless the backward wants the parameters at once.
+        """Hook the outputs for the backward, and reshard unless the backward needs the parameters at once.
 
         ``keep_on``: the unit computed before the call already, in a call around it or in a backward.
         """
@@ -159,7 +159,7 @@ class Root:
             if not other.is_gathered:
                 self._ahead.add(other)
             self._unshard(other)
-        unit.wait_unshard(hang=False)
+        unit.wait_unshard(attach=False)
         return bracket
 
     def _unshard(self, unit: Unit) -> None:
@@ -169,7 +169,7 @@ class Root:
             unit.unshard()
 
     def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook the inputs; the output of the unit that was called last has a hook already, which tells as much."""
+        """Hook the inputs, but not the output of the unit that was called last: its hook notices the same event."""
         last = self._last_output()
         for value in (*args, *kwargs.values()) if kwargs else args:
             if value is last and last is not None:
@@ -301,7 +301,7 @@ class Root:
         self.backward = None
         is_common = True
         if self.join is None:
-            self.settle()
+            self.finish_grads()
         else:
             is_common = self.join.end_backward(ends_step)
         self.order_check.end_backward(ends_step, is_common)
@@ -318,19 +318,19 @@ class Root:
         self.order_check.differ()
 
     def before_send(self, unit: Unit) -> None:
-        """The gradients of ``unit`` leave."""
+        """The gradients of ``unit`` are sent next."""
         if self.nan_check.is_on:
             self.nan_check.look(unit)
 
-    def settle(self) -> None:
-        """Send the gradients that wait, and let all that are under way arrive."""
+    def finish_grads(self) -> None:
+        """Send the gradients that wait in buckets; wait for all sums under way, and write them to the shards."""
         self.shared.bucketer.flush()
         if self.shared.transfers.listener is None:  # otherwise they land when they are stepped
             self._land_grads()
         self._wait_for_reads()
 
     def reset(self) -> None:
-        """Drop what a pass left behind that ended in an exception, in all models that it went through."""
+        """Clean up after a pass that raised, in all models that it went through."""
         backward = self.backward
         reached = [self] if backward is None else [root for root in roots if root.backward is backward]
         if backward is not None:

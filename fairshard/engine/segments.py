@@ -81,8 +81,8 @@ def find_recomputed(
 ) -> set[int]:
     """The segments that the running backward recomputes although it reaches no call in them.
 
-    It comes to what the call around a segment computes inside it. Where that cannot be told from what is computed
-    right after the segment, it counts as inside.
+    It does where the backward reaches what the call around the segment computes inside of it. Nodes that may lie inside
+    or right after the segment count as inside.
 
     Args:
         brackets: the calls.

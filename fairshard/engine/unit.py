@@ -151,10 +151,10 @@ class Unit:
         else:
             parts.unshard(self.flat_params)
 
-    def wait_unshard(self, hang: bool = True) -> None:
-        """Wait until the parameters are whole, and ``hang`` them into the modules; else `listing` is to show them."""
+    def wait_unshard(self, attach: bool = True) -> None:
+        """Wait until the parameters are whole; ``attach`` them to the modules, where `listing` does not show them."""
         for flat_param in self.flat_params:
-            flat_param.wait_unshard(hang)
+            flat_param.wait_unshard(attach)
 
     def reshard(self) -> None:
         """Free the whole parameters, unless this rank must hold them; what is left is the shards."""
@@ -162,11 +162,11 @@ class Unit:
         if self.is_held:
             listing.hide()
         else:
-            is_hung = not listing.is_on
+            is_attached = not listing.is_on
             if listing.is_on:
                 listing.rest()
             for flat_param in self.flat_params:
-                flat_param.reshard(is_hung)
+                flat_param.reshard(is_attached)
         self.is_gathered = self.is_kept = False
         self.shared.note_free()
 

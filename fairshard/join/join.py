@@ -135,7 +135,7 @@ class Join:
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
         """A backward of ``passes`` begins: sends them to ranks that are done, which walk the same schedule."""
-        self.tell("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
+        self.announce_call("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
         self._divide()
 
     def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -148,12 +148,12 @@ class Join:
         """A backward is over; ``ends_step``: it has reduced gradients. Returns whether all ranks have computed it."""
         if self.is_short:
             self._say(_END_STEP if ends_step else _END_BACKWARD)
-        self._root.settle()
+        self._root.finish_grads()
         self._restore_divisions()
         self._grads.note()
         return not self.is_short
 
-    def tell(self, call: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    def announce_call(self, call: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
         """All ranks make ``call`` next; raise if one that is done cannot take part.
 
         Raises:
@@ -165,16 +165,16 @@ class Join:
             self.agree("")
 
     @contextmanager
-    def telling(self, call: str, *arguments: Any) -> Iterator[None]:
-        """`tell` of ``call``, and record the changes that it makes to gradients inside."""
-        self.tell(call, lambda: arguments)
+    def announced_call(self, call: str, *arguments: Any) -> Iterator[None]:
+        """`announce_call`, and record the changes that the call makes to gradients inside."""
+        self.announce_call(call, lambda: arguments)
         yield
         self._grads.note()
 
     def gather(self, value: Any) -> list[Any]:
         """All ranks are done: zero gradients as the last ranks did, and return their ``value``. **Collective.**"""
-        told = self._comm.gather_objects(None if self.has_followed else (value, self._grads.states()))
-        last = [said for said in told if said is not None]
+        answers = self._comm.gather_objects(None if self.has_followed else (value, self._grads.states()))
+        last = [answer for answer in answers if answer is not None]
         if self.has_followed:
             self._grads.follow([states for _, states in last])
         return [value for value, _ in last]
@@ -185,7 +185,7 @@ class Join:
         Raises:
             FairshardError: with the problem of the first rank that has one.
         """
-        problems = [told for told in self._comm.gather_objects(problem) if told]
+        problems = [one for one in self._comm.gather_objects(problem) if one]
         if problems:
             self._has_failed = True
             raise FairshardError(problems[0])
@@ -228,7 +228,7 @@ class Join:
         elif subject == _END_FORWARD:
             self._is_inside = False
         elif subject in (_END_BACKWARD, _END_STEP):
-            root.settle()
+            root.finish_grads()
             self._restore_divisions()
             self._is_inside = self._is_in_backward = False
             root.order_check.end_backward(subject == _END_STEP, is_common=False)
@@ -256,9 +256,9 @@ class Join:
             flat_param.begin_pass()
 
     def _join_call(self) -> None:
-        told = [said for said in self._comm.gather_objects(None) if said is not None]
-        call, arguments, _ = told[0]
-        self._grads.follow([states for _, _, states in told])
+        answers = [answer for answer in self._comm.gather_objects(None) if answer is not None]
+        call, arguments, _ = answers[0]
+        self._grads.follow([states for _, _, states in answers])
         action, problem = None, ""
         try:
             action = self._calls[call](*arguments)

@@ -70,7 +70,7 @@ class JoinedOptimizers:
         if any(closure is not None for closure in (*args[1:], *kwargs.values())):
             join.check_all_compute("optimizer.step(closure)")
             return
-        join.tell("step", lambda: (self._key(optimizer), _num_steps[optimizer], _settings(optimizer)))
+        join.announce_call("step", lambda: (self._key(optimizer), _num_steps[optimizer], _settings(optimizer)))
         self._note(optimizer)
 
     def before_unscale(self, optimizer: Optimizer) -> None:
@@ -103,8 +103,8 @@ class JoinedOptimizers:
             return
         stepped = {self._key(one): one for one in self._stepped}
         settings = {key: _settings(one) for key, one in stepped.items()}
-        told = join.gather((settings, [one.state_dict() for one in self._others]))
-        last, states = told[0]
+        answers = join.gather((settings, [one.state_dict() for one in self._others]))
+        last, states = answers[0]
         problem = ""
         if len(states) != len(self._others):
             problem = "`stateful` must hold the same objects on all ranks, but does not."

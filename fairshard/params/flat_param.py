@@ -74,10 +74,10 @@ class FlatParam(Leaves):
         """Whether the shard is kept in host memory."""
         return self.shows.on_cpu
 
-    def settle(self) -> None:
-        """Follow what the user has assigned to ``.data`` of what is registered."""
-        if self.shows.settle(is_fixed=self.comm is not None) and self.grad is not None:
-            self.grad.settle()
+    def adopt_assigned(self) -> None:
+        """Adopt tensors that the user has assigned to ``.data`` of what is registered."""
+        if self.shows.adopt_assigned(is_fixed=self.comm is not None) and self.grad is not None:
+            self.grad.adopt_assigned()
 
     def register_on(self, module: nn.Module) -> None:
         """Register the shard as a parameter of ``module``, under this flat param's name."""
@@ -99,7 +99,7 @@ class FlatParam(Leaves):
         part.requires_grad = any(part._trained)
         for index, stepped in enumerate(part.stepped):
             stepped.move_to(part, index)
-        part.settle()
+        part.adopt_assigned()
         part.shows.link()
         return part
 
@@ -151,7 +151,7 @@ class FlatParam(Leaves):
         ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not hold this object:
         leaves hold their hooks where the garbage collector does not see it.
         """
-        self.settle()
+        self.adopt_assigned()
         check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
         self._check_leaves()
         self._follow_requires_grad()
@@ -172,7 +172,7 @@ class FlatParam(Leaves):
         self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
         with torch.inference_mode(False), torch.no_grad():
             if self.on_cpu:
-                self._settle_on_cpu(keep_on_device=not config.cpu_offload)
+                self._place_on_cpu(keep_on_device=not config.cpu_offload)
             elif self.shard.device != self.compute_device:
                 self.shard.data = self.shard.data.to(self.compute_device)
             if self.computes_on_shard:
@@ -227,13 +227,13 @@ class FlatParam(Leaves):
         """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
         self.shows.keep_on_device()
 
-    def _settle_on_cpu(self, keep_on_device: bool) -> None:
+    def _place_on_cpu(self, keep_on_device: bool) -> None:
         """Move the shard to host memory that the GPU can read, after whatever `.cuda()` or `.half()` did to it."""
-        settled = host_empty_like(self.shard, self.compute_device)
-        settled.copy_(self.shard)
-        self.shard.data = settled
+        host = host_empty_like(self.shard, self.compute_device)
+        host.copy_(self.shard)
+        self.shard.data = host
         if keep_on_device:
-            self._device_shard = settled.new_empty(settled.shape, dtype=self.compute_dtype, device=self.compute_device)
+            self._device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
 
     def _empty_line(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.comm.world_size, self.shard_numel, dtype=dtype, device=self.compute_device)
@@ -242,13 +242,13 @@ class FlatParam(Leaves):
         """Follow what the user may have done since the last pass: values, ``requires_grad``, gradients."""
         self._is_updated = True
         if self.shows.has_moved:
-            self.settle()
+            self.adopt_assigned()
         self._check_leaves()  # before what it compares with follows what is registered
         if self.shows.wanted() != self._trained:
             self._follow_requires_grad()
             self._hook_leaves()
         self.grad.forget_dropped()
-        self.route.kept.arrived = None
+        self.route.kept.added = None
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering the line, anew if it is gathered, from a ``part`` of it if given. **Collective.**"""
@@ -286,20 +286,20 @@ class FlatParam(Leaves):
         """Whether a gather has not been waited for."""
         return self.comm is not None and self.gathered.transfer is not None
 
-    def wait_unshard(self, hang: bool = True) -> None:
-        """Wait for the gather under way, if any; let the leaves show it, and ``hang`` them into their modules."""
+    def wait_unshard(self, attach: bool = True) -> None:
+        """Wait for the gather under way, if any; the leaves show it, and are attributes if ``attach``."""
         gathered = self.gathered
         gathered.wait()
         for slot, view in zip(self.slots, gathered.views):  # noqa: B905 (host time)
-            if hang:
+            if attach:
                 slot.attach(view)
             else:
                 slot.show(view)
 
-    def reshard(self, is_hung: bool = True) -> None:
-        """Give the buffer's memory back and take the leaves off their modules, where they are if they are hung."""
+    def reshard(self, is_attached: bool = True) -> None:
+        """Free the buffer and empty the leaves; ``is_attached``: remove them from their modules too."""
         for slot in self.slots:
-            if is_hung:
+            if is_attached:
                 slot.detach()
             else:
                 slot.clear()

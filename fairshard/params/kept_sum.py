@@ -15,48 +15,48 @@ from torch import Tensor
 
 
 class KeptSum:
-    """The sum ``[S]`` of one shard, in fp32 or wider; ``mark`` tells later whether the user has zeroed gradients.
+    """The sum ``[S]`` of one shard, in fp32 or wider; ``mark`` shows later whether the user has zeroed gradients.
 
     Attributes:
         waiting: the sum.
-        leaving: the sum that the running backward adds.
-        arrived: one that it has added, kept until the next pass because a GPU may still read it.
+        lent: the sum that the running backward adds.
+        added: one that it has added, kept until the next pass because a GPU may still read it.
     """
 
     def __init__(self) -> None:
         self.waiting: Tensor | None = None
         self.mark: Any = None
-        self.leaving: Tensor | None = None
+        self.lent: Tensor | None = None
         self._is_taken = False  # the running backward has added it
-        self.arrived: Tensor | None = None
+        self.added: Tensor | None = None
 
     def add(self, reduced: Tensor) -> None:
         """Add ``reduced`` to the waiting sum."""
         wide = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
         self.waiting = wide if self.waiting is None else self.waiting.add_(wide)
 
-    def leave(self) -> None:
-        """Pass the waiting sum to the running backward."""
+    def lend(self) -> None:
+        """Let the running backward add the waiting sum."""
         if self.waiting is not None:
-            self.leaving, self.waiting, self._is_taken = self.waiting, None, False
+            self.lent, self.waiting, self._is_taken = self.waiting, None, False
 
     def take(self) -> Tensor | None:
         """The sum that the running backward must add; None from the second call on."""
         if self._is_taken:
             return None
         self._is_taken = True
-        return self.leaving
+        return self.lent
 
-    def arrive(self) -> None:
-        """A reduction that includes the passed sum has finished: `come_back` no longer restores it."""
-        if self._is_taken and self.leaving is not None:
-            self.arrived = self.leaving if self.leaving.is_cuda else None
-            self.leaving = None
+    def complete(self) -> None:
+        """A reduction that includes the lent sum has finished: `restore` does nothing from now on."""
+        if self._is_taken and self.lent is not None:
+            self.added = self.lent if self.lent.is_cuda else None
+            self.lent = None
 
-    def come_back(self) -> None:
-        """Restore the waiting sum, because the backward that should have added it was interrupted."""
-        if self.leaving is not None:
-            self.waiting, self.leaving = self.leaving, None
+    def restore(self) -> None:
+        """Let the lent sum wait again: the backward that should have added it was interrupted."""
+        if self.lent is not None:
+            self.waiting, self.lent = self.lent, None
 
     def drop(self) -> None:
         """Drop the waiting sum."""

@@ -164,7 +164,7 @@ class Leaves:
         self._marker = self._accumulated = None
         self._kept = bytearray(len(self.slots))
         if not self.route.keeps_sums and self.route.kept.waiting is not None:
-            self.route.kept.leave()
+            self.route.kept.lend()
 
     def take_kept(self) -> Tensor | None:
         """What earlier backwards have summed over the ranks of the shard only."""
@@ -174,7 +174,7 @@ class Leaves:
         """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and notify who waits for it.
 
         A sum that waits for that over replicas is kept. The shard then gets a gradient of zeros, as in `accumulate`,
-        which tells whether the user has zeroed it meanwhile.
+        which shows whether the user has zeroed it meanwhile.
         """
         route = self.route
         if route.keeps_sums:
@@ -183,8 +183,8 @@ class Leaves:
                 route.kept.mark = self.grad.mark()
             self.num_sent -= 1
             return
-        if route.kept.leaving is not None:
-            route.kept.arrive()
+        if route.kept.lent is not None:
+            route.kept.complete()
         if route.hook is not None:
             route.change(reduced)
         self.grad.add(reduced, self.reached)
@@ -283,13 +283,13 @@ class Leaves:
             self._kept = bytearray(len(self.slots))
             for slot in self.slots:
                 slot.leaf.grad = None
-        self.route.kept.come_back()
+        self.route.kept.restore()
 
     @property
     def keeps_sum(self) -> bool | None:
         """Whether the sum that the running backward has added is still in the gradient, and not zeroed since.
 
-        None: none was added, or it cannot be told, because this rank has no elements.
+        None: none was added, or this rank has no elements and cannot know.
         """
         grad = self.grad.value if self._num_landed else None
         if grad is None or not self.line.layout.pieces_of(self.line.rank):
@@ -347,6 +347,8 @@ class Leaves:
                 grad = grad.to_dense()
         if self._accumulated is None:
             return grad
+        if grad is None and not self._kept[index]:  # no backward has reached it
+            return None
         span = self.line.layout.param_span(index)
         kept = self._accumulated[span.start : span.stop].view(slot.shape)
         return kept if grad is None else kept.add_(grad)

@@ -59,7 +59,7 @@ class ShownShard:
         """Whether a registered parameter no longer lies in the shard."""
         return False
 
-    def settle(self, is_fixed: bool) -> bool:
+    def adopt_assigned(self, is_fixed: bool) -> bool:
         """Adopt tensors assigned to ``.data`` of registered parameters; returns whether there were any.
 
         ``is_fixed``: dtype and device may no longer change.

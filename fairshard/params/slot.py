@@ -1,4 +1,4 @@
-"""Where a parameter hangs in the module tree, under all its names."""
+"""Where a parameter is in the module tree, under all its names."""
 
 import copy
 import weakref
@@ -179,7 +179,7 @@ class ParamSlot:
         return self._placeholder
 
     def attach(self, view: Tensor) -> None:
-        """Let the leaf show ``view`` and hang it where the modules look for it."""
+        """Let the leaf show ``view``, and make it an attribute of its modules."""
         self.show(view)
         leaf = self.leaf
         for module, name in self.owners:

@@ -78,7 +78,7 @@ def claim(module: nn.Module) -> Root:
             unit.materialize(root, root.shared, comms[unit], own_modules[unit])
             join_gathers(unit.flat_params)
             unit.make_parts()
-            unit.prefetch.settle(units)
+            unit.prefetch.choose_among(units)
     return root
 
 

@@ -29,7 +29,7 @@ def adopt_changes(unit: Unit) -> None:
             else:
                 flat_params += [flat_param.split(indexes) for indexes in kinds.values()]
         else:
-            flat_param.settle()
+            flat_param.adopt_assigned()
             flat_params.append(flat_param)
     unit.flat_params = flat_params
 

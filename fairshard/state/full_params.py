@@ -155,7 +155,7 @@ def _summoned(unit: Unit) -> Iterator[None]:
         if unit.is_gathered and not unit.is_pinned:
             unit.reshard()
         for flat_param in unit.flat_params:
-            flat_param.settle()
+            flat_param.adopt_assigned()
         yield
     finally:
         unit.state = before

@@ -133,7 +133,7 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
     for fqn, unit in units_below(module):
         for flat_param in unit.flat_params:
             name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
-            flat_param.settle()
+            flat_param.adopt_assigned()
             entries[join(fqn, name)] = flat_param.shard
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():

@@ -73,7 +73,7 @@ def goes_through(node: Any) -> bool:
 
 
 def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The graph nodes that ``node`` hands its gradients to, and which of them tell most surely that it runs.
+    """The graph nodes that ``node`` hands its gradients to, and those of them that show most reliably that it runs.
 
     Those are the ones that are not ``given``, and of these the ones that are not of leaves, as far as there are such.
     """

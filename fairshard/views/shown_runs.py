@@ -95,7 +95,7 @@ class ShownRuns(ShownShard):
         return self._own_addresses() != self._addresses
 
     @torch.no_grad()
-    def settle(self, is_fixed: bool) -> bool:
+    def adopt_assigned(self, is_fixed: bool) -> bool:
         """Adopt tensors assigned to ``.data`` of views, as ``module.to()`` does; then all views lie in the shard.
 
         Raises:

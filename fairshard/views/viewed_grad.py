@@ -149,7 +149,7 @@ class ViewedGrad(ShardGrad):
         return zeroed
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def adopt_assigned(self) -> None:
         """Adopt tensors assigned to ``.data`` of gradients, as ``module._apply`` does."""
         whole = super().value
         if whole is None:

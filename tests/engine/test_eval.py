@@ -10,7 +10,7 @@ from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import assert_same_state, assert_same_step, average_grads_, randn, sgd
 
 
 def nothing_gathered(model):
@@ -53,9 +53,7 @@ def test_validation_between_training_steps(mode, first):
         for optimizer in (of_plain, of_wrapped):
             optimizer.step()
             optimizer.zero_grad()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
 @on_ranks(2)
@@ -70,12 +68,7 @@ def test_validation_inside_no_sync():
     wrapped(randn(3, 4, key=2)).sum().backward()
     for key in (0, 2):
         plain(randn(3, 4, key=key)).sum().backward()
-    average_grads_(plain.parameters())
-    sgd(plain).step()
-    sgd(wrapped).step()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_step(plain, wrapped)
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard
 from tests.models import mlp
 from tests.on_ranks import on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import assert_same_state, assert_same_step, average_grads_, randn, sgd
 
 
 class Fault(nn.Module):
@@ -83,9 +83,7 @@ def test_the_step_after_an_exception_is_clean(when, position, wrap, reshard):
         of_plain.step()
         of_wrapped.step()
         of_plain.zero_grad()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
 @on_ranks(2)
@@ -130,12 +128,7 @@ def test_what_no_sync_accumulated_survives_a_failed_pass():
     loss_of(wrapped, 2).backward()
     for key in (0, 2):
         loss_of(plain, key).backward()
-    average_grads_(plain.parameters())
-    sgd(plain).step()
-    sgd(wrapped).step()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_step(plain, wrapped)
 
 
 @on_ranks(2)

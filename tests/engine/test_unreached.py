@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fairshard.nn import CPUOffloadPolicy
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy
 from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard, whole_state
 from tests.on_ranks import on_ranks
@@ -183,6 +183,24 @@ def test_with_parameters_in_host_memory(door, mode):
     """Gradients that move to host memory are None for the same parameters."""
     offload = {"offload_policy": CPUOffloadPolicy()} if door == "fully_shard" else {"cpu_offload": True}
     run(door, list(STEPS), mode, **offload)
+
+
+WIDER = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", BY_PARAM)
+def test_sums_that_are_kept_in_a_wider_dtype(door):
+    """``no_sync`` keeps bf16 gradients of a unit in one fp32 tensor; what nobody reached is None there too."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    wrapped = shard(build(), door, **({"mp_policy": policy} if door == "fully_shard" else WIDER))
+    for name, (passes, missing) in STEPS.items():
+        for number, (reduces, uses) in enumerate(passes):
+            set_sync(wrapped, reduces)
+            loss_of(wrapped, number, uses(dist.get_rank()), dist.get_rank()).backward()
+        set_sync(wrapped, True)
+        assert parts_without_grads(wrapped) == missing, name
+        wrapped.zero_grad()
 
 
 @on_ranks(1, 2, 3)

@@ -14,7 +14,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import average_grads_, randn, sgd, train_alike
+from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike
 
 FULL = pytest.mark.full
 
@@ -230,9 +230,7 @@ def test_freezing_a_flat_parameter_later():
         assert (wrapped[0].params[0].grad is not None) == trainable
         for one in (plain, wrapped):
             sgd(one).step()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
 @on_ranks(2)

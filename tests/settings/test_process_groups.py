@@ -11,7 +11,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import assert_same_state, average_grads_, randn, sgd
 
 
 class Experts(nn.Module):
@@ -51,9 +51,7 @@ def train_experts(groups):
         for optimizer in (of_plain, of_wrapped):
             optimizer.step()
             optimizer.zero_grad()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
 @on_ranks(2)
@@ -115,6 +113,4 @@ def test_a_model_on_some_of_the_ranks():
         average_grads_(plain.parameters(), group)
         sgd(plain).step()
         sgd(wrapped).step()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(wrapped.state_dict(), plain.state_dict())

@@ -329,7 +329,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         check_conversion(self._unit, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat_param in self._unit.flat_params:
-            flat_param.settle()
+            flat_param.adopt_assigned()
         return self
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

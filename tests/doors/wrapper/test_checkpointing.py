@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import average_grads_, randn, sgd, train_alike
+from tests.reference import assert_same_step, randn, train_alike
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
@@ -123,12 +123,7 @@ def train_alike_accumulated(model):
     loss_of(wrapped, 2).backward()
     for key in range(3):
         loss_of(plain, key).backward()
-    average_grads_(plain.parameters())
-    sgd(plain).step()
-    sgd(wrapped).step()
-    expected = plain.state_dict()
-    for name, value in wrapped.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_step(plain, wrapped)
 
 
 @on_ranks(2)

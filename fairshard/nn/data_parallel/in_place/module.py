@@ -274,7 +274,7 @@ def _units_of(module: FSDPModule, recurse: bool) -> list[Unit]:
 
 def _resolve_prefetch(unit: Unit) -> None:
     if unit.root is not None:
-        unit.prefetch.settle(unit.root.units)
+        unit.prefetch.choose_among(unit.root.units)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -53,7 +53,7 @@ class GradMethods(StateMethods):
         root = self._require_root("clip_grad_norm_")
         root.assert_idle("clip_grad_norm_")
         limits = float(max_norm), float(norm_type)
-        with nullcontext() if root.join is None else root.join.telling("clip_grad_norm_", *limits):
+        with nullcontext() if root.join is None else root.join.announced_call("clip_grad_norm_", *limits):
             return clip_grad_norm_(root.units, *limits)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:

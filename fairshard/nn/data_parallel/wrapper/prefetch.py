@@ -60,4 +60,4 @@ class PrefetchMethods(UnitAttributes):
     def _resolve_prefetch(self) -> None:
         root = self._unit.root
         if root is not None:
-            self._unit.prefetch.settle(root.units)
+            self._unit.prefetch.choose_among(root.units)
