@@ -113,20 +113,21 @@ class OrderCheck:
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
 
-    def differ(self) -> NoReturn:
-        """Raise, because ranks have run different units. **Collective.**
+    def differ(self, state: str) -> NoReturn:
+        """Raise, because ranks have run different things. **Collective.**
+
+        Args:
+            state: what else must be the same on all ranks, in words.
 
         Raises:
-            RanksDisagreeError: with the first unit in which they differ.
+            RanksDisagreeError: with the first unit in which they differ, or what else does.
         """
-        known = {dist.get_rank(): [Place("", self.step, self._words(self.noted))]}
+        known = {dist.get_rank(): ([Place("", self.step, self._words(self.noted))], state)}
         for comm in self._comms:
-            for places in comm.gather_objects(known):
-                known.update(places)
-        found = first_difference(known, to_the_end=True) or (
-            "Some are under no_sync and others are not, a backward raised on some of them, or calls are checkpointed "
-            "on some of them only."
-        )
+            for others in comm.gather_objects(known):
+                known.update(others)
+        found = first_difference({rank: places for rank, (places, _) in known.items()}, to_the_end=True)
+        found = found or _different_states({rank: state for rank, (_, state) in known.items()})
         raise RanksDisagreeError(
             f"{found} This was noticed {self._phase}. Every rank must run the same units in the same order; otherwise "
             "it would compute with the parameters of others."
@@ -158,6 +159,16 @@ class OrderCheck:
             elif number in self._shared:
                 words.append(f"`{self._names[number]}` ({kind})")
         return tuple(words)
+
+
+def _different_states(states: dict[int, str]) -> str:
+    """What differs among ranks that have run the same units, as a sentence."""
+    ranks_in: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        ranks_in.setdefault(state, []).append(rank)
+    if len(ranks_in) == 1:
+        return "The same units are inside a checkpoint on some ranks, but not on others."
+    return " ".join(f"On rank {', '.join(map(str, ranks))}, {state}." for state, ranks in ranks_in.items())
 
 
 def _num_ranks(unit: Unit) -> int:

@@ -35,8 +35,8 @@ class OrderListener(Training, Protocol):
     def forget(self) -> None:
         """A pass was interrupted."""
 
-    def differ(self) -> NoReturn:
-        """Raise: ranks have run different things. **Collective.**"""
+    def differ(self, state: str) -> NoReturn:
+        """Raise: ranks have run different things; ``state`` is this rank's, in words. **Collective.**"""
 
 
 class GradListener(Protocol):

@@ -264,3 +264,32 @@ def test_its_values_are_three():
     """Other values raise at once."""
     with pytest.raises(ValueError, match="`order_check` must be one of always, sampled, off, but is 'never'"):
         FSDP(nn.Linear(4, 4), order_check="never")
+
+
+@on_ranks(2)
+def test_the_rank_whose_backward_raised_is_named():
+    """All ranks raise in the backward after it, with what happened on each."""
+    model = wrapped_path()
+    train_step(model, 0)
+    loss = model(randn(3, 4)).sum()
+    if dist.get_rank() == 1:
+
+        def fail(*_):
+            raise KeyError("a bad batch")
+
+        loss.grad_fn.next_functions[0][0].register_hook(fail)
+    with contextlib.suppress(KeyError):
+        loss.backward()
+    expected = r"On rank 0, 0 backwards have raised, .* no unit\. On rank 1, 1 backwards have raised"
+    with pytest.raises(RanksDisagreeError, match=expected):
+        model(randn(3, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_units_under_no_sync_on_one_rank_are_named():
+    """Ranks that send and ranks that keep gradients differ, though they run the same units."""
+    model = wrapped_path()
+    train_step(model, 0)
+    context = model.no_sync() if dist.get_rank() == 1 else contextlib.nullcontext()
+    with context, pytest.raises(RanksDisagreeError, match=r"no_sync is no unit\. On rank 1, .*`root`, `blocks\.0`"):
+        model(randn(3, 4)).sum().backward()
