@@ -29,7 +29,7 @@ from fairshard.utils.autograd import (
 
 
 class Listener(Protocol):
-    """Whoever runs the backward of a call."""
+    """What a call notifies of the backward that goes through it."""
 
     def reach(self, probe: Probe) -> None:
         """The backward has reached the output of a call that ``probe`` is on."""

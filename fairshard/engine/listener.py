@@ -58,7 +58,7 @@ class GradListener(Protocol):
 
 
 class JoinListener(Protocol):
-    """Tells ranks that are done with their batches what to do."""
+    """Leads ranks that have no batches left through the passes of the others."""
 
     throws: bool
     is_in_block: bool

@@ -37,10 +37,10 @@ class Members:
         self._left.discard(self.modules.index(module))
 
     def begin_pass(self) -> None:
-        """Nobody has been called."""
+        """A pass begins, in which no member has been called yet."""
         self._left = set()
 
     @property
     def are_awaited(self) -> bool:
-        """Whether some have still to be called, for which the unit stays gathered."""
+        """Whether some members have still to be called; the unit stays gathered for them."""
         return bool(self._left)

@@ -41,7 +41,7 @@ class Model(Protocol):
         """Whether ``unit`` is to stay gathered from its forward to its backward."""
 
     def before_send(self, unit: Unit) -> None:
-        """The gradients of ``unit`` leave."""
+        """The gradients of ``unit`` are sent next."""
 
     def differ(self) -> NoReturn:
         """Raise: ranks have run different things. **Collective.**"""

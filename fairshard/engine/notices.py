@@ -14,7 +14,7 @@ from fairshard.utils.user_line import level_of_user
 
 
 class _Gathers(Protocol):
-    """A unit."""
+    """What is needed of a unit here."""
 
     @property
     def flat_params(self) -> Sequence[FlatParam]:
@@ -22,7 +22,7 @@ class _Gathers(Protocol):
 
 
 def create_graph_error(fqn: str) -> GradRequiresGradError:
-    """Gradients of unit ``fqn`` are asked for that can be differentiated again."""
+    """Error for ``create_graph=True`` in a backward through unit ``fqn``."""
     return GradRequiresGradError(
         f"Gradients of a sharded unit must not require grad, but the backward of `{fqn or 'the root'}` was started "
         "with create_graph=True. Sharded gradients cannot be differentiated again; compute such terms on an unwrapped "
@@ -31,7 +31,7 @@ def create_graph_error(fqn: str) -> GradRequiresGradError:
 
 
 def unseen_error(fqn: str) -> ParameterShardedError:
-    """A backward has come to leaves of unit ``fqn`` that are not gathered."""
+    """Error for a backward that reaches leaves of unit ``fqn`` while they are not gathered."""
     return ParameterShardedError(
         f"A backward came to the parameters of unit `{fqn or 'root'}` while they were sharded, through a tensor that "
         "the unit did not return. Return every tensor that the loss is made of."
@@ -39,7 +39,7 @@ def unseen_error(fqn: str) -> ParameterShardedError:
 
 
 def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
-    """Unit ``fqn`` stays gathered because of what it returned."""
+    """Warn that unit ``fqn`` stays gathered because of what it returned."""
     warnings.warn(
         f"Unit `{fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard cannot look "
         "into. It stays gathered from now on, since a backward through them could not be seen in time. Return tensors "
@@ -64,7 +64,7 @@ def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
 
 
 def late_error(fqn: str) -> BackwardOrderError:
-    """Autograd computes gradients of unit ``fqn`` after it was done with all of its calls."""
+    """Error for gradients of unit ``fqn`` that come after the backward was done with all of its calls."""
     return BackwardOrderError(
         f"The backward of unit `{fqn or 'root'}` must be over before that of what was computed before it begins, but "
         "gradients of it came later. Its calls must run on one thread, and on one device, in the order in which their "
@@ -73,5 +73,5 @@ def late_error(fqn: str) -> BackwardOrderError:
 
 
 def other_rank_error(problems: Sequence[str]) -> FairshardError:
-    """Another rank cannot begin its backward."""
+    """Error on the ranks whose own backward could begin, where that of another rank cannot."""
     return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see there'}")

@@ -82,7 +82,7 @@ class Root:
 
     @property
     def is_common(self) -> bool:
-        """Whether a pass needs all ranks; with whole parameters under ``no_sync`` each may do as many as it likes."""
+        """Whether a pass needs all ranks; under ``no_sync`` with whole parameters each may run as many as it likes."""
         return self._is_cut or any(unit.sync for unit in self.units)
 
     # ---- forward
@@ -236,7 +236,7 @@ class Root:
     # ---- backward
 
     def leaf_hook(self, unit: Unit) -> Callable[[Tensor], None]:
-        """The hook for the leaves of ``unit``, which holds nothing: leaves hold theirs out of the collector's sight."""
+        """The hook for the leaves of ``unit``. Its references are weak: the collector does not see hooks of leaves."""
         root, known = weakref.ref(self), weakref.ref(unit)
 
         def on_grad(_leaf: Tensor) -> None:
@@ -286,7 +286,7 @@ class Root:
         self.order_check.begin_backward()
 
     def follow_backward(self, passes: list[Pass[Unit]]) -> None:
-        """Do a rank's part in a whole backward of ``passes``, which others compute and this rank does not."""
+        """Serve a whole backward of ``passes``, which other ranks compute and this one does not."""
         before, self.record.passes = self.record.passes, passes
         try:
             Backward(self, self._others).follow()

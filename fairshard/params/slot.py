@@ -66,7 +66,7 @@ def taken_from(module: nn.Module) -> str | None:
 
 
 def _guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
-    """One guard a module is enough: all that it has is gathered together."""
+    """Guard ``module``; once is enough, because its parameters are gathered together."""
     if not any(isinstance(hook, _Guard) for hook in module._forward_pre_hooks.values()):
         module.register_forward_pre_hook(_Guard(slot, name))
 
@@ -155,7 +155,7 @@ class ParamSlot:
         return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
 
     def renew_leaf(self, device: torch.device) -> None:
-        """Let another leaf stand there, on ``device``: one of the meta device can never show memory."""
+        """Use another leaf, on ``device``: a leaf on the meta device can never show memory."""
         old = self.leaf
         self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
         self.leaf.__dict__.update(old.__dict__)

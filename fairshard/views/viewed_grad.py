@@ -86,7 +86,7 @@ class ViewedGrad(ShardGrad):
         return whole
 
     def forget_dropped(self) -> None:
-        """Give back the memory of gradients that were all taken off."""
+        """Free the memory of the gradients, if the user has dropped all of them."""
         if super().value is not None and _are_all_none(self._shown()):
             self._set(None)
 
