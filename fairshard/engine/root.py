@@ -113,7 +113,7 @@ class Root:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             return args, kwargs, call
         except BaseException:
-            self.abort_forward(unit, keep_on=True)
+            self.abort_forward(unit, unit.listing.is_on)
             raise
 
     def post_forward(self, unit: Unit, outputs: Any, call: Call | None, keep_on: bool) -> Any:
@@ -190,10 +190,13 @@ class Root:
         return first or not unit.reshard_after_forward
 
     def _leave(self, unit: Unit, keep: bool, keep_on: bool, completed: bool) -> None:
-        if unit.buffers is not None and self.backward is None:
+        if unit.buffers is not None and self.backward is None and not keep_on:
             unit.buffers.detach()
         unit.leave_forward(keep, torch.is_grad_enabled(), keep_on)
-        unit.state = TrainingState.IDLE if self.backward is None else TrainingState.BACKWARD_PRE
+        if self.backward is not None:
+            unit.state = TrainingState.BACKWARD_PRE
+        elif not keep_on:
+            unit.state = TrainingState.IDLE
         self.shared.depth -= 1
         if self.backward is not None:
             return

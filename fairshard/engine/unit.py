@@ -229,10 +229,14 @@ class Unit:
             self.members.begin_pass()
 
     def leave_forward(self, keep: bool, is_trained: bool, keep_on: bool) -> None:
-        """A call is over: free the parameters, or ``keep`` them for what comes; ``keep_on``: somebody computes yet."""
+        """A call is over: free the parameters, or ``keep`` them for what comes.
+
+        ``keep_on``: a call around it, of the same unit, or a backward still computes with them.
+        """
+        if keep_on:
+            return
         if keep:
-            if not keep_on:
-                self.listing.hide()
+            self.listing.hide()
         else:
             if self.parts is not None:
                 self.parts.end_forward(self.is_gathered and is_trained)
@@ -258,9 +262,9 @@ class Unit:
 
     def rest(self) -> None:
         """A backward is done with the parameters of one forward."""
-        self._stop_computing()
         if self.is_gathered:
             self.reshard()
+        self._stop_computing()
 
     def rest_whole(self) -> None:
         """As `rest`, but they stay gathered."""

@@ -9,6 +9,7 @@ from torch import nn
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.testing import rank_device
+from tests.engine.random_nets import shard, whole_state
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike
@@ -44,6 +45,55 @@ def test_a_unit_called_several_times_in_a_forward(times, reshard):
     model = Repeat(mlp(4, 4), times)
     # Autograd adds the gradients of the calls in the order in which it comes to them, which is the same for both.
     train_alike(model, lambda m: wrap_layer(m, reshard_after_forward=reshard), loss_of)
+
+
+class Tree(nn.Module):
+    """A module whose forward calls the module itself, through what wraps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4).eval()
+        self.wrapped = []  # a list: no submodule of itself
+
+    def forward(self, x, depth=2):
+        x = self.norm(torch.tanh(self.before(x)))
+        if depth:
+            x = x + self.wrapped[0](x, depth - 1)
+        return self.after(x)
+
+
+class Forest(nn.Module):
+    """A `Tree` between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(4, 4), Tree(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        inner = getattr(self.layer, "module", self.layer)
+        inner.wrapped = [self.layer]
+        return self.last(self.layer(self.first(x)))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("door", ["wrapper", "orig_params", "fully_shard"])
+def test_a_unit_that_calls_itself(door, reshard):
+    """It stays gathered until its outermost call is over."""
+    torch.manual_seed(1)
+    plain = Forest().to(rank_device())
+    wrapped = copy.deepcopy(plain)
+    wrapped.is_unit = wrapped.layer.is_unit = True
+    wrapped = shard(wrapped, door, reshard_after_forward=reshard)
+    for step in range(3):
+        for model in (plain, wrapped):
+            loss_of(model, step).backward()
+        average_grads_(plain.parameters())
+        for model in (plain, wrapped):
+            sgd(model).step()
+            model.zero_grad()
+    assert_same_state(whole_state(wrapped), plain.state_dict(), rtol=2e-6, atol=2e-6)
 
 
 @on_ranks(1, 2)
