@@ -56,7 +56,7 @@ class ParameterShardedError(FairshardError):
 
 
 class ShardChangedError(FairshardError):
-    """A shard was modified between a forward and its backward."""
+    """A shard was modified between a forward and its backward, or a whole parameter inside of a forward."""
 
 
 class BackwardOrderError(FairshardError):

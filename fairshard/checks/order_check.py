@@ -168,7 +168,11 @@ def _different_states(states: dict[int, str]) -> str:
         ranks_in.setdefault(state, []).append(rank)
     if len(ranks_in) == 1:
         return "The same units are inside a checkpoint on some ranks, but not on others."
-    return " ".join(f"On rank {', '.join(map(str, ranks))}, {state}." for state, ranks in ranks_in.items())
+    text = " ".join(f"On rank {', '.join(map(str, ranks))}, {state}." for state, ranks in ranks_in.items())
+    return (
+        f"{text} Where a backward has raised, look for that error in the log of the rank. The others have summed "
+        "gradients without its part, and may have stepped: restart all ranks from the last checkpoint."
+    )
 
 
 def _num_ranks(unit: Unit) -> int:

@@ -18,7 +18,9 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
     try:
         if not is_on:
             listing.show()
+        versions = listing.versions()
         outputs = function(*args, **kwargs)
+        listing.check_unwritten(versions)
     except BaseException:
         root.abort_forward(unit, is_on)
         raise

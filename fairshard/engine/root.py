@@ -343,6 +343,11 @@ class Root:
         for root in reached:
             root._drop_pass(backward)
 
+    def drop_interrupted(self) -> None:
+        """`reset` after a backward that raised, unless something has done it already."""
+        if self.backward is not None and self.backward.task() is None:
+            self.reset()
+
     def _drop_pass(self, backward: Backward | None) -> None:
         self.backward = None
         self.num_interrupted += backward is not None
@@ -380,8 +385,7 @@ class Root:
         Raises:
             TrainingStateError: one is.
         """
-        if self.backward is not None and self.backward.task() is None:  # it raised, and nobody has cleaned up yet
-            self.reset()
+        self.drop_interrupted()
         for unit in self.units if units is None else units:
             if unit.state is not TrainingState.IDLE:
                 raise TrainingStateError(

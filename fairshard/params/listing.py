@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 
 # Parameters and attributes of a module, a name, what is registered, the leaf, the placeholder.
@@ -24,10 +25,11 @@ class Listing:
     *Invariant*: what others (``functional_call``) have put in a parameter's place stays there.
     """
 
-    __slots__ = ("_places", "is_on")
+    __slots__ = ("_places", "_slots", "is_on")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.is_on = False
+        self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for flat_param in flat_params
@@ -38,6 +40,29 @@ class Listing:
             holder, key = flat_param.shows.holder, flat_param.shows.key
             if holder is not None:
                 self._places.append((holder._parameters, {}, key, flat_param.shard, None, None))
+
+    def versions(self) -> list[int]:
+        """The version counter of each leaf."""
+        return [slot.leaf._version for slot in self._slots]
+
+    def check_unwritten(self, before: list[int]) -> None:
+        """Raise if a user has written to a leaf in place, or assigned to its ``.data``, since `versions`.
+
+        Nothing is known of leaves that are not registered any more: a backward inside the forward has freed them.
+
+        Raises:
+            ShardChangedError: with the name of the first one.
+        """
+        if not self.is_on:
+            return
+        for slot, version in zip(self._slots, before):  # noqa: B905 (host time)
+            if slot.leaf._version != version or slot.shows_other:
+                raise ShardChangedError(
+                    f"Parameter `{slot.fqn}` must not be written to inside the forward of its unit, but was (also "
+                    "`nn.Embedding(max_norm=...)` does that): what is written is lost when the gathered parameters are "
+                    "freed. Compute with a changed value instead (`torch.nn.utils.parametrize`), or write between "
+                    "steps: inside `summon_full_params`, or to the DTensor of `fully_shard`."
+                )
 
     def show(self) -> None:
         """Register the leaves, which show gathered memory, whether or not they are attributes already."""

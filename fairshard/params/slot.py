@@ -178,6 +178,11 @@ class ParamSlot:
         """What modules have as an attribute while the parameter is sharded; None for nothing."""
         return self._placeholder
 
+    @property
+    def shows_other(self) -> bool:
+        """Whether somebody has assigned to the leaf's ``.data`` since `show`."""
+        return self._shown is not None and self._shown.data_ptr() != self.leaf.data_ptr()
+
     def attach(self, view: Tensor) -> None:
         """Let the leaf show ``view``, and make it an attribute of its modules."""
         self.show(view)

@@ -84,6 +84,7 @@ class FSDPModule(CommMethods):
         write: after a write through ``.data`` or a ``torch._foreach_`` function call `reshard`. **Collective.**
         """
         root = root_of(self)
+        root.drop_interrupted()
         unit = self._fairshard_unit
         unit.unshard()
         if root.is_between_passes:

@@ -1,0 +1,82 @@
+"""What a forward writes to its own gathered parameters would be lost: it raises, by name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fairshard.errors import ShardChangedError
+from fairshard.utils.testing import rank_device
+from tests.engine.random_nets import shard
+from tests.on_ranks import on_ranks
+from tests.reference import randn
+
+
+class Normed(nn.Linear):
+    """Writes to its weight as ``how`` says, then computes with it."""
+
+    how = None
+
+    def forward(self, x):
+        if self.how == "copy_":
+            with torch.no_grad():
+                self.weight.copy_(F.normalize(self.weight))
+        elif self.how == "data":
+            self.weight.data = F.normalize(self.weight.data)
+        return super().forward(x)
+
+
+class Words(nn.Embedding):
+    """An embedding that keeps its rows short."""
+
+    def forward(self, x):
+        return super().forward(x.abs().long() % self.num_embeddings).sum(-2)
+
+
+def build(make, door, **kwargs):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Linear(4, 2)).to(rank_device())
+    model.is_unit = model[0].is_unit = True
+    return shard(model, door, **kwargs)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", ["wrapper", "no_flatten", "orig_params", "fully_shard"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", ["copy_", "data", "max_norm"])
+def test_a_write_inside_the_forward_raises(door, reshard, how):
+    """In training and without gradients; a forward that writes nothing goes on afterwards."""
+    make = (lambda: Words(5, 4, max_norm=0.1)) if how == "max_norm" else (lambda: Normed(4, 4))
+    model = build(make, door, reshard_after_forward=reshard)
+    layer = next(module for module in model.modules() if isinstance(module, Normed | Words))
+    layer.how = how
+    for is_trained in (True, False):
+        with torch.set_grad_enabled(is_trained), pytest.raises(ShardChangedError, match=r"`0\.weight`.*inside the for"):
+            model(randn(3, 4))
+    layer.how = layer.max_norm = None
+    model(randn(3, 4)).sum().backward()
+
+
+class Forces(nn.Module):
+    """Takes the gradient of its energy inside of its forward, as models of molecules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.scale = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (forces,) = torch.autograd.grad(self.energy(x).sum(), x)
+        return self.scale(forces)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", ["wrapper", "orig_params", "fully_shard"])
+def test_a_backward_inside_the_forward_writes_nothing(door):
+    """The parameters of the unit itself stay as they are."""
+    model = build(Forces, door)
+    for _ in range(2):
+        with torch.no_grad():
+            model(randn(3, 4))
+        model(randn(3, 4)).sum().backward()
