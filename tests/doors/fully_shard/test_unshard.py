@@ -1,5 +1,6 @@
 """``unshard`` gathers by hand: early, several at a time, beside other communication; results stay what they were."""
 
+import contextlib
 import copy
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
+from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FSDPModule, fully_shard
 from fairshard.utils.collectives import RowGather, Transfer, counters, reset_counters
 from fairshard.utils.testing import rank_device
@@ -239,3 +241,25 @@ def test_a_wrong_prefetch_changes_nothing_but_memory(wrong):
     named = {"the next": lambda index: (index + 1) % 3, "itself": lambda index: index, "unused": lambda index: 3}
     for with_it, without in zip(trained(named[wrong]), trained(None), strict=True):
         assert torch.equal(with_it, without)
+
+
+@on_ranks(2)
+def test_unshard_after_a_backward_that_raised_on_one_rank():
+    """The rank serves the rest of that backward first, so that no rank waits for it; the next backward raises."""
+    model = mlp(4, 4, 4)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    loss = model(randn(3, 4)).sum()
+    if dist.get_rank() == 1:
+
+        def fail(*_):
+            raise KeyError("a bad batch")
+
+        loss.grad_fn.next_functions[0][0].register_hook(fail)
+    with contextlib.suppress(KeyError):
+        loss.backward()
+    model[0].unshard()
+    model[0].reshard()
+    with pytest.raises(RanksDisagreeError, match=r"On rank 1, 1 backwards have raised.*restart all ranks"):
+        model(randn(3, 4)).sum().backward()
