@@ -1,6 +1,7 @@
 """Benchmarks of fairshard beside fairshard at another commit."""
 
 import ast
+import itertools
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import engines
 import pytest
 import report
 import run
-from launch import HERE, launch
+from launch import HERE, World, launch, launch_in_turns
 
 PUBLIC = {"fairshard", "fairshard.checkpoint", "fairshard.nn", "fairshard.optim"}
 MOVES = {"nn/data_parallel": "rooms/engine", "utils": "rooms/tools"}
@@ -101,3 +102,31 @@ def test_a_rank_takes_fairshard_from_this_checkout_or_from_the_tree(tmp_path):
     (tmp_path / "fairshard" / "__init__.py").touch()
     (former,) = launch(str(script), {"threads": 1}, 1, 60, tmp_path)
     assert Path(former).parents[1] == tmp_path
+
+
+STEPS = """
+import json, sys, time
+sys.path.insert(0, {here!r})
+from turn import Turn
+job = json.loads(sys.argv[1])
+turn = Turn.open(job["turn"]) if job["rank"] == 0 else None
+spans = []
+for _ in range(3 if turn else 0):
+    turn.wait()
+    begun = time.monotonic()
+    time.sleep(0.05)
+    spans.append((begun, time.monotonic()))
+    turn.pass_on()
+open(job["result"], "w").write(json.dumps(spans))
+"""
+
+
+def test_worlds_that_take_turns_step_one_at_a_time(tmp_path):
+    """All run at once; none begins a step before the one whose turn it was has ended its own."""
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS.format(here=str(HERE)))
+    measured = launch_in_turns(str(script), [World({"threads": 1})] * 3, 2, 60)
+    by_world = [ranks[0] for ranks in measured]
+    assert [len(spans) for spans in by_world] == [3, 3, 3]
+    spans = [spans[step] for step in range(3) for spans in by_world]
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
