@@ -5,6 +5,7 @@ import functools
 import math
 import zlib
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -193,3 +194,17 @@ def randn(*shape, key=()):
     """Normal numbers that depend on ``key`` and this rank only, on this rank's device."""
     random = torch.Generator("cpu").manual_seed(zlib.crc32(repr((dist.get_rank(), key)).encode()))
     return torch.randn(*shape, generator=random, device="cpu").to(rank_device())
+
+
+def backward_that_raises_on(rank, loss):
+    """Run the backward of ``loss``; on ``rank`` a hook at its start raises, and the exception ends here."""
+    if dist.get_rank() == rank:
+
+        def fail(*_):
+            raise KeyError("a bad batch")
+
+        loss.grad_fn.next_functions[0][0].register_hook(fail)
+        with pytest.raises(KeyError, match="a bad batch"):
+            loss.backward()
+    else:
+        loss.backward()

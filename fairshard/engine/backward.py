@@ -245,7 +245,7 @@ class Backward:
             while len(self._arriving) > _MAX_ARRIVING:
                 self._arriving.popleft().reshard()
         self._plan.model_of[unit].note(unit)
-        unit.unshard(in_backward=True, from_part=from_part, anew=is_listed)
+        unit.unshard(in_backward=True, from_part=from_part, force=is_listed)
 
     def _forget_arriving(self, unit: Unit) -> None:
         if unit in self._arriving:
@@ -264,9 +264,9 @@ class Backward:
 
     def _free(self, unit: Unit) -> None:
         if not unit.frees_in_backward:
-            unit.rest_whole()
+            unit.finish_pass_whole()
         elif unit in self._used or not unit.is_under_way:
-            unit.rest()
+            unit.finish_pass()
         else:
             self._arriving.append(unit)  # only served: it is freed on arrival
         self._used.discard(unit)

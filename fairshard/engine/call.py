@@ -99,7 +99,7 @@ class Call:
 
     def end(self) -> bool:
         """The outputs are known; returns whether a backward could reach the call unnoticed by any hook."""
-        self.bracket.goes_on = bool(self._inputs)
+        self.bracket.reaches_inputs = bool(self._inputs)
         is_unseen = not self.probes and bool(self._inputs or self._leaves)
         self._inputs, self._leaves = [], []
         return is_unseen

@@ -56,12 +56,12 @@ class Bracket(Generic[UnitT]):
         call: a weak reference to what its hooks are tied to.
         node: a weak reference to what recomputes it, inside a reentrant checkpoint.
         is_unseen: neither shows whether a backward reaches it.
-        goes_on: its inputs have a graph, to which a backward goes on after the call, as far as is known.
+        reaches_inputs: a backward continues from the call to its inputs; True until the call's end shows.
         began: no graph node of the call has a smaller sequence number.
         index: its place among all calls of the last backward that it was part of; ``plan`` identifies that one.
     """
 
-    __slots__ = ("began", "call", "goes_on", "index", "is_unseen", "node", "plan", "segment", "unit")
+    __slots__ = ("began", "call", "index", "is_unseen", "node", "plan", "reaches_inputs", "segment", "unit")
 
     def __init__(self, unit: UnitT, segment: int = -1) -> None:
         self.unit = unit
@@ -70,7 +70,7 @@ class Bracket(Generic[UnitT]):
         self.call: weakref.ref[Any] | None = None
         self.node: weakref.ref[Any] | None = None
         self.is_unseen = False
-        self.goes_on = True
+        self.reaches_inputs = True
         self.began = 0
         self.plan: object = None
 

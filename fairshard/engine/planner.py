@@ -213,7 +213,7 @@ class Planner:
     def _own_reach(self, calls: Calls, passes: list[Pass[Unit]], lives: bytearray, is_restricted: bool) -> Reach:
         units = self.units
         own = Reach(alive=lives, assumed=bytearray(len(units)))
-        own.goes_on = bytearray([bracket.goes_on for bracket in self.brackets])
+        own.reaches_inputs = bytearray([bracket.reaches_inputs for bracket in self.brackets])
         own.missing = bytearray([not (unit.is_gathered or unit.is_held) or unit.stamp is None for unit in units])
         own.uncut = bytearray([unit.parts is None or not unit.has_parts for unit in units])
         unsure: set[Unit] = set()
@@ -303,12 +303,13 @@ class Planner:
             )
             for unit in self.units
         ]
-        key = calls, agreed.calls, agreed.goes_on, agreed.missing, owed, rules
+        key = calls, agreed.calls, agreed.reaches_inputs, agreed.missing, owed, rules
         last = self._models[0].last
         if last.key != key:
             resident = bytes(not missing for missing in agreed.missing)
             ruled = tuple(self._rule(unit) for unit in self.units)
-            reached = [call and (call if on else ENDS) for call, on in zip(agreed.calls, agreed.goes_on, strict=True)]
+            pairs = zip(agreed.calls, agreed.reaches_inputs, strict=True)
+            reached = [call and (call if goes_on else ENDS) for call, goes_on in pairs]
             last.schedule = build(calls.events, calls.places, reached, resident, owed, ruled)
             last.key = key
         self.schedule = last.schedule

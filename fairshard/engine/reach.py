@@ -3,7 +3,7 @@
 Each rank sends a hash of what it has run and a bit for each question of which ranks may know different answers::
 
     header                                   units                                    forwards
-    hash | flags | n | numbers of models     leaves | missing | uncut | assumed       calls | goes_on | alive
+    hash | flags | n | numbers of models     leaves | missing | uncut | assumed       calls | reaches_inputs | alive
 
 The result is the union: a bit is set if any rank has set it. The first message has the same size whatever the models
 are, so ranks that have run different things notice it before the first gather of the backward. What does not fit into
@@ -35,7 +35,7 @@ class Reach:
 
     Attributes:
         calls: for each call, whether the backward reaches it.
-        goes_on: for each call, whether the backward goes on to its inputs if it reaches it.
+        reaches_inputs: for each call, whether a backward that reaches it continues to its inputs.
         alive: for each forward, whether a later backward could.
         leaves: for each parameter, whether it has a gradient to send.
         missing: for each unit, whether it must be gathered to be used.
@@ -44,7 +44,7 @@ class Reach:
     """
 
     calls: bytearray = field(default_factory=bytearray)
-    goes_on: bytearray = field(default_factory=bytearray)
+    reaches_inputs: bytearray = field(default_factory=bytearray)
     alive: bytearray = field(default_factory=bytearray)
     leaves: bytearray = field(default_factory=bytearray)
     missing: bytearray = field(default_factory=bytearray)
@@ -110,7 +110,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
     """The union of the flags and the models of all ranks; ``question.reach`` becomes one if there is nothing wrong."""
     reach = question.reach
     fields = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
-    fields += [(reach.assumed, peers.units), (reach.calls, peers.calls), (reach.goes_on, peers.calls)]
+    fields += [(reach.assumed, peers.units), (reach.calls, peers.calls), (reach.reaches_inputs, peers.calls)]
     fields += [(reach.alive, peers.alive)]
     answers = _pack(fields)
     ordered = sorted(models)[:_NUM_MODELS]

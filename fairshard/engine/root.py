@@ -116,10 +116,10 @@ class Root:
             self.abort_forward(unit, unit.listing.is_on)
             raise
 
-    def post_forward(self, unit: Unit, outputs: Any, call: Call | None, keep_on: bool) -> Any:
+    def post_forward(self, unit: Unit, outputs: Any, call: Call | None, is_nested: bool) -> Any:
         """Hook the outputs for the backward, and reshard unless the backward needs the parameters at once.
 
-        ``keep_on``: the unit computed before the call already, in a call around it or in a backward.
+        ``is_nested``: an outer call of the same unit, or a backward, still computes with its parameters.
         """
         try:
             if type(outputs) is Tensor:
@@ -141,14 +141,14 @@ class Root:
                     warn_opaque_outputs(unit.fqn, outputs)
                 self._last_output = weakref.ref(outputs) if type(outputs) is Tensor else _none
         except BaseException:
-            self.abort_forward(unit, keep_on)
+            self.abort_forward(unit, is_nested)
             raise
-        self._leave(unit, self._keeps_gathered(unit), keep_on, completed=True)
+        self._leave(unit, self._keeps_gathered(unit), is_nested, completed=True)
         return outputs
 
-    def abort_forward(self, unit: Unit, keep_on: bool) -> None:
+    def abort_forward(self, unit: Unit, is_nested: bool) -> None:
         """The forward raised: leave everything as if it had not been called."""
-        self._leave(unit, self.backward is not None, keep_on, completed=False)  # a checkpoint may stop by raising
+        self._leave(unit, self.backward is not None, is_nested, completed=False)  # a checkpoint may stop by raising
 
     def _enter(self, unit: Unit, is_grad_enabled: bool) -> Bracket[Unit] | None:
         bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
@@ -189,13 +189,13 @@ class Root:
         first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
         return first or not unit.reshard_after_forward
 
-    def _leave(self, unit: Unit, keep: bool, keep_on: bool, completed: bool) -> None:
-        if unit.buffers is not None and self.backward is None and not keep_on:
+    def _leave(self, unit: Unit, keep: bool, is_nested: bool, completed: bool) -> None:
+        if unit.buffers is not None and self.backward is None and not is_nested:
             unit.buffers.detach()
-        unit.leave_forward(keep, torch.is_grad_enabled(), keep_on)
+        unit.leave_forward(keep, torch.is_grad_enabled(), is_nested)
         if self.backward is not None:
             unit.state = TrainingState.BACKWARD_PRE
-        elif not keep_on:
+        elif not is_nested:
             unit.state = TrainingState.IDLE
         self.shared.depth -= 1
         if self.backward is not None:

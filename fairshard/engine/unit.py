@@ -126,12 +126,12 @@ class Unit:
                     return tensor.clone()
         return tensor
 
-    def unshard(self, in_backward: bool = False, from_part: bool = True, anew: bool = False) -> None:
-        """Start gathering; nothing to do when gathered in this pass already, unless ``anew``. **Collective.**
+    def unshard(self, in_backward: bool = False, from_part: bool = True, force: bool = False) -> None:
+        """Start gathering; nothing to do when gathered in this pass already, unless ``force``. **Collective.**
 
         ``from_part``: in a backward, from the parts that the forward has kept, if it has.
         """
-        if self.is_gathered and self.stamp is not None and not anew:
+        if self.is_gathered and self.stamp is not None and not force:
             return
         parts = self.parts if in_backward and from_part else None
         stream = self.shared.unshard_stream
@@ -164,7 +164,7 @@ class Unit:
         else:
             is_attached = not listing.is_on
             if listing.is_on:
-                listing.rest()
+                listing.show_placeholders()
             for flat_param in self.flat_params:
                 flat_param.reshard(is_attached)
         self.is_gathered = self.is_kept = False
@@ -228,12 +228,12 @@ class Unit:
         if self.members is not None:
             self.members.begin_pass()
 
-    def leave_forward(self, keep: bool, is_trained: bool, keep_on: bool) -> None:
+    def leave_forward(self, keep: bool, is_trained: bool, is_nested: bool) -> None:
         """A call is over: free the parameters, or ``keep`` them for what comes.
 
-        ``keep_on``: a call around it, of the same unit, or a backward still computes with them.
+        ``is_nested``: an outer call of the same unit, or a backward, still computes with them.
         """
-        if keep_on:
+        if is_nested:
             return
         if keep:
             self.listing.hide()
@@ -260,14 +260,14 @@ class Unit:
                 else:
                     flat_param.accumulate()
 
-    def rest(self) -> None:
-        """A backward is done with the parameters of one forward."""
+    def finish_pass(self) -> None:
+        """Free the parameters: the backward has finished with one forward."""
         if self.is_gathered:
             self.reshard()
         self._stop_computing()
 
-    def rest_whole(self) -> None:
-        """As `rest`, but they stay gathered."""
+    def finish_pass_whole(self) -> None:
+        """As `finish_pass`, but the parameters stay gathered."""
         self._stop_computing()
         self.keep_as_it_is()
 

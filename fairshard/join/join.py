@@ -298,7 +298,7 @@ class Join:
 
     def _join_transfer(self, number: int) -> None:
         unit = self._root.units[number]
-        unit.unshard(anew=True)  # like the other ranks
+        unit.unshard(force=True)  # like the other ranks
         if unit.is_held:
             unit.wait_unshard()
         unit.reshard()

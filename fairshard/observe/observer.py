@@ -117,8 +117,8 @@ class Observation:
                 "wait_unshard": self._on_wait_unshard,
                 "reshard": self._on_reshard,
                 "send_grads": self._on_send_grads,
-                "rest": self._on_rest,
-                "rest_whole": self._on_rest,
+                "finish_pass": self._on_finish_pass,
+                "finish_pass_whole": self._on_finish_pass,
             }
         for name, around in names.items():
             self._tap(unit, name, around, unit)
@@ -188,9 +188,9 @@ class Observation:
         self._end_forward(unit)
         return method(unit, *args)
 
-    def _on_abort_forward(self, method: Any, unit: Unit, keep_on: bool) -> None:
+    def _on_abort_forward(self, method: Any, unit: Unit, is_nested: bool) -> None:
         self._end_forward(unit)
-        method(unit, keep_on)
+        method(unit, is_nested)
 
     def _end_forward(self, unit: Unit) -> None:
         if self._in_forward and self._in_forward[-1] is unit:
@@ -209,7 +209,7 @@ class Observation:
             self._report(unit.fqn, "backward" + END, Phase.POST_BACKWARD)
 
     def _on_unshard(self, method: Any, unit: Unit, **kwargs: Any) -> None:
-        if not unit.is_gathered or unit.is_stale or kwargs.get("anew"):
+        if not unit.is_gathered or unit.is_stale or kwargs.get("force"):
             self._report(unit.fqn, "unshard", _before(unit))
         method(**kwargs)
 
@@ -227,7 +227,7 @@ class Observation:
     def _on_send_grads(self, method: Any, unit: Unit, *args: Any) -> None:
         self._on_interval(method, unit, "write_grads", *args)
 
-    def _on_rest(self, method: Any, unit: Unit) -> None:
+    def _on_finish_pass(self, method: Any, unit: Unit) -> None:
         method()
         self._report_post_backward(unit)
 

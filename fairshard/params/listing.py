@@ -76,7 +76,7 @@ class Listing:
                 if name in attributes:
                     del attributes[name]
             elif attributes.get(name) is leaf is not None:  # it would hide what a user put there
-                _put(attributes, name, placeholder)
+                _set_or_delete(attributes, name, placeholder)
 
     def hide(self) -> None:
         """Register the shards again; the leaves are attributes from now on. A second time does nothing."""
@@ -87,8 +87,8 @@ class Listing:
                     params[name] = registered
                     attributes[name] = leaf
 
-    def rest(self) -> None:
-        """As `hide`, but the leaves are nowhere, and the placeholders are there."""
+    def show_placeholders(self) -> None:
+        """As `hide`, but the attributes are the placeholders, not the leaves."""
         self.is_on = False
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
@@ -96,10 +96,10 @@ class Listing:
                 if placeholder is not None:
                     attributes[name] = placeholder
             elif attributes.get(name) is leaf is not None:
-                _put(attributes, name, placeholder)
+                _set_or_delete(attributes, name, placeholder)
 
 
-def _put(attributes: dict[str, Any], name: str, placeholder: object) -> None:
+def _set_or_delete(attributes: dict[str, Any], name: str, placeholder: object) -> None:
     if placeholder is None:
         del attributes[name]
     else:

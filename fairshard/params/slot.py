@@ -103,7 +103,7 @@ class ParamSlot:
         """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
         self.owners.append((module, name))
 
-    def stands_for(self, param: Any) -> bool:
+    def holds(self, param: Any) -> bool:
         """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
         return any(param is own for own in (self.leaf, self.registered, self._placeholder) if own is not None)
 

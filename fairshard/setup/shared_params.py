@@ -57,9 +57,9 @@ class SharedParams:
         Raises:
             ValueError: it is not a parameter of another unit, or no module of this unit uses it.
         """
-        if any(slot.stands_for(param) for slot in self._appended):
+        if any(slot.holds(param) for slot in self._appended):
             return
-        uses = [use for use in self._found if use.slot.stands_for(param) and use.is_due]
+        uses = [use for use in self._found if use.slot.holds(param) and use.is_due]
         if not uses:
             raise ValueError(
                 "`append_shared_param` must be called with a parameter that another unit has sharded and that a module "

@@ -84,7 +84,7 @@ class Bucket:
         self.is_open = False
         free_storage_(self.data)
 
-    def lacks(self, index: int) -> bool:
+    def is_missing(self, index: int) -> bool:
         """Whether the source at ``index`` has not written since the bucket was opened."""
         return index in self._missing
 
@@ -241,7 +241,7 @@ class ReduceScatterBucketer:
             alone.deliver(alone.data[0])
             return
         bucket, index = self._place.get(source, (None, 0))
-        if bucket is None or not bucket.lacks(index):
+        if bucket is None or not bucket.is_missing(index):
             bucket, index = Bucket([source]), 0
         while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()

@@ -18,7 +18,7 @@ from fairshard.utils import collectives
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
-from tests.reference import randn, sgd
+from tests.reference import backward_that_raises_on, randn, sgd
 
 
 class Path(nn.Module):
@@ -271,15 +271,7 @@ def test_the_rank_whose_backward_raised_is_named():
     """All ranks raise in the backward after it, with what happened on each."""
     model = wrapped_path()
     train_step(model, 0)
-    loss = model(randn(3, 4)).sum()
-    if dist.get_rank() == 1:
-
-        def fail(*_):
-            raise KeyError("a bad batch")
-
-        loss.grad_fn.next_functions[0][0].register_hook(fail)
-    with contextlib.suppress(KeyError):
-        loss.backward()
+    backward_that_raises_on(1, model(randn(3, 4)).sum())
     expected = r"On rank 0, 0 backwards have raised, .* no unit\. On rank 1, 1 backwards have raised"
     with pytest.raises(RanksDisagreeError, match=expected):
         model(randn(3, 4)).sum().backward()
