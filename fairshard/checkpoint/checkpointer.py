@@ -164,7 +164,7 @@ class Checkpointer:
             return load(folder, **vars(training))
         except CheckpointError as error:
             others = [f"{self.root}/{name}" for name in self._whole_names() if not folder.endswith(name)]
-            cure = f" There are also {', '.join(others)}." if others else ""
+            cure = f" Other checkpoints: {', '.join(others)}." if others else ""
             raise CheckpointError(f"{error}{cure}") from error
 
     def wait(self) -> None:
@@ -251,7 +251,8 @@ class Checkpointer:
             self._storage.replace_text(pointer, f"{name}\n")
         except OSError as error:
             raise CheckpointError(
-                f"{folder} is saved, but {pointer} does not name it: {error.strerror}. Runs resume from the one before."
+                f"{folder} is saved, but {pointer} does not name it: {error.strerror}. Runs resume from "
+                "the previous one."
             ) from error
         self._resolve_replaced()
         names = self._whole_names()

@@ -93,7 +93,7 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
     try:
         name = storage.read_text(pointer).strip()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{pointer} must be a text that names a folder, but cannot be read: {error}.") from error
+        raise CheckpointError(f"{pointer} must name a folder, but cannot be read: {error}.") from error
     found = storage.join(folder, name)
     if not name or "/" in name or name in (".", "..") or not storage.exists(found):
         raise CheckpointError(

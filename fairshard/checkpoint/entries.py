@@ -60,7 +60,7 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
     """Entries besides model and optimizer; this rank's own values are under its `rank_key`.
 
     Raises:
-        TypeError: a value is more than tensors, numbers, texts and containers of them.
+        TypeError: a value is more than tensors, numbers, strings and containers of them.
     """
     entries: dict[str, Any] = {}
     for name in ("scheduler", "scaler"):
@@ -147,6 +147,6 @@ def _plain(where: str, value: Any) -> Any:
         for key, part in value.items() if isinstance(value, Mapping) else ():
             _plain(f"{where}[{key!r}]", part)
         raise TypeError(
-            f"A checkpoint must consist of tensors, numbers, texts and containers of them, but `{where}` is "
+            f"A checkpoint must consist of tensors, numbers, strings and containers of them, but `{where}` is "
             f"{type(value).__name__}, which could run code when it is read: {first_line(error)} Save plain data."
         ) from None

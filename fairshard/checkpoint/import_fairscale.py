@@ -61,6 +61,6 @@ def _read_shard(path: str) -> Shard:
     except Exception as error:  # damaged files can raise anything
         raise CheckpointError(
             f"{path} must be a shard that fairscale saved, but cannot be read as data: {first_line(error)} It is "
-            "damaged, or holds more than tensors, numbers, texts and containers of them."
+            "damaged, or holds more than tensors, numbers, strings and containers of them."
         ) from error
     return parse(path, found)

@@ -113,7 +113,7 @@ class _Loading:
         saved = None if self._own_key is None else self._values[self._own_key][0]["extra"]
         if isinstance(self._training.extra, Stateful) and saved is None:
             raise CheckpointError(
-                f"{self._folder} must hold an `extra` to load one, but was saved without. Leave `extra` out."
+                f"{self._folder} must hold an `extra` to load one, but was saved without one. Leave `extra` out."
             )
 
     def _make_room(self, state: Mapping[str, Any], params: OptimParams) -> None:
@@ -129,7 +129,8 @@ class _Loading:
             if getattr(self._training, name) is not None:
                 if name not in known:
                     raise CheckpointError(
-                        f"{self._folder} must hold a {name} to load one, but was saved without. Leave `{name}` out."
+                        f"{self._folder} must hold a {name} to load one, but was saved without one. Leave "
+                        f"`{name}` out."
                     )
                 self._values[name] = None
         self._own_key = self._own_objects(known)
@@ -177,7 +178,7 @@ class _Loading:
                 entries[name].copy_(value)
         else:
             warnings.warn(
-                f"{self._folder} was saved by another number of ranks: random numbers do not continue, and `extra` "
-                "is that of rank 0.",
+                f"{self._folder} was saved by another number of ranks: the state of random number generators is "
+                "not restored, and `extra` comes from rank 0.",
                 stacklevel=4,
             )

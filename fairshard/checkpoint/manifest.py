@@ -64,7 +64,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"The manifest must be what fairshard wrote, but {path} is damaged: {error}. Use another checkpoint; to "
-            f"read the tensors all the same, unchecked, remove {MANIFEST}."
+            f"read the tensors anyway, unchecked, remove {MANIFEST}."
         ) from error
 
 
@@ -131,7 +131,7 @@ def _number(value: Any) -> int:
 
 def _texts(value: Mapping[Any, Any]) -> dict[str, str]:
     if not all(isinstance(text, str) for pair in value.items() for text in pair):
-        raise ValueError("a name is not a text")
+        raise ValueError("a name is not a string")
     return dict(value)
 
 

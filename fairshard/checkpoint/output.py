@@ -45,9 +45,9 @@ class NewOutput:
 
     def _check(self) -> None:
         if os.path.lexists(self.out):
-            raise CheckpointError(f"{self.out} exists, and nothing is overwritten. Pass a new name, or remove it.")
+            raise CheckpointError(f"{self.out} exists, and is never overwritten. Pass a new name, or remove it.")
         if not self.out.parent.is_dir():
-            raise CheckpointError(f"{self.out} needs a parent folder, but {self.out.parent} is no folder. Create it.")
+            raise CheckpointError(f"The parent of {self.out} must be a folder, but is not one. Create it.")
 
     def __enter__(self) -> NewOutput:
         try:

@@ -191,7 +191,7 @@ def first_line(error: BaseException) -> str:
     text = lines[0].partition(" This is an internal miniz error")[0]
     if text.startswith("Weights only load failed"):  # torch goes on to explain the unsafe way
         cause = next((line for line in lines[1:] if "GLOBAL" in line or "error:" in line), "torch refuses it")
-        text = f"it is more than data: {cause}"
+        text = f"it holds more than data: {cause}"
     return text.rstrip(".") + "."
 
 
@@ -205,5 +205,5 @@ def _checked(found: Any) -> Metadata:
             raise ValueError("it does not say where entries are")
         path = pathlib.PurePosixPath(place.relative_path)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"it points out of its folder, to {place.relative_path}")
+            raise ValueError(f"it points outside its folder, to {place.relative_path}")
     return found

@@ -175,7 +175,7 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Chec
             "before torch.distributed.destroy_process_group()."
         )
     return CheckpointError(
-        f"{folder} was not saved: {described(error).rstrip('.')}. Earlier checkpoints are as they were."
+        f"{folder} was not saved: {described(error).rstrip('.')}. Earlier checkpoints are unchanged."
     )
 
 

@@ -61,7 +61,7 @@ class ModelTarget:
         if problems:
             more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
             raise CheckpointError(
-                f"{folder} must be a checkpoint of this model, but in it {', '.join(problems[:_MOST_NAMES])}{more}. "
+                f"{folder} must be a checkpoint of this model, but: {', '.join(problems[:_MOST_NAMES])}{more}. "
                 "Build the model that was saved, or choose another checkpoint."
             )
         return cls(keys, values)

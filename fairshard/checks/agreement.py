@@ -45,7 +45,7 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
                     f"{ours}; rank {rank} has {theirs}. Build the model from the same code and configuration on "
                     "every rank."
                 )
-    raise RanksDisagreeError("Ranks disagree on the model, yet describe it alike; please report this.")
+    raise RanksDisagreeError("Ranks disagree on the model, but the descriptions do not differ; please report this.")
 
 
 def warn_of_other_values(units: list[Unit]) -> None:
@@ -88,7 +88,7 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
             every = comm.gather_objects(None if error is None else (kind, str(error)))
             for rank, found in enumerate(every):
                 if error is None and found is not None:
-                    error = found[0](f"Rank {rank} failed, and so do all: {found[1]}")
+                    error = found[0](f"Rank {rank} failed, so all ranks raise: {found[1]}")
     if error is not None:
         raise error
 

@@ -59,8 +59,8 @@ class NanCheck:
         found = self._gather(own)
         if found:
             raise NonFiniteGradientError(
-                f"With `nan_check=True` gradients must be finite, but in the backward's order the first that are not "
-                f"are {found}. No optimizer has stepped. Look at what these modules compute there; with scaled fp16 "
+                f"With `nan_check=True` gradients must be finite, but these are not, in the order of the backward: "
+                f"{found}. No optimizer has stepped. Look at what these modules compute; with scaled fp16 "
                 "gradients leave `nan_check` out, because these overflow sometimes, and the scaler skips that step."
             )
 

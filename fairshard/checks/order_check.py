@@ -170,8 +170,8 @@ def _different_states(states: dict[int, str]) -> str:
         return "The same units are inside a checkpoint on some ranks, but not on others."
     text = " ".join(f"On rank {', '.join(map(str, ranks))}, {state}." for state, ranks in ranks_in.items())
     return (
-        f"{text} Where a backward has raised, look for that error in the log of the rank. The others have summed "
-        "gradients without its part, and may have stepped: restart all ranks from the last checkpoint."
+        f"{text} If a backward has raised, its error is in the log of that rank. The others have summed "
+        "gradients without that rank's part, and may have stepped: restart all ranks from the last checkpoint."
     )
 
 

@@ -153,7 +153,7 @@ def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise argparse.ArgumentTypeError(f"a size is a number and kB, MB, GB, KiB, MiB or GiB, but is {text!r}")
+        raise argparse.ArgumentTypeError(f"a size must be a number with kB, MB, GB, KiB, MiB or GiB, but is {text!r}")
     return int(float(found[1]) * unit)
 
 
@@ -172,7 +172,7 @@ def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:
 
 def _check_new(out: Path) -> None:
     if os.path.lexists(out):
-        raise OptionError(f"{out} exists, and nothing is overwritten. Pass a new name, or remove it.")
+        raise OptionError(f"{out} exists, and is never overwritten. Pass a new name, or remove it.")
     if not out.parent.is_dir():
         raise OptionError(f"{out} needs a parent folder, but {out.parent} is not a folder.")
 
@@ -183,7 +183,7 @@ def _lines(contents: Contents) -> list[str]:
     if contents.tensors:
         lines += ["", *_tensor_table(contents)]
     elif contents.problems:
-        lines += ["", "The list of tensors cannot be relied on."]
+        lines += ["", "The list of tensors is not reliable."]
     if contents.objects:
         rows = [(entry.key, f"{entry.nbytes:,}") for entry in contents.objects]
         total = (f"{len(rows):,} in all", f"{sum(entry.nbytes for entry in contents.objects):,}")

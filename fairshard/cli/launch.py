@@ -54,7 +54,7 @@ def launch(options: TrainOptions) -> int:
         except KeyboardInterrupt:
             return _stopped(signal.SIGINT)
         except RendezvousError as error:
-            print(f"fairshard train: error: the ranks cannot meet on localhost: {error}", file=sys.stderr)
+            print(f"fairshard train: error: the ranks cannot connect on localhost: {error}", file=sys.stderr)
             return 1
     return 0
 
@@ -127,7 +127,7 @@ def _ending(failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"ended with exit code {failure.exitcode}."
     if failure.exitcode == -signal.SIGKILL:
-        return "was killed by SIGKILL: there may have been too little memory."
+        return "was killed by SIGKILL: the machine may have run out of memory."
     return f"was killed by {signal.Signals(-failure.exitcode).name}."
 
 

@@ -28,7 +28,7 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "plan",
         help="show the units, buckets and memory of a wrapping policy",
-        description="Build a model without memory (on torch's meta device), wrap it on paper, and show units,\n"
+        description="Build a model without memory (on torch's meta device), plan its wrapping, and show units,\n"
         "buckets, and the predicted peak of a training step term by term. Activations are not counted.",
         epilog="  fairshard plan --layers 24 --dim 2048 --policy class:Block --world-size 8 --precision bf16\n"
         "  fairshard plan --hf configs/llama --policy class:LlamaDecoderLayer --world-size 8 --json\n"
@@ -63,10 +63,10 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     wrapping.add_argument("--reshard-after-forward", action=reshard, default=True, help=_RESHARD)
     wrapping.add_argument("--reshard-to", type=int, metavar="N", help="keep them sharded over N ranks instead")
     wrapping.add_argument("--cpu-offload", action="store_true", help="keep the weights' shards in host memory")
-    wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="gradients too (default: as --cpu-offload)")
+    wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="their gradients too (default: as --cpu-offload)")
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     wrapping.add_argument("--device", choices=DEVICES, default="auto", help="compute on (default: %(default)s)")
-    parser.add_argument("--schedule", action="store_true", help="print the communication of a backward, in order, too")
+    parser.add_argument("--schedule", action="store_true", help="also print the communication of a backward, in order")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
 
@@ -75,7 +75,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.world_size < 1:
         raise OptionError(f"--world-size must be at least 1, but is {arguments.world_size}.")
     if arguments.reshard_to is not None and not arguments.reshard_after_forward:
-        raise OptionError("--reshard-to must not go with --no-reshard-after-forward. Leave one of them out.")
+        raise OptionError("--reshard-to cannot be combined with --no-reshard-after-forward. Remove one of them.")
     size = _size_in(arguments.policy)
     build = _builder(arguments)
     from fairshard.nn import ShardingStrategy

@@ -33,8 +33,8 @@ def create_graph_error(fqn: str) -> GradRequiresGradError:
 def unseen_error(fqn: str) -> ParameterShardedError:
     """Error for a backward that reaches leaves of unit ``fqn`` while they are not gathered."""
     return ParameterShardedError(
-        f"A backward came to the parameters of unit `{fqn or 'root'}` while they were sharded, through a tensor that "
-        "the unit did not return. Return every tensor that the loss is made of."
+        f"A backward reached the parameters of unit `{fqn or 'root'}` while they were sharded, through a tensor that "
+        "the unit did not return. Return every tensor that the loss depends on."
     )
 
 
@@ -42,8 +42,8 @@ def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
     """Warn that unit ``fqn`` stays gathered because of what it returned."""
     warnings.warn(
         f"Unit `{fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard cannot look "
-        "into. It stays gathered from now on, since a backward through them could not be seen in time. Return tensors "
-        "in tuples, lists, dicts or dataclasses.",
+        "into. It stays gathered from now on, because a backward through them would be noticed too late. Return "
+        "tensors in tuples, lists, dicts or dataclasses.",
         stacklevel=level_of_user(),
     )
 
@@ -57,7 +57,7 @@ def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
     warnings.warn(
         "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
         "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
-        "gathers half the bytes and keeps none.",
+        "gathers half the bytes and keeps no such copy.",
         stacklevel=level_of_user(),
     )
     return True
@@ -66,12 +66,12 @@ def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
 def late_error(fqn: str) -> BackwardOrderError:
     """Error for gradients of unit ``fqn`` that come after the backward was done with all of its calls."""
     return BackwardOrderError(
-        f"The backward of unit `{fqn or 'root'}` must be over before that of what was computed before it begins, but "
-        "gradients of it came later. Its calls must run on one thread, and on one device, in the order in which their "
+        f"The backward must finish unit `{fqn or 'root'}` before it reaches earlier computations, but gradients of "
+        "the unit arrived later. Its calls must run on one thread, and on one device, in the order in which their "
         "results are used."
     )
 
 
 def other_rank_error(problems: Sequence[str]) -> FairshardError:
     """Error on the ranks whose own backward could begin, where that of another rank cannot."""
-    return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see there'}")
+    return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see its log'}")

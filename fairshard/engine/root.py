@@ -319,8 +319,8 @@ class Root:
     def differ(self) -> NoReturn:
         """Raise: ranks have run different things. **Collective.**"""
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync]
-        listed = ", ".join(unsynced[:3]) or "no unit"
-        self.order_check.differ(f"{self.num_interrupted} backwards have raised, and under no_sync is {listed}")
+        listed = ", ".join(unsynced[:3]) or "none"
+        self.order_check.differ(f"{self.num_interrupted} backwards have raised; units under no_sync: {listed}")
 
     def before_send(self, unit: Unit) -> None:
         """The gradients of ``unit`` are sent next."""

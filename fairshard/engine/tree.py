@@ -89,8 +89,8 @@ def units_of(
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
             raise error(
-                f"`modules` must be a list of {kind}, but holds {type(module).__name__}. Pass what has been sharded on "
-                "its own: what has not is gathered with the unit around it."
+                f"`modules` must be a list of {kind}, but holds {type(module).__name__}. Pass modules that were "
+                "sharded themselves: any other is gathered with the unit that contains it."
             )
         units.append(unit)
     return tuple(units)

@@ -238,8 +238,8 @@ class Join:
             self._join_call()
         elif subject == _OTHER:
             self._fail(
-                "Another rank made a call that needs all ranks, but this one has run out of batches: see the error of "
-                "the other."
+                "Another rank made a call that needs all ranks, but this one has run out of batches: see that rank's "
+                "error."
             )
         else:
             self._join_transfer(subject - _FIRST)
@@ -329,7 +329,7 @@ class Join:
             self.was_short = True
             self._check(self._exchange(num_active=1, num_with_grad=int(with_grad), subject=subject))
         elif num_failed:
-            self._fail("Another rank raised inside of `join`: see its error.")
+            self._fail("Another rank raised inside of `join`: see that rank's error.")
 
     def _count(self, own: int) -> int:
         """The sum over ranks of ``own``: 1 for those that compute, `_FAILED` for those that raised, 0 for others."""
@@ -342,7 +342,7 @@ class Join:
         is_short = sum(divmod(total, _FAILED)) < self._comm.world_size
         if is_short and self.throws:
             self._count(int(self.is_done))  # like PyTorch's Join on a rank that is done
-            self._fail("A rank has run out of batches, and `throw_on_early_termination=True`. Leave that out to go on.")
+            self._fail("A rank has run out of batches, and `throw_on_early_termination=True`. Omit it to continue.")
         return is_short
 
     def _exchange(
@@ -359,13 +359,13 @@ class Join:
     def _check(self, message: _Message) -> None:
         """Raise on all ranks if they cannot go on together."""
         if message.num_failed:
-            self._fail("Another rank raised inside of `join`: see its error.")
+            self._fail("Another rank raised inside of `join`: see that rank's error.")
         if message.num_with_grad:
             for unit in self._root.units:
                 part = unit.config.reshard_after_forward
                 if not isinstance(part, bool) and part not in (1, self._comm.world_size):
                     self._fail(
-                        "A rank has run out of batches while others train, but these keep parameters sharded over "
+                        "A rank has run out of batches while others train, but those keep parameters sharded over "
                         f"`reshard_after_forward={part}` ranks in unit `{unit.fqn or 'root'}`, and the rank that is "
                         "done has no part to keep. Pass True or False, or give every rank the same number of batches."
                     )

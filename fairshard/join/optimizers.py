@@ -37,7 +37,7 @@ class JoinedOptimizers:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
                     f"`stateful` must hold optimizers, schedulers and other objects with state_dict() and "
-                    f"load_state_dict(), but {type(one).__name__} lacks them."
+                    f"load_state_dict(), but {type(one).__name__} does not have them."
                 )
         self._given = [one for one in given if isinstance(one, Optimizer)]
         self._others = [one for one in given if not isinstance(one, Optimizer)]
@@ -159,8 +159,8 @@ class JoinedOptimizers:
             for name, value in theirs.items():
                 if own.get(name) != value:
                     raise FairshardError(
-                        f"Hyperparameters must be the same on all ranks, but `{name}` is {value}, and still "
-                        f"{own.get(name)} on rank {self._rank}, which has run out of batches. Pass its scheduler: "
+                        f"Hyperparameters must be the same on all ranks, but `{name}` is {value} on ranks that train, "
+                        f"and {own.get(name)} on rank {self._rank}, which has run out of batches. Pass its scheduler: "
                         "model.join(stateful=[scheduler]); or set it outside the block."
                     )
 

@@ -85,7 +85,7 @@ class FlattenParamsWrapper(Forwarding):
         """
         self._loading.close()
         if not self._is_flat and flat_params is not None:
-            raise ValueError("`flat_params` must be shown by the outermost `unflatten_params`, but is by an inner one.")
+            raise ValueError("Only the outermost `unflatten_params` may be given `flat_params`, but an inner one was.")
         if not self._is_flat or not self._slots:
             yield
             return

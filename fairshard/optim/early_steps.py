@@ -105,7 +105,8 @@ class EarlySteps:
         """Record that the scaler multiplied the gradients by ``inverse_scale`` after the steps."""
         if self._inverse_scale is None or not torch.equal(self._inverse_scale, inverse_scale.cpu()):
             raise FairshardError(
-                "The steps taken during the backward did not know the scale of the loss. Pass the scaler: "
+                "Steps during the backward must divide by the scale of the loss, but were given no scaler, or one with "
+                "another scale. Pass the scaler: "
                 "`with optimizer.last_backward(scaler):`."
             )
         self._is_unscaled = True

@@ -91,6 +91,6 @@ def _check_groups(units: list[Unit]) -> None:
         if unit.groups.main.group is not first:
             raise MixedGroupsError(
                 "clip_grad_norm_ needs one process group for all units, but "
-                f"`{unit.fqn}` uses another one than the root. Use torch.nn.utils.clip_grad_value_, or compute the "
+                f"`{unit.fqn}` has another one than the root. Use torch.nn.utils.clip_grad_value_, or compute the "
                 "norms group by group."
             )

@@ -79,8 +79,8 @@ class ShardStep:
             self._narrow(narrow, state_dtype)
         if any(value is not group.get(name) for name, value in own.items() if name != "params"):
             raise FairshardError(
-                "An optimizer with counters in its param groups must step all shards at once, but this steps one "
-                "shard, which would advance them once per shard. Leave out overlap, state_dtype and held gradients."
+                "An optimizer with counters in its param groups must step all shards together, but this steps one "
+                "shard, which would advance them once per shard. Use neither overlap, state_dtype nor held gradients."
             )
 
     def save_image(self) -> None:

@@ -51,7 +51,7 @@ class FlatParam(Leaves):
     def __getstate__(self) -> dict[str, Any]:
         if self.hook is not None:
             raise FairshardError(
-                "A model with a communication hook must not be pickled or copied, for the copy would lose it, but "
+                "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
         kept = ("shows", "slots", "line", "shard_numel", "name", "route", "requires_grad", "_own_division", "_trained")

@@ -148,8 +148,8 @@ class Leaves:
             self.contributed[index] = 1
             if self.reached is not None and not self.reached[index]:
                 raise BackwardOrderError(
-                    f"The backward must reach `{slot.fqn}` through its unit's graph, but gave it a gradient through "
-                    "one that was made later, by a function that recomputes. Use torch.utils.checkpoint."
+                    f"The backward must reach `{slot.fqn}` through its unit's graph, but its gradient came through a "
+                    "second graph, made by a function that recomputes. Use torch.utils.checkpoint."
                 )
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements

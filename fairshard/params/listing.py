@@ -59,7 +59,7 @@ class Listing:
             if slot.leaf._version != version or slot.shows_other:
                 raise ShardChangedError(
                     f"Parameter `{slot.fqn}` must not be written to inside the forward of its unit, but was (also "
-                    "`nn.Embedding(max_norm=...)` does that): what is written is lost when the gathered parameters are "
+                    "`nn.Embedding(max_norm=...)` does that): the change is lost when the gathered parameters are "
                     "freed. Compute with a changed value instead (`torch.nn.utils.parametrize`), or write between "
                     "steps: inside `summon_full_params`, or to the DTensor of `fully_shard`."
                 )

@@ -122,7 +122,7 @@ class ShardedParameter:
         raise ParameterShardedError(
             f"Parameter `{self.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
             f"forward and backward: `{self.fqn.rpartition('.')[0] or 'the root'}` was not reached through its wrapper. "
-            "Call the wrapped module itself; make a method of it one that gathers, with "
+            "Call the wrapped module itself; or make its method gather the parameters, with "
             '`fairshard.nn.register_forward_method(wrapper, "name")`; or read the parameter inside '
             "`with FullyShardedDataParallel.summon_full_params(model):`."
         )

@@ -37,8 +37,8 @@ class _Guard:
             raise ParameterShardedError(
                 f"Parameter `{slot.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
                 f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
-                "that fully_shard was called on. Call that module; or make the method of it that comes here one that "
-                'gathers, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
+                "that fully_shard was called on. Call that module; or make the method that was called gather the "
+                'parameters, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
             )
 
 
@@ -48,8 +48,8 @@ def _check_not_hidden(module: nn.Module) -> None:
         slot = None if leaf is None else slot_of(leaf)
         if slot is not None and param is not slot.registered:
             raise ParameterShardedError(
-                f"What takes the place of parameter `{slot.fqn}` for one call (functional_call) must come before its "
-                "unit is called, or inside the unit's forward, but the unit is gathered and not in its forward. Use "
+                f"functional_call must replace parameter `{slot.fqn}` before its unit is called, or inside the unit's "
+                "forward, but the unit is gathered and not in its forward. Use "
                 "functional_call on the whole unit, or free it first (`reshard`, or a backward)."
             )
 

@@ -127,8 +127,8 @@ def find_groups(
         shard, replicas = _hybrid_groups(process_group, strategy)
         if reduce_group is not None:
             raise ValueError(
-                f"`process_group_reduce_scatter` must not be given with {strategy.name}, whose gradients travel in two "
-                "groups. Leave it out."
+                f"`process_group_reduce_scatter` cannot be combined with {strategy.name}, whose gradients are reduced "
+                "over two groups. Remove it."
             )
         return UnitGroups(_saved(shard), _saved(replicas))
     if isinstance(process_group, (tuple, list)):

@@ -76,8 +76,8 @@ def resolve(
     _check_precision(precision, force_input_to_fp32, flags["cpu_offload"] or move_grads_to_cpu)
     if use_orig_params and precision.keep_low_precision_grads:
         raise ValueError(
-            "`keep_low_precision_grads=True` excludes `use_orig_params=True`: gradients of original parameters are in "
-            "the parameters' dtype. Leave one of the two out."
+            "`keep_low_precision_grads=True` cannot be combined with `use_orig_params=True`, whose gradients are in "
+            "the parameters' dtype. Remove one of the two."
         )
     if order_check not in ORDER_CHECKS:
         raise ValueError(f"`order_check` must be one of {', '.join(ORDER_CHECKS)}, but is {order_check!r}.")
@@ -149,8 +149,8 @@ def _precision(
     if isinstance(mixed, MixedPrecision):
         if compute_dtype is not None or fp32_reduce_scatter or buffer_dtype is not None:
             raise ValueError(
-                "A MixedPrecision object must hold all settings of precision, but `compute_dtype`, `buffer_dtype` or "
-                "`fp32_reduce_scatter` was passed too. Set its `param_dtype`, `buffer_dtype` and `reduce_dtype`."
+                "A MixedPrecision object must hold all precision settings, but `compute_dtype`, `buffer_dtype` or "
+                "`fp32_reduce_scatter` was also passed. Set its `param_dtype`, `buffer_dtype` and `reduce_dtype`."
             )
         return mixed
     if fp32_reduce_scatter and not mixed:
@@ -178,8 +178,8 @@ def _precision(
 def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_stepped_on_cpu: bool) -> None:
     if precision.keep_low_precision_grads and is_stepped_on_cpu:
         raise ValueError(
-            "`keep_low_precision_grads=True` excludes `cpu_offload` and `move_grads_to_cpu`: an optimizer on the CPU "
-            "steps fp32 masters with fp32 gradients. Leave it out: gradients are then cast as they arrive."
+            "`keep_low_precision_grads=True` cannot be combined with `cpu_offload` or `move_grads_to_cpu`: an "
+            "optimizer on the CPU steps fp32 masters with fp32 gradients. Remove it: gradients are cast as they arrive."
         )
     idle = []
     if precision.param_dtype is not None and force_input_to_fp32:

@@ -30,7 +30,7 @@ def resolve_ignored(
     """
     if ignored_states is not None and (ignored_modules is not None or ignored_parameters is not None):
         raise ValueError(
-            "`ignored_states` must not be passed beside `ignored_modules` or `ignored_parameters`, but is. It accepts "
+            "`ignored_states` cannot be combined with `ignored_modules` or `ignored_parameters`. It accepts both "
             "modules and parameters: pass all of them there."
         )
     given = [
@@ -88,7 +88,7 @@ def _check_holds_no_unit(root: nn.Module) -> None:
         if unit_of(part) is not None:
             where = f"its `{fqn}` is wrapped already" if part is not root else "is a wrapper itself"
             raise ValueError(
-                f"Ignored modules must not be sharded, but of a {type(root).__name__} among them, {where}. Do not "
+                f"Ignored modules must not be sharded, but in the ignored {type(root).__name__}, {where}. Do not "
                 "ignore it, or do not wrap it."
             )
 
@@ -102,5 +102,5 @@ def _check_not_taken(module: nn.Module, ignored: set[int]) -> None:
                     name = join(fqn, slot.fqn.removeprefix(f"{unit.fqn}.") if unit.fqn else slot.fqn)
                     raise ValueError(
                         f"An ignored parameter must belong to no unit, but `{name}` has been sharded by the unit "
-                        f"`{fqn or 'root'}`. Ignore it there too, or nowhere."
+                        f"`{fqn or 'root'}`. Ignore it in that unit as well, or in neither."
                     )

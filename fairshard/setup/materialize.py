@@ -139,7 +139,7 @@ class OwnTensors:
                     raise ValueError(
                         "`reset_parameters()` must give values to all parameters and buffers of a module on the meta "
                         f"device, but that of `{fqn or 'the module that is wrapped'}` ({type(part).__name__}) has not "
-                        f"written `{name}`. Set it there too, or pass `param_init_fn`."
+                        f"written `{name}`. Initialize it there as well, or pass `param_init_fn`."
                     )
 
     def _empty(self, part: nn.Module, device: torch.device) -> None:

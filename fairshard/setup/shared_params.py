@@ -104,7 +104,7 @@ class SharedParams:
             )
             if ours != theirs:
                 raise ValueError(
-                    f"Units that share a parameter must compute in one dtype and cast inputs alike, but for "
+                    f"Units that share a parameter must compute in one dtype and cast inputs to one dtype, but for "
                     f"`{slot.fqn}` it is {ours[0]}, inputs to {ours[1]}, in unit `{unit.fqn}`, and {theirs[0]}, inputs "
                     f"to {theirs[1]}, in `{owner.fqn}`. Wrap both with the same `mixed_precision`."
                 )

@@ -140,7 +140,7 @@ def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any],
             aliases.update(_parse_alias(_below(prefix, first), _below(prefix, other), names, strict))
     for param in params:
         if param.key not in tensors:
-            raise ValueError(f"its weights lack `{param.key}`, which its metadata describe")
+            raise ValueError(f"its metadata describe `{param.key}`, which is missing from its weights")
         if not 0 <= param.padding <= tensors[param.key].numel():
             raise ValueError(f"`{param.key}` has {param.padding} elements of padding in {tensors[param.key].numel()}")
     all_names = [name for param in params for name in param.names]

@@ -99,7 +99,7 @@ def check_whole_inside(units: Iterable[Unit], what: str) -> None:
         kind = unit.state_dict_settings.state_dict_type
         if kind is not StateDictType.FULL_STATE_DICT and unit.members is None:
             raise TrainingStateError(
-                f"`{what}` inside summon_full_params must be of whole values, but unit `{unit.fqn or 'root'}` has "
+                f"`{what}` inside summon_full_params must use whole values, but unit `{unit.fqn or 'root'}` has "
                 f"{kind.name} set, and its shards are only written at the end of the `with` block. Call it outside of "
                 "the block, or set FULL_STATE_DICT."
             )

@@ -167,8 +167,8 @@ def check_allocates(group: ProcessGroup, device: torch.device) -> None:
         allocates = supports is not None and supports(device)
     if not allocates:
         raise ValueError(
-            f"The backend must have an allocator for memory to come from the process group, but {name} has none on "
-            f"{device.type}. Leave set_allocate_memory_from_process_group_for_comm out, or use NCCL."
+            f"The backend must be able to allocate memory for communication, but {name} has no allocator on "
+            f"{device.type}. Do not call set_allocate_memory_from_process_group_for_comm, or use NCCL."
         )
 
 

@@ -282,7 +282,7 @@ class _Waiting:
 
     def give_up(self) -> None:
         """Report the stacks of the ranks that did not answer, and kill them."""
-        cause = "did not come back after another rank failed" if self.failures else f"hung for {self.timeout} s"
+        cause = "did not finish after another rank failed" if self.failures else f"hung for {self.timeout} s"
         for rank, worker in self.pending.items():
             self.failures[rank] = f"{cause}; its stack:\n{worker.stack()}"
         for worker in self.pending.values():

@@ -156,4 +156,4 @@ def delayed(owner: Any, name: str, rank: int, delay: float | Callable[[], object
     with mock.patch.object(owner, name, late):
         yield
     if dist.get_rank() == rank and not num_calls:
-        raise AssertionError(f"{name} was to be late on rank {rank}, which never called it.")
+        raise AssertionError(f"{name} must be called on rank {rank} to be late there, but never was.")

@@ -193,9 +193,9 @@ class Watchdog:
             if rank in places:
                 text = places[rank].text
             elif self._is_lost or not self._has_report.is_set():
-                text = "unknown: the store, which rank 0 or the launcher kept, does not answer"
+                text = "unknown: the store, which rank 0 or the launcher hosts, does not answer"
             else:
-                text = "silent: its process has ended or does not run"
+                text = "silent: its process has ended or is stopped"
             by_text.setdefault(text, []).append(rank)
         return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
 
@@ -204,8 +204,8 @@ BEGINS_FORWARD, BEGINS_BACKWARD = "the beginning of a forward", "the beginning o
 """What `Place.entered` says where a pass begins."""
 
 _MISSED_BACKWARD = (
-    " A backward that reaches no unit of the model, or raises before it comes to one, is none: let the loss of that "
-    "rank reach the model (`loss + 0 * output.sum()`), or call no backward on any rank."
+    " A backward that reaches no unit of the model, or raises before it reaches one, does not count: let the loss of "
+    "that rank reach the model (`loss + 0 * output.sum()`), or call no backward on any rank."
 )
 
 

@@ -226,7 +226,7 @@ def test_nothing_is_overwritten(tmp_path, saved, format):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder"):
-        with pytest.raises(CheckpointError, match=f"{name} exists, and nothing is overwritten"):
+        with pytest.raises(CheckpointError, match=f"{name} exists, and is never overwritten"):
             consolidate(format, saved, tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine"
     assert not any((tmp_path / "folder").iterdir())

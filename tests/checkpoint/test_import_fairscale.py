@@ -304,7 +304,7 @@ def damage(found, what):
 
 DAMAGES = {
     "no metadata": "there is no 'shard_metadata'",
-    "no weights": "its weights lack `flat_param_0`",
+    "no weights": "`flat_param_0`, which is missing from its weights",
     "an undescribed weight": "holds `stray`, but its metadata do not describe it",
     "sizes that do not fit": "names, shapes and sizes of `flat_param_0` do not fit",
     "too much padding": "has 1000 elements of padding in 10",

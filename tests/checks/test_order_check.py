@@ -272,7 +272,7 @@ def test_the_rank_whose_backward_raised_is_named():
     model = wrapped_path()
     train_step(model, 0)
     backward_that_raises_on(1, model(randn(3, 4)).sum())
-    expected = r"On rank 0, 0 backwards have raised, .* no unit\. On rank 1, 1 backwards have raised"
+    expected = r"On rank 0, 0 backwards have raised; .* none\. On rank 1, 1 backwards have raised"
     with pytest.raises(RanksDisagreeError, match=expected):
         model(randn(3, 4)).sum().backward()
 
@@ -283,5 +283,5 @@ def test_units_under_no_sync_on_one_rank_are_named():
     model = wrapped_path()
     train_step(model, 0)
     context = model.no_sync() if dist.get_rank() == 1 else contextlib.nullcontext()
-    with context, pytest.raises(RanksDisagreeError, match=r"no_sync is no unit\. On rank 1, .*`root`, `blocks\.0`"):
+    with context, pytest.raises(RanksDisagreeError, match=r"no_sync: none\. On rank 1, .*`root`, `blocks\.0`"):
         model(randn(3, 4)).sum().backward()

@@ -84,8 +84,8 @@ def test_sizes_have_units(size, nbytes):
 
 BAD = {
     "no such checkpoint": ("consolidate nowhere out", "nowhere does not exist"),
-    "output that exists": ("consolidate . latest", "latest exists, and nothing is overwritten"),
-    "output below nothing": ("consolidate . a/b", "a/b needs a parent folder"),
+    "output that exists": ("consolidate . latest", "latest exists, and is never overwritten"),
+    "output below nothing": ("consolidate . a/b", "parent of a/b must be a folder"),
     "unknown format": ("consolidate . out --format gguf", "invalid choice: 'gguf'"),
     "shards of torch's format": ("consolidate . out --max-shard-size 5GB", "need --format safetensors"),
     "config for torch's format": ("consolidate . out --config config", "need --format safetensors"),

@@ -145,7 +145,7 @@ def _whole_head(model):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("first", "message"),
-    [(nn.Identity, "came to the parameters of unit `1` while they were sharded"), (nn.Tanh, "storage of size 0")],
+    [(nn.Identity, "reached the parameters of unit `1` while they were sharded"), (nn.Tanh, "storage of size 0")],
 )
 def test_a_stored_loss_differentiated_on_its_own_is_an_error(first, message):
     """No returned output is passed on the way to the sharded parameters: an error, never a number.

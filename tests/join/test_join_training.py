@@ -282,7 +282,7 @@ def test_what_cannot_be_followed_is_refused():
     model.register_comm_hook(None, lambda *_: None)
     with pytest.raises(ValueError, match="communication hook"), model.join(divide_by_initial_world_size=False):
         pass
-    with pytest.raises(TypeError, match="str lacks them"), model.join(stateful=["optimizer"]):
+    with pytest.raises(TypeError, match="str does not have them"), model.join(stateful=["optimizer"]):
         pass
 
 

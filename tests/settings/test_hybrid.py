@@ -160,5 +160,5 @@ def test_clipping_over_a_part_of_the_ranks_is_refused():
     model[0] = FSDP(model[0], group)
     wrapped = FSDP(model)
     wrapped(randn(3, 4)).sum().backward()
-    with pytest.raises(MixedGroupsError, match="uses another one than the root"):
+    with pytest.raises(MixedGroupsError, match="has another one than the root"):
         wrapped.clip_grad_norm_(1.0)

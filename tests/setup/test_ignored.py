@@ -487,7 +487,7 @@ def test_modules_are_no_parameters():
         FSDP(model, ignored_parameters=[model[0]])
     with pytest.raises(TypeError, match="holds a Parameter"):
         FSDP(model, ignored_modules=[model[0].weight])
-    with pytest.raises(ValueError, match="`ignored_states` must not be passed beside"):
+    with pytest.raises(ValueError, match="`ignored_states` cannot be combined with"):
         FSDP(model, ignored_states=[model[0]], ignored_modules=[model[1]])
     wrapped = FSDP(model, ignored_states=[model[0], model[1].bias])
     assert [name for name, _ in wrapped.named_parameters()] == ["flat_param_0", "0.weight", "0.bias", "1.bias"]

@@ -108,7 +108,7 @@ def test_shards_that_lack_parameters():
     weights, metadata = of_all_ranks(wrap_each(mlp(4, 9, 5)))
     for one in weights:
         del one["2.flat_param_0"]
-    with pytest.raises(CheckpointError, match=r"shard_weights\[0\] .* its weights lack `2\.flat_param_0`"):
+    with pytest.raises(CheckpointError, match=r"shard_weights\[0\] .* `2\.flat_param_0`, which is missing"):
         FSDP.consolidate_shard_weights(weights, metadata)
     assert list(FSDP.consolidate_shard_weights(weights, metadata, strict=False)) == ["0.weight", "0.bias"]
     weights, metadata = of_all_ranks(FSDP(tiny(), flatten_parameters=False))

@@ -154,7 +154,7 @@ def test_a_bad_state_on_one_rank_is_an_error_on_all():
     full = full_of(model, optimizer)
     with pytest.raises(ValueError, match='"state"') as caught:
         shard(full if dist.get_rank() == 0 else {}, model, optimizer)
-    assert ("Rank 1 failed, and so do all" in str(caught.value)) == (dist.get_rank() == 0)
+    assert ("Rank 1 failed, so all ranks raise" in str(caught.value)) == (dist.get_rank() == 0)
     optimizer.load_state_dict(shard(full, model, optimizer))
 
 

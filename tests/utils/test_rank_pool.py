@@ -152,7 +152,7 @@ def test_delay_makes_the_others_wait():
 
 
 def _delay_of_nothing():
-    with pytest.raises(AssertionError, match="barrier was to be late on rank 0"), delayed(dist, "barrier", 0, 0.0):
+    with pytest.raises(AssertionError, match="barrier must be called on rank 0"), delayed(dist, "barrier", 0, 0.0):
         pass
 
 

@@ -161,7 +161,7 @@ def test_a_store_that_is_gone_is_not_waited_for(how):
     with mock.patch.object(own_watchdog(), "_ask", ask), mock.patch.multiple(watchdog, **short):
         text = str(explain(RuntimeError("no answer")))
     end.set()
-    assert f"\n  rank {1 - dist.get_rank()}: unknown: the store, which rank 0 or the launcher kept, does not" in text
+    assert f"\n  rank {1 - dist.get_rank()}: unknown: the store, which rank 0 or the launcher hosts, does not" in text
 
 
 def test_where_nobody_else_is_there_is_no_watchdog():

@@ -190,7 +190,7 @@ def _modules_of(given: Any) -> list[nn.Module]:
                 "Call fully_shard on the modules in it, or on `list(...)` of them to make them one unit."
             )
     if len(set(map(id, modules))) < len(modules):
-        raise ValueError("`module` must hold each module once, but holds one several times.")
+        raise ValueError("`module` must hold each module once, but holds one more than once.")
     return modules
 
 
@@ -206,7 +206,7 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
             )
         if reshard == 1:
             warnings.warn(
-                "`reshard_after_forward=1` keeps whole parameters on each rank, and means False. Pass False, or a "
+                "`reshard_after_forward=1` keeps whole parameters on each rank, as False does. Pass False, or a "
                 "larger number.",
                 stacklevel=3,
             )

@@ -213,7 +213,7 @@ def test_memory_of_the_group_is_refused_where_there_is_none():
         model.set_allocate_memory_from_process_group_for_comm("yes")
     model.set_custom_all_gather(CountingGather())
     for kind in (OptionsExcludeError, AssertionError, ValueError):
-        with pytest.raises(kind, match="Custom communication excludes memory of the process group"):
+        with pytest.raises(kind, match="Custom communication cannot use memory of the process group"):
             model.set_allocate_memory_from_process_group_for_comm(True)
 
 
@@ -234,9 +234,9 @@ def test_memory_of_the_group_is_used_where_there_is_some():
         patch.setattr("fairshard.nn.data_parallel.in_place.comm.check_allocates", lambda group, device: None)
         patch.setattr(custom_comms, "_of_backend", allocate)
         model[0].set_allocate_memory_from_process_group_for_comm(True)
-        with pytest.raises(OptionsExcludeError, match="excludes memory of the process group"):
+        with pytest.raises(OptionsExcludeError, match="cannot be combined with memory of the process group"):
             model[0].set_custom_all_gather(CountingGather())
-        with pytest.raises(OptionsExcludeError, match="excludes memory of the process group"):
+        with pytest.raises(OptionsExcludeError, match="cannot be combined with memory of the process group"):
             model[0].set_custom_reduce_scatter(CountingReduce())
         patch.setattr(custom_comms, "SCATTER", "fake_scatter")
         patch.setattr(dist.ProcessGroup, "fake_scatter", _scatter, raising=False)

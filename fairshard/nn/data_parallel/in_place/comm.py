@@ -181,7 +181,7 @@ class CommMethods(nn.Module):
         flat_params = _routed(unit, "set_allocate_memory_from_process_group_for_comm")
         if any(_is_custom(flat_param) for flat_param in flat_params):
             raise OptionsExcludeError(
-                "Custom communication excludes memory of the process group, because it has its own `allocate`, but "
+                "Custom communication cannot use memory of the process group, because it has its own `allocate`, but "
                 f"unit `{unit.fqn or 'root'}` has both. Allocate from the group in `allocate`."
             )
         group = unit.groups.shard.resolve()
@@ -244,7 +244,7 @@ class CommMethods(nn.Module):
         root = _unit_of(self).root or claim(self)
         device = getattr(event, "device", None)
         if root.device.type == "cuda" and device is not None and device.type != "cuda":
-            raise ValueError(f"`event` must be one of a CUDA stream, but is one of {device}.")
+            raise ValueError(f"`event` must belong to a CUDA stream, but belongs to {device}.")
         root.after_step = Event(event if root.device.type == "cuda" else None)
 
 
@@ -283,8 +283,8 @@ def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
     flat_params = _routed(unit, method)
     if any(flat_param.route.uses_group_memory for flat_param in flat_params):
         raise OptionsExcludeError(
-            f"`{method}` excludes memory of the process group, but unit `{unit.fqn or 'root'}` uses it. Call "
-            "set_allocate_memory_from_process_group_for_comm(False) first."
+            f"`{method}` cannot be combined with memory of the process group, but unit `{unit.fqn or 'root'}` uses "
+            "it. Call set_allocate_memory_from_process_group_for_comm(False) first."
         )
     return flat_params
 

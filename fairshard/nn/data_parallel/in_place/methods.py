@@ -24,7 +24,7 @@ def check_runs_now(method: Callable[..., Any], name: str, owner: type) -> None:
     """
     if any(runs_later(method) for runs_later in _RUN_LATER):
         raise TypeError(
-            f"A forward method must be done when it returns, but `{name}` of {owner.__name__} is a generator or "
+            f"A forward method must finish before it returns, but `{name}` of {owner.__name__} is a generator or "
             "coroutine function: its body would run after the parameters are freed. Register a method that it calls."
         )
 
@@ -91,7 +91,7 @@ def _explain(module: nn.Module, name: str, error: RuntimeError) -> None:
     place = f"`{name}` of the sharded {type(module).__name__.removeprefix('FSDP')} `{unit.fqn or 'root'}`"
     if unit.is_gathered:
         raise ParameterShardedError(
-            f"{place} must use parameters of units inside it by calling those units, but seems to compute with "
+            f"{place} must use parameters of inner units by calling those units, but seems to compute with "
             f"parameters of `{sharded[0]}`, which is not gathered. Shard the two as one unit, or move the computation "
             "there."
         ) from error

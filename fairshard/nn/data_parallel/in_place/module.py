@@ -254,7 +254,7 @@ class FSDPModule(CommMethods):
         if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
             raise FairshardError(
                 f"A sharded module must be pickled and copied by its state, but {self._fairshard_class.__name__} has "
-                "its own `__reduce__`, which does not know shards. Save its state dict instead."
+                "its own `__reduce__`, which cannot handle shards. Save its state dict instead."
             )
         return _rebuilt, (self._fairshard_class, self._fairshard_methods), *reduced[2:]
 

@@ -51,8 +51,8 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
         if isinstance(param, DTensor):
             return stepped.adopt(param)
         raise FairshardError(
-            f"Parameter `{stepped.name}` must stay a DTensor once it is sharded, but is replaced by a whole one, "
-            "which every rank would train on its own. Copy the values into it "
+            f"Parameter `{stepped.name}` must stay a DTensor once it is sharded, but was replaced by an unsharded one, "
+            "which every rank would train separately. Copy the values into it "
             "(`with torch.no_grad(): param.copy_(distribute_tensor(values, param.device_mesh, param.placements))`), or "
             "load a state dict."
         )

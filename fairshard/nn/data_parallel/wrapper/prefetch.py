@@ -52,8 +52,8 @@ class PrefetchMethods(UnitAttributes):
         root = self._unit.root
         if root is None:
             raise TrainingStateError(
-                "`set_is_last_backward` must be called between a forward and its backward, but there has been no "
-                "forward. Call it after one."
+                "`set_is_last_backward` must be called between a forward and its backward, but no forward has "
+                "run. Call it after a forward."
             )
         root.is_last_backward = is_last_backward
 
