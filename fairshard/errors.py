@@ -1,6 +1,6 @@
 """The exceptions of fairshard.
 
-Wrong arguments are plain ``ValueError`` / ``TypeError``, raised before any collective. Errors while running are::
+Wrong arguments raise plain ``ValueError`` / ``TypeError``, before any collective. Errors while running raise::
 
     FairshardError (RuntimeError)
     |-- TrainingStateError    (+ ValueError, AssertionError)  called in the wrong phase of training
@@ -10,19 +10,19 @@ Wrong arguments are plain ``ValueError`` / ``TypeError``, raised before any coll
     |-- GradRequiresGradError                                 a backward with ``create_graph=True``
     |-- ParameterShardedError                                 an original parameter read outside its unit
     |-- ShardChangedError                                     weights edited between forward and backward
-    |-- BackwardOrderError                                    gradients arrived after their unit was sent
+    |-- BackwardOrderError                                    gradients arrived after their unit's bucket was sent
     |-- PartialGradientError                                  gradients that an exception left incomplete
     |-- StaleOptimizerError                                   an optimizer built before wrapping
     |-- HeldGradientError                                     an optimizer that would silently skip gradients
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
     |-- HostMemoryError       (+ MemoryError)                 not enough host memory to pin
     |-- StateDictTypesDifferError (+ AssertionError)          units with different types of state dict
-    |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or of another model
+    |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or of a different model
     |-- NonFiniteGradientError                                a gradient is NaN or infinite, with ``nan_check``
     |-- CollectiveFailedError                                 a rank died, hung or ran out of data
     `-- RanksDisagreeError                                    ranks built or ran different models
 
-The extra bases are the classes that fairscale and FSDP1 raise in the same place, so that existing ``except`` clauses
+The extra bases are the classes that fairscale and FSDP1 raise in the same places, so that existing ``except`` clauses
 keep working.
 """
 
@@ -56,19 +56,19 @@ class ParameterShardedError(FairshardError):
 
 
 class ShardChangedError(FairshardError):
-    """A shard was modified between a forward and its backward, or a whole parameter inside of a forward."""
+    """A shard was modified between a forward and its backward, or a gathered parameter inside a forward."""
 
 
 class BackwardOrderError(FairshardError):
-    """Autograd ran a backward in another order than the forward allows for."""
+    """Autograd ran a backward in an order that the forward does not allow."""
 
 
 class PartialGradientError(FairshardError):
-    """An exception in a backward lost a part of the gradients that the next step would use."""
+    """An exception in a backward left the gradients incomplete, and the next step would use them."""
 
 
 class StaleOptimizerError(FairshardError):
-    """An optimizer holds parameters from before wrapping, or steps before the backward ended."""
+    """An optimizer holds parameters from before wrapping, or steps before the backward has ended."""
 
 
 class HeldGradientError(FairshardError):
@@ -76,7 +76,7 @@ class HeldGradientError(FairshardError):
 
 
 class ShardOptimizerError(FairshardError, TypeError):
-    """An optimizer needs a property that shards lack: the parameter's shape, fp32, a closure over whole weights."""
+    """An optimizer needs what shards do not offer: the parameter's shape, fp32, or a closure over whole weights."""
 
 
 class HostMemoryError(FairshardError, MemoryError):
@@ -88,7 +88,7 @@ class StateDictTypesDifferError(FairshardError, AssertionError):
 
 
 class CheckpointError(FairshardError, ValueError):
-    """A checkpoint cannot be used: a file is missing or damaged, or it is of another model."""
+    """A checkpoint cannot be used: a file is missing or damaged, or it was saved from a different model."""
 
 
 class NonFiniteGradientError(FairshardError):

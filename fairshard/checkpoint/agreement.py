@@ -1,4 +1,4 @@
-"""Raise an error of one rank on all ranks, so that no rank waits for one that has failed."""
+"""Raise the error of one rank on all ranks, so that no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
     """Call ``fn`` on every rank; returns the results by rank. **Collective.**
 
     Raises:
-        CheckpointError, TypeError, ValueError: on every rank, the error of the first rank that raised.
+        CheckpointError, TypeError, ValueError: on every rank, the error of the lowest rank that raised.
     """
     value: T | None = None
     own: Exception | None = None
@@ -45,7 +45,7 @@ _writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.We
 
 
 def idle_group() -> ProcessGroup | None:
-    """`host_group`, once no background save uses it: two users at once would receive each other's messages."""
+    """`host_group`, once no background save uses it: concurrent users would receive each other's messages."""
     group = host_group()
     writer = None if group is None else _writers.get(group)
     if writer is not None:
@@ -65,7 +65,7 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 
 def described(error: BaseException) -> str:
-    """One line about ``error``; for a failure of torch.distributed.checkpoint, the error of its first rank."""
+    """One line about ``error``; for a failure in torch.distributed.checkpoint, the error of its lowest failed rank."""
     if isinstance(error, CheckpointException):
         rank = min(error.failures)
         return f"{described(error.failures[rank][0])} (rank {rank})"

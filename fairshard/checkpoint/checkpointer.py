@@ -41,16 +41,16 @@ class Checkpointer:
     """Saves periodically below ``root``, keeps the last checkpoints, and resumes from the newest whole one.
 
     A step folder gets its name once all of it is on the disk; then ``latest`` is updated to name it; then older
-    checkpoints are removed. If a rank is killed, at any time, ``latest`` names a whole checkpoint.
+    checkpoints are removed. A rank may be killed at any time: ``latest`` still names a whole checkpoint.
 
     With ``async_save`` training waits only while tensors are copied to host memory; a thread writes them. Masters in
-    host memory (``cpu_offload``) are copied only if the next step comes before they are written. Saves never overlap:
-    the next one waits for the last. The next call raises the error of a background save.
+    host memory (``cpu_offload``) are copied only if the next step starts before they are written. Saves never overlap:
+    each waits for the previous one. If a background save fails, the next call raises its error.
 
-    After the last save call `wait`, before the process group is destroyed; or use it as a context manager.
+    After the last save, call `wait` before the process group is destroyed, or use the object as a context manager.
 
     Args:
-        root: a folder, or a URL that fsspec knows. All ranks must see the same.
+        root: a folder, or a URL that fsspec supports. All ranks must see the same folder.
         every: save at multiples of this step.
         keep_last: number of checkpoints to keep.
         async_save: write in the background.
@@ -99,7 +99,7 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> None:
-        """Save as `fairshard.checkpoint.save` does, as the checkpoint of ``step``. **Collective.**
+        """Save the checkpoint of ``step``, as `fairshard.checkpoint.save` does. **Collective.**
 
         Raises:
             CheckpointError: on every rank; also the error of the last background save.
@@ -127,7 +127,7 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> int | None:
-        """Load the newest whole checkpoint with `fairshard.checkpoint.load`; returns its step, None without one.
+        """Load the newest whole checkpoint with `fairshard.checkpoint.load`; returns its step, None if not found.
 
         **Collective.**
 
@@ -171,7 +171,7 @@ class Checkpointer:
         """Wait for the background save, if any.
 
         Raises:
-            CheckpointError: it failed; earlier checkpoints are unchanged.
+            CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -224,15 +224,15 @@ class Checkpointer:
                 self._storage.remove(f"{self.root}/{name}")
 
     def _set_aside(self, folder: str) -> None:
-        """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves it again."""
+        """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves that step again."""
         if not self._storage.is_free(folder):
             name = folder.rpartition("/")[2]
             self._storage.publish(folder, f"{self.root}/{_REPLACED}{name}")
 
     def _resolve_replaced(self) -> None:
-        """Remove each checkpoint set aside whose replacement is whole; restore it if the replacement is not.
+        """Remove each checkpoint that was set aside if its replacement is whole; otherwise restore it.
 
-        *Invariant*: a step that is saved again has a whole checkpoint at any time, under one of the two names.
+        *Invariant*: a step that is saved again always has a whole checkpoint, under one of the two names.
         """
         for name in self._storage.names(self.root):
             if name.startswith(_REPLACED):
@@ -263,7 +263,7 @@ class Checkpointer:
         self._storage.discard(folder, f"{self.root}/{_REMOVED}{folder.rpartition('/')[2]}")
 
     def _newest(self) -> str | None:
-        """The folder that ``latest`` names; without ``latest`` (a crash before the first one), the newest whole one.
+        """The folder that ``latest`` names; without ``latest`` (a crash in the first save), the newest whole one.
 
         Raises:
             CheckpointError: ``latest`` is damaged, or the checkpoint that it names is not whole.

@@ -1,8 +1,8 @@
 """Consolidate a checkpoint into one file of weights or a Hugging Face folder: offline, in one process.
 
-For any size of model this needs memory for one parameter: values are read one at a time into tensors in a
-memory-mapped file on the output's disk (`mapped_like`), and torch or safetensors writes those. The disk must hold
-that file too: the whole model a second time for torch's format, one shard for safetensors.
+A model of any size needs memory for only one parameter: values are read one at a time into tensors in a
+memory-mapped file on the output's disk (`mapped_like`), and torch or safetensors writes them out. The disk must hold
+the mapped file as well: the whole model a second time for torch's format, one shard for safetensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Consolidated:
 
 
 def consolidate_torch(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
-    """Write the model's weights as a dict that ``torch.load(out, weights_only=True)`` reads, also with ``mmap=True``.
+    """Write the model's weights as a dict that ``torch.load(out, weights_only=True)`` reads, with or without ``mmap``.
 
     Tied weights appear under every name and share memory.
 
@@ -71,7 +71,7 @@ def consolidate_safetensors(
 ) -> Consolidated:
     """Write the model's weights as a folder that transformers reads.
 
-    One ``model.safetensors``, or shards of at most ``max_shard_nbytes`` (or one tensor) and their index. Tied
+    It has one ``model.safetensors``, or shards of at most ``max_shard_nbytes`` (or one tensor) and their index. Tied
     weights are written once, under their first name: the format cannot share memory, and transformers ties them again.
     ``config`` is a folder whose ``config.json`` is copied, and its generation config and tokenizer if present.
 

@@ -59,7 +59,7 @@ class FileState:
 class Contents:
     """A checkpoint without its values; ``manifest`` is None if plain torch wrote it.
 
-    ``tensors`` and ``objects`` are empty if the metadata, which list them, are changed or missing.
+    ``tensors`` and ``objects`` are empty if the metadata that list them are changed or missing.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Contents:
 
     @property
     def problems(self) -> list[str]:
-        """Problems of the files, a sentence each."""
+        """One sentence for each changed or missing file."""
         return [file.problem for file in self.files if file.problem is not None]
 
 
@@ -103,15 +103,16 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
 
 
 def model_keys(metadata: Metadata) -> dict[str, str]:
-    """The model's tensors in a checkpoint of any writer: {original name: key}, in the order of the metadata.
+    """The model's tensors in a checkpoint from any writer: {original name: key}, in the order of the metadata.
 
-    They lie below the shortest prefix that ends in ``model.``; without such a prefix, every tensor that belongs to no
-    optimizer counts. A prefix must be a level of the saved dict: the ``model.`` of a bare ``model.layers.0.weight``
-    beside a bare ``lm_head.weight`` is part of the name, and stripping it would lose the head.
+    Their keys start with the shortest prefix that ends in ``model.``. Without such a prefix, all tensors outside the
+    optimizer's state count. A prefix must be a level of the saved dict: the ``model.`` of a bare
+    ``model.layers.0.weight`` beside a bare ``lm_head.weight`` is part of the name, and stripping it would lose the
+    head.
     """
     keys = [key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
     prefix = _shortest_prefix(_levels(metadata, key) for key in keys)
-    if prefix is None:  # one flat dict was saved: only the names can tell
+    if prefix is None:  # one flat dict was saved: infer the prefix from the names
         prefix = _shortest_prefix(tuple(key.split(".")) for key in keys)
         if prefix is not None and not all(key.startswith(prefix) or _is_beside_model(key) for key in keys):
             prefix = None
@@ -144,7 +145,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
-    """Compare a file with its entry in the manifest; without an entry it must have at least ``least`` bytes."""
+    """Compare a file with its entry in the manifest; without an entry, the file must have at least ``least`` bytes."""
     path = storage.join(folder, name)
     if not storage.exists(path):
         return FileState(name, 0, MISSING, f"A checkpoint must have all its files, but {path} is missing.")
@@ -161,7 +162,7 @@ def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | No
 
 
 def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetadata:
-    """The metadata of a tensor, all of whose pieces must be present.
+    """The metadata of a tensor; all its pieces must be present.
 
     Raises:
         CheckpointError: pieces are missing, or the entry is invalid.

@@ -57,10 +57,10 @@ class Training:
 
 
 def object_entries(training: Training, rank: int) -> dict[str, Any]:
-    """Entries besides model and optimizer; this rank's own values are under its `rank_key`.
+    """Entries other than model and optimizer; this rank's own values are under its `rank_key`.
 
     Raises:
-        TypeError: a value is more than tensors, numbers, strings and containers of them.
+        TypeError: a value holds anything but tensors, numbers, strings and containers of them.
     """
     entries: dict[str, Any] = {}
     for name in ("scheduler", "scaler"):
@@ -75,12 +75,12 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
 
 
 def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
-    """Checksums of the model's replicated values, such as BatchNorm's."""
+    """Checksums of the model's replicated values, such as BatchNorm statistics."""
     return {name: _checksum(value) for name, value in _replicated(entries).items()}
 
 
 def add_own_values(entries: Mapping[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
-    """Add this rank's replicated values that differ from rank 0's, found by the `replicated_sums` of all ranks.
+    """Add this rank's replicated values that differ from rank 0's, according to the `replicated_sums` of all ranks.
 
     ``model`` holds rank 0's values; a load on the same number of ranks restores each rank's own.
     """
@@ -105,7 +105,7 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def aliases_of(params: OptimParams) -> dict[str, str]:
-    """Each further name of a tied parameter, mapped to its first name."""
+    """Every other name of a tied parameter, mapped to its first name."""
     every = (names for named in params for names in named.names)
     return {name: first for first, *others in every for name in others}
 

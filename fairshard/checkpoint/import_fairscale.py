@@ -27,7 +27,7 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
     """Write the weights in ``shards``, one file per rank, as the checkpoint folder ``out``; returns its manifest.
 
     Pass the files in the order of ranks. If padding identifies the rank of each, any order works; an order that
-    contradicts padding or the numbers in file names raises. Buffers are rank 0's. Tied weights appear under every
+    contradicts padding or the numbers in file names raises. Buffers come from rank 0. Tied weights appear under every
     name.
 
     Raises:

@@ -36,16 +36,16 @@ def load(
     scaler: Stateful | None = None,
     extra: dict[str, Any] | Stateful | None = None,
 ) -> int | None:
-    """Load a checkpoint of any number of ranks and any wrapping; returns its step. **Collective.**
+    """Load a checkpoint saved by any number of ranks with any wrapping; returns its step. **Collective.**
 
-    ``folder`` holds a checkpoint of ours or of plain torch (of FSDP2, for example), or is the root folder of a run,
-    whose latest checkpoint is loaded. Each rank reads the pieces that overlap its shards. ``extra`` is updated with
-    the saved dict, or restored by its ``load_state_dict``. On the same number of ranks, random numbers continue.
+    ``folder`` is a checkpoint written by fairshard or by plain torch (FSDP2, for example), or the root folder of a
+    run, whose latest checkpoint is loaded. Each rank reads the pieces that overlap its shards. ``extra`` is updated
+    with the saved dict, or restored by its ``load_state_dict``. On the same number of ranks, random numbers continue.
 
-    Files are checked against their checksums first. Nothing changes before everything is read and fits.
+    Files are checked against their checksums first. Nothing changes until everything has been read and fits.
 
     Raises:
-        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of another model.
+        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of a different model.
         ValueError: on every rank, if the optimizer's state or groups do not fit.
     """
     group = idle_group()
@@ -76,7 +76,7 @@ class _Loading:
         self._is_same_number = False
 
     def verify(self) -> None:
-        """Read the manifest and metadata, and verify all files, each rank its part of them."""
+        """Read the manifest and metadata, and verify all files; each rank verifies a part of them."""
         on_all_ranks(self._group, self._verify_own_part)
 
     def _verify_own_part(self) -> None:
@@ -138,7 +138,7 @@ class _Loading:
             self._values[self._own_key] = None
 
     def _own_objects(self, known: Mapping[str, Any]) -> str | None:
-        """Key of the rank's own values to load: this rank's, or rank 0's on another number of ranks."""
+        """Key of the rank's own values to load: this rank's, or rank 0's if the number of ranks differs."""
         self._is_same_number = rank_key(self._num_ranks - 1) in known and rank_key(self._num_ranks) not in known
         if self._is_same_number:
             return rank_key(self._rank)
@@ -151,7 +151,7 @@ class _Loading:
         self._made = {"param_groups": optimizer.state_dict()["param_groups"], **made}
 
     def apply(self) -> int | None:
-        """Load the values read into all objects; returns the step."""
+        """Apply the values read to all objects; returns the step."""
         training = self._training
         with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
             training.model.load_state_dict(self._model.state_dict(self._values))

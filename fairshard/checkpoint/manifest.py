@@ -1,6 +1,6 @@
 """``fairshard.json``: step and world size of a checkpoint, and the size and checksum of each of its files.
 
-It is written last. A folder without one may still be a checkpoint of plain torch, and is read unchecked.
+It is written last. A folder without it may still be a checkpoint of plain torch, and is read unchecked.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class NewOutput:
 
 
 def mapped_like(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Empty tensors like ``tensors`` (which may be on the meta device), each with a storage of its own.
+    """Empty tensors like ``tensors`` (which may be on the meta device), each with its own storage.
 
     Their memory is an unlinked file in ``folder``. The kernel writes its pages back under memory pressure, so tensors
-    larger than memory fit, and frees the space with the last tensor. The space is allocated now: a full disk raises
-    OSError here instead of SIGBUS at the first write.
+    larger than memory fit. The space is freed with the last tensor. It is allocated now: a full disk raises OSError
+    here instead of SIGBUS at the first write.
     """
     offsets, end = {}, 0
     for name, tensor in tensors.items():

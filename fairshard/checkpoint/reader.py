@@ -45,7 +45,7 @@ _METADATA_CLASSES = (
     pathlib.PurePosixPath,
 )
 _ALLOWED: dict[tuple[str, str], Any] = {(cls.__module__, cls.__qualname__): cls for cls in _METADATA_CLASSES}
-# Not torch's own: pickles can set attributes of functions too.
+# Not torch's own function, because a pickle can also set attributes of functions.
 _ALLOWED["torch.serialization", "_get_layout"] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)
 }.__getitem__
@@ -155,7 +155,7 @@ class CheckpointReader(FileSystemReader):
         return done
 
     def _unreadable(self, items: list[ReadItem], planner: Any) -> str:
-        """The first entry of a file that cannot be read."""
+        """The first of ``items`` that cannot be read."""
         for item in items:
             try:
                 super().read_data(LoadPlan([item]), planner).wait()
@@ -171,7 +171,7 @@ class SafePlanner(DefaultLoadPlanner):
         """Store an object in the state dict.
 
         Raises:
-            UnpicklingError: the object is more than tensors, numbers, texts and containers of them.
+            UnpicklingError: the object holds anything but tensors, numbers, strings and containers of them.
         """
         found = load_object(value)
         if self.flatten_state_dict:

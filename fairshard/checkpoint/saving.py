@@ -41,7 +41,7 @@ from fairshard.utils.messages import gather_objects
 
 @dataclass
 class Draft:
-    """A checkpoint to write: a snapshot of one moment."""
+    """A checkpoint to write: a snapshot taken at one moment."""
 
     snapshot: Snapshot
     step: int | None
@@ -54,10 +54,10 @@ class Draft:
         return {} if self.optim is None or comm is None else self.optim.described(comm)
 
     def check_optim(self, group: ProcessGroup | None, described: list[dict[str, str]]) -> None:
-        """Compare optimizer state across ranks: by what they have ``described``, or group by group. **Collective.**
+        """Compare optimizer state across ranks, by ``described`` or group by group. **Collective.**
 
         Raises:
-            ValueError: on all ranks, if it differs.
+            ValueError: on all ranks, if the state differs.
         """
         if self.optim is not None and self._comm_over(group) is None:
             self.optim.check()
@@ -102,7 +102,7 @@ def save(
 
 
 def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft:
-    """Snapshot of ``training``, copied into ``buffers``; if None, no copy, and training must wait. **Collective.**
+    """Snapshot ``training`` into ``buffers``; if None, nothing is copied and training must wait. **Collective.**
 
     Raises:
         CheckpointError, TypeError: on every rank.
@@ -116,7 +116,7 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         return step, replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
 
     try:
-        # One exchange checks that no rank failed and that all agree: each exchange holds training for milliseconds.
+        # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
         steps, sums, described = zip(*on_all_ranks(group, draft), strict=True)
         if len(set(steps)) > 1:
             raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
@@ -180,7 +180,7 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Chec
 
 
 def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
-    """The files of every rank, with their checksums."""
+    """Write this rank's files; returns the files of every rank, with their checksums."""
     writer = CheckpointWriter(work, 1 if group is None else group.size())
     try:
         with warnings.catch_warnings():

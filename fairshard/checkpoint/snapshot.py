@@ -2,7 +2,7 @@
 
 Tensors on a GPU, or in memory that the next step overwrites, are copied to host memory, into buffers that the next
 save reuses. Masters in host memory (``cpu_offload``, ``move_grads_to_cpu``) are not copied: the writer reads them in
-place, and the next step of any optimizer first copies those not read yet.
+place, and the next step of any optimizer first copies those that the writer has not read yet.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Buffers = dict[tuple[int, int, torch.dtype], Tensor]
 
 
 class Snapshot:
-    """Values of one moment. ``entries``, to be written, are nested dicts of tensors, span tensors and objects.
+    """Values at one moment; ``entries`` holds them as nested dicts of tensors, span tensors and objects.
 
     ``buffers`` keeps host memory from save to save; None copies nothing, and the caller must not change the values.
-    ``live`` are the storages (by `data_ptr`) that may be read in place; all others are copied now.
+    ``live`` holds the storages (by `data_ptr`) that may be read in place; all others are copied now.
     """
 
     def __init__(self, entries: Mapping[str, Any], buffers: Buffers | None, live: set[int]) -> None:
@@ -112,11 +112,11 @@ class Snapshot:
     def _take(self, value: SpanTensor | DTensor) -> None:
         """Copy the local memory of ``value`` once, or register it to be read in place.
 
-        For a span tensor that is the whole shard that contains it; for a DTensor, its own elements only.
+        For a span tensor, this covers the whole shard that contains it; for a DTensor, only its own elements.
         """
         memory = memory_of(value)
         whole = _all_of(memory) if isinstance(value, SpanTensor) else _extent_of(memory)
-        # Writes through a DTensor change the version of the DTensor, not of the memory that it shows.
+        # Writes through a DTensor change the version of the DTensor, not of its local memory.
         written = whole if isinstance(value, SpanTensor) else value
         key = whole.data_ptr()
         self._places.setdefault(key, len(self._places))

@@ -1,6 +1,6 @@
 """Storage of checkpoints: a local disk, or any file system that fsspec supports (``s3://...``).
 
-On a local disk publishing is durable: it syncs the files, then their folder, then the new name. Remote storage has no
+On a local disk, publishing is durable: it syncs the files, then their folder, then the new name. Remote storage has no
 atomic rename, so only the order of writes counts: a checkpoint is complete once its manifest exists.
 """
 
@@ -38,7 +38,7 @@ class Storage(ABC):
 
     @abstractmethod
     def is_free(self, path: str) -> bool:
-        """Whether a folder can be published as ``path``: it does not exist, or is an empty folder."""
+        """Whether a folder can be published as ``path``: the path does not exist, or is an empty folder."""
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -54,7 +54,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, folder: str, aside: str) -> None:
-        """Remove a checkpoint so that a half-removed one is never taken for whole. ``aside``: a free path beside it."""
+        """Remove a checkpoint; a partly removed one never looks whole. ``aside``: an unused path in the same folder."""
 
     @abstractmethod
     def replace_text(self, path: str, text: str) -> None:
@@ -161,7 +161,7 @@ class RemoteStorage(Storage):
 
     @contextlib.contextmanager
     def open(self, path: str, mode: str) -> Iterator[IO[bytes]]:
-        """Open a file; a failed write leaves none."""
+        """Open a file; a failed write leaves no file behind."""
         with self._fs.open(path, mode) as file:
             yield file
 

@@ -35,7 +35,7 @@ class ModelTarget:
         """Target of a model whose sharded state dict is ``state``.
 
         Raises:
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: the checkpoint was saved from a different model.
         """
         known = metadata.state_dict_metadata
         there = model_keys(metadata)

@@ -83,7 +83,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """torch's planner for a snapshot: it writes the values of the moment of the snapshot."""
+    """torch's planner for a snapshot: it writes the values that the tensors had at that moment."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)
@@ -100,8 +100,8 @@ class SnapshotPlanner(DefaultSavePlanner):
 def _save_tensor(tensor: Tensor, stream: Any) -> None:
     """``torch.save`` without inner checksums (as after ``set_crc32_options(False)``): the whole file has one.
 
-    That option affects all threads, and training may call ``torch.save`` meanwhile. The private API used here is the
-    same in torch 2.6 to 2.13; if it changes, both checksums are written.
+    That option affects all threads, and training may call ``torch.save`` at the same time. The private API used here
+    is the same in torch 2.6 to 2.13; if it changes, both checksums are written.
     """
     if not _CAN_LEAVE_CRC_OUT:
         torch.save(tensor, stream)

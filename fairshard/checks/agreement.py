@@ -1,4 +1,4 @@
-"""Checks that all ranks of a group have built the same units from the same values, once, before the first gather."""
+"""Checks once, before the first gather, that all ranks of a group have built the same units from the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds gradients that are NaN or infinite: reports parameters by name, and ranks."""
+"""Finds gradients that are NaN or infinite, and reports the parameters' names and the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NanCheck:
         self._has_warned = False
 
     def look(self, unit: Unit) -> None:
-        """Record whether this rank's own, whole gradients of ``unit`` are finite."""
+        """Record whether this rank's own gradients of ``unit`` are finite, before they are reduced."""
         for flat_param in unit.flat_params:
             for slot in flat_param.slots:
                 grad = slot.leaf.grad
@@ -78,7 +78,7 @@ class NanCheck:
         )
 
     def _gather(self, own: list[str]) -> str:
-        """The findings of all ranks as text; empty if there are none."""
+        """The findings of all ranks as text; empty if nothing was found."""
         found = [f"{', '.join(own[:_MAX_NAMED])} on rank {dist.get_rank()}"] if own else []
         for comm in self._comms:
             has_found = torch.tensor([float(bool(found))], device=self._units[0].device)

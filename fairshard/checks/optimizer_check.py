@@ -23,12 +23,12 @@ from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
 
-# Original parameters that are leaves now.
+# Original parameters, which are leaves of a unit now.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Parameters that are shards. By `id`: `module.to` converts DTensors in place only if they have no weak references.
 _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
-# Optimizers that passed: the numbers of sharded parameters and of their own parameters then, and the shards that hold
-# their DTensors.
+# Optimizers that passed the check: how many parameters were sharded then, and how many the optimizer had; and the
+# shards that hold its DTensors.
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[Tensor]]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units made by deepcopy or unpickling that are not watched yet
@@ -65,7 +65,7 @@ def _watch(stepped: Any, home: GradHome) -> None:
 
 
 def _watched(param: Tensor) -> tuple[Any, GradHome]:
-    """The flat param, or `OrigParam`, whose shard ``param`` is, or None; and where its gradient is kept."""
+    """The flat param or `OrigParam` whose shard is ``param``, or None; and where its gradient is kept."""
     reference, home = _shards.get(id(param), (None, GradHome.SHARD))
     stepped = reference() if reference is not None else None
     return (stepped if stepped is not None and stepped.shard is param else None), home
@@ -91,18 +91,18 @@ def _watch_copies() -> None:
 
 
 def allow_held_gradients(optimizer: Optimizer) -> None:
-    """Let ``optimizer`` step although units hold gradients, because it fetches these."""
+    """Let ``optimizer`` step although units hold gradients, because it fetches them."""
     _fetchers.add(optimizer)
 
 
 def stepped_of(param: Any) -> Any:
-    """The flat param, or `OrigParam`, whose shard ``param`` is; None if it is not one."""
+    """The flat param or `OrigParam` whose shard is ``param``; None if ``param`` is not a shard."""
     _watch_copies()
     return _watched(param)[0]
 
 
 def name_of_shard(param: nn.Parameter) -> str | None:
-    """The name of the flat param whose shard ``param`` is; None if it is not one."""
+    """The name of the flat param whose shard is ``param``; None if ``param`` is not a shard."""
     flat_param = stepped_of(param)
     return flat_param.name if flat_param is not None else None
 
@@ -130,7 +130,7 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
     """Raise if `CPUOptimizer` cannot step the shards of ``units`` with ``optimizer_class``.
 
     Raises:
-        ShardOptimizerError: as `check_optimizer_class`.
+        ShardOptimizerError: see `check_optimizer_class`.
         ValueError: gradients of shards are in another dtype than the shards.
     """
     for unit in units:
@@ -150,7 +150,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of_rows(optimizer)
-    if optimizer not in _fetchers:  # those check it themselves, and may step on another thread
+    if optimizer not in _fetchers:  # fetchers check gradients themselves, and may step on another thread
         check_whole_gradients(optimizer)
     for shard in _clean[optimizer][1]:
         increment_version(shard)
@@ -163,7 +163,7 @@ def check_whole_gradients(optimizer: Optimizer) -> None:
         PartialGradientError: naming the first such shard.
     """
     for root in list(roots):
-        if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has come since
+        if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has run since
             root.reset()
     if not interrupted:
         return

@@ -1,7 +1,7 @@
 """Records which units this rank has run, and in which order, to report its position and differences among ranks.
 
-Ranks are compared at the start of each backward, by the exchange that plans it (`Backward`), before it communicates
-anything. That compares a hash of all calls that await a backward, so no forward goes unnoticed.
+The exchange that plans a backward (`Backward`) compares the ranks before anything else is communicated. It compares a
+hash of all calls that await a backward, so no forward goes unnoticed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_settings(units: Sequence[Unit]) -> None:
     """Raise unless the options of the whole model are equal in all of ``units``, outermost first.
 
     Raises:
-        ValueError: an inner unit has another ``order_check`` or ``nan_check``.
+        ValueError: an inner unit has a different ``order_check`` or ``nan_check``.
     """
     outer = units[0]
     for unit in units:
@@ -64,7 +64,7 @@ class OrderCheck:
     # ---- called by the root
 
     def begin_forward(self, is_compared: bool) -> None:
-        """A pass through the model starts; inside ``join`` ranks may have different passes."""
+        """A pass through the model starts; it is not compared if ranks may run different passes, as in ``join``."""
         if is_compared:
             self.noted = self._trained
             if len(self.noted) > _MAX_NOTED:
@@ -108,7 +108,7 @@ class OrderCheck:
         self._kept = len(self.noted)
 
     def forget(self) -> None:
-        """Drop the record of an interrupted pass, which is run again or never."""
+        """Drop the record of an interrupted pass, which may be run again."""
         self.noted = self._trained
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
@@ -120,7 +120,7 @@ class OrderCheck:
             state: what else must be the same on all ranks, in words.
 
         Raises:
-            RanksDisagreeError: with the first unit in which they differ, or what else does.
+            RanksDisagreeError: with the first unit in which ranks differ, or with the states if the units agree.
         """
         known = {dist.get_rank(): ([Place("", self.step, self._words(self.noted))], state)}
         for comm in self._comms:
@@ -136,7 +136,7 @@ class OrderCheck:
     # ---- this rank's position
 
     def place(self) -> Place:
-        """The present position of training."""
+        """The current position in training."""
         noted = list(self.noted)
         text = self._phase
         last = next((number for number in reversed(noted) if number >= 0), None)

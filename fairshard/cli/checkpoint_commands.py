@@ -1,4 +1,4 @@
-"""``fairshard consolidate``, ``inspect`` and ``import-fairscale``: checkpoints, in one process without a group."""
+"""``fairshard consolidate``, ``inspect`` and ``import-fairscale``: checkpoints, without a process group."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _add_import_fairscale(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _or_one_line(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """``command`` that turns a ``CheckpointError`` into one line on stderr and exit code 1."""
+    """Wrap ``command``: a ``CheckpointError`` becomes one line on stderr and exit code 1."""
 
     def run(arguments: argparse.Namespace) -> int:
         try:

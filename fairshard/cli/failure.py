@@ -1,8 +1,8 @@
 """How a failing rank reports its error to the launcher.
 
-The error file is the one that torch's elastic launcher assigns to each rank, in its format, so that torchrun
-shows the traceback too. Two keys are ours: ``time_ns``, finer than the launcher's whole seconds, to find the first
-failure among those that it caused; and ``expected``, true if the message needs no traceback.
+Each rank writes the error file that torch's elastic launcher assigns to it, in the launcher's format, so that torchrun
+also shows the traceback. Two keys are ours: ``time_ns``, finer than the launcher's whole seconds, to tell the first
+failure from those that it caused; and ``expected``, true if the message needs no traceback.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def describe(error: Exception, expected: bool) -> str:
 
 
 def first_failure(paths: Iterable[Path]) -> Failure | None:
-    """The earliest failure in these files, which lie in folders named by local rank; None without failures.
+    """The earliest failure in these files, which are in folders named after local ranks; None without failures.
 
     torch writes the error of a rank that fails before our own code runs, without our keys.
     """

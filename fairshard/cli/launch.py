@@ -61,7 +61,7 @@ def launch(options: TrainOptions) -> int:
 
 def run_rank(options: TrainOptions, plan: TextPlan) -> None:
     """Train as one rank; the elastic launcher runs this in each process."""
-    from fairshard.cli.rank import train_rank  # here because the launcher itself needs no engine
+    from fairshard.cli.rank import train_rank  # here because the launcher itself does not need the engine
 
     ranks = Ranks.from_environment()
     assert ranks is not None

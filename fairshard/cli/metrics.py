@@ -45,8 +45,8 @@ class StepMetrics:
 class Summary:
     """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` has one entry per rank.
 
-    ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` are rank 0's shards, gradients and optimizer state by
-    memory; ``copy_wait_s`` is the time per step for which it waited for copies between them.
+    ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` are rank 0's shards, gradients and optimizer state in
+    each kind of memory; ``copy_wait_s`` is its time per step spent waiting for copies between host and device.
     """
 
     val_loss: float
@@ -83,7 +83,7 @@ def summarize(
 
 
 class MetricsFile:
-    """Appends one JSON object per line; each line is written to the file when its call returns.
+    """Appends one JSON object per line; each line is in the file when the call returns.
 
     The file must be new, unless ``kept``, the lines of a resumed run, replaces its contents.
     """

@@ -17,7 +17,7 @@ from fairshard.cli.text import TextError, TextPlan, plan_text
 from fairshard.utils.device import default_device_type, device_count
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # under mixed precision; fp32 needs none
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # for mixed precision; fp32 does not need it
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("cpu-adamw", "adamw", "sgd")
 RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
@@ -119,7 +119,7 @@ class TrainOptions:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises: ``warmup``, or a tenth of all steps but at least 20."""
+        """Steps in which the learning rate rises: ``warmup``, or a tenth of all steps, at least 20."""
         return min(self.steps, max(20, self.steps // 10)) if self.warmup is None else self.warmup
 
     @property
@@ -138,7 +138,7 @@ class TrainOptions:
 def check_options(options: TrainOptions, world_size: int, local_size: int) -> TextPlan:
     """Check the options against the ranks, the host and its files; all ranks of a host get the same answer.
 
-    Run before any rank starts, or under torchrun on every rank before the process group is created.
+    Called before any rank starts; under torchrun, on every rank before the process group is created.
 
     Returns: the plan of the text, which the checks build anyway.
 

@@ -1,4 +1,4 @@
-"""``fairshard plan``: units, buckets and memory of a model before it is built, in one process without a group."""
+"""``fairshard plan``: units, buckets and memory of a model before it is built, without a process group."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _builder(arguments: argparse.Namespace) -> Callable[[], Any]:
-    """The function that builds the model, after all checks that need no model."""
+    """The function that builds the model, after all checks that do not need the model."""
     given = [flag for flag in _GPT_FLAGS if getattr(arguments, flag) is not None]
     if given and (arguments.hf is not None or arguments.factory is not None):
         raise OptionError(f"--{given[0]} describes the gpt, but the model is another one. Leave it out.")

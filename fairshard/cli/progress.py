@@ -16,7 +16,7 @@ _LINES_WITHOUT_TERMINAL = 20
 
 
 def say(text: str) -> None:
-    """Print a line of the log and flush it, so that it appears at once in a pipe too."""
+    """Print a line of the log and flush it, so that it appears immediately, even in a pipe."""
     print(text, flush=True)
 
 

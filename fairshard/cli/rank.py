@@ -180,7 +180,7 @@ def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit at once: destroying a process group whose peers are gone can hang."""
+    """Exit immediately: destroying a process group whose peers are gone can hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

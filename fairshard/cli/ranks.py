@@ -19,7 +19,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks | None:
-        """The place that torchrun or the launcher assigned to this process; None outside both."""
+        """The place that torchrun or the launcher assigned to this process; None without either."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name, "") for name in names]
         return cls(*map(int, values)) if all(value.isdecimal() for value in values) else None

@@ -13,7 +13,7 @@ from typing import Any
 from fairshard.cli.options import OptionError, TrainOptions, parsed_options
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
-# Options that may differ from the resumed run's; any other change would make it another run.
+# Options that may differ from the resumed run's; any other change would make it a different run.
 _FREE = (
     *("nproc", "device", "threads", "out", "save_every", "keep_last"),
     *("resume", "resume_from", "max_restarts", "trace"),
@@ -31,7 +31,7 @@ def chosen_options(arguments: argparse.Namespace) -> TrainOptions:
 
 
 def resumed_options(given: TrainOptions) -> TrainOptions:
-    """The options of the run that ``given`` resumes, with the options of ``given`` that may differ.
+    """The options of the run that ``given`` resumes, updated with the options of ``given`` that may differ.
 
     Raises:
         OptionError: there is no such run, or another option of ``given`` differs.

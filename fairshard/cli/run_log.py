@@ -19,7 +19,7 @@ from fairshard.plan.summary import StateBytes
 class RunLog:
     """The files and the progress of one run, in an existing folder.
 
-    The folder holds no run yet, or the run that is resumed after step ``done``: its lines up to that step are kept.
+    The folder holds no run, or the one to resume after step ``done``, whose lines up to that step are kept.
     """
 
     def __init__(self, folder: Path, num_steps: int, config: Mapping[str, Any], done: int | None = None) -> None:
@@ -52,7 +52,7 @@ class RunLog:
         self._progress.validation(step, val_loss)
 
     def finish(self, peak_bytes: tuple[int, ...], places: StateBytes, copy_wait_s: float) -> None:
-        """Write and print the summary, and draw the loss; the last call."""
+        """Write and print the summary, and draw the loss; must be the last call."""
         from fairshard.cli.curve import draw_loss  # here because matplotlib takes a second to import
 
         first, *_, last = self._validations.values()

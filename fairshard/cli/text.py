@@ -1,8 +1,8 @@
 """Training text: finding the files, splitting them, and drawing windows of bytes.
 
-A *plan* comes first, from names and sizes alone, so that bad input is reported before any rank starts;
-``load`` then reads the bytes. Everything here is deterministic in the files and the seed: ranks that see the same
-files make the same split.
+A *plan* is made first, from names and sizes alone, so that bad input is reported before any rank starts;
+``load`` then reads the bytes. The result depends only on the files and the seed: ranks that see the same files make the
+same split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SNIFFED_NBYTES = 8192
 
 
 class TextError(ValueError):
-    """The data cannot be trained on; the message is one line for the user."""
+    """The data cannot be used for training; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.
 
 
 def even_starts(nbytes: int, context: int, count: int) -> NDArray[np.int64]:
-    """``count`` starts of windows spread evenly over a text; they overlap where the text is short."""
+    """``count`` starts of windows spread evenly over a text; windows overlap if the text is short."""
     return np.linspace(0, nbytes - context - 1, count).astype(np.int64)
 
 

@@ -20,7 +20,7 @@ TRACE_FILES = ("trace.json", "trace.png")
 def traced(model: nn.Module, folder: Path, step: int, rank: int) -> Iterator[None]:
     """Observe ``model`` in the context, and write the events of all ranks into ``folder``. **Collective.**
 
-    Ranks may have different clocks: each counts from the moment it has received a message from all others.
+    Ranks may have different clocks: each counts time from the moment it has received a message from all others.
     """
     group = host_group()
     gather_objects(None, group)

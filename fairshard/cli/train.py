@@ -1,6 +1,6 @@
 """``fairshard train``: from the command line to ranks.
 
-Two entry points, which both call ``train_rank``::
+Two entry points call ``train_rank``::
 
     fairshard train --nproc 2 ...               launches its ranks on this machine (launch.py)
     torchrun ... -m fairshard.cli.train ...     torchrun launched the ranks, on one or many hosts

@@ -32,7 +32,7 @@ _FINAL_LR = 0.1
 
 
 class TrainingStopped(FairshardError):
-    """Training cannot go on; raised on all ranks at the same step, with the same message."""
+    """Training cannot continue; raised on all ranks at the same step, with the same message."""
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
@@ -146,10 +146,10 @@ class Trainer:
         checkpointer.save(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
 
     def load(self, checkpointer: Checkpointer, step: int | None) -> int:
-        """Load the checkpoint of ``step``, the newest if None; returns its step, 0 without a checkpoint.
+        """Load the checkpoint of ``step``, or the newest if None; returns its step, or 0 without a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or ``step`` has none.
+            CheckpointError: the checkpoint is damaged, or ``step`` has no checkpoint.
         """
         of_all = (self.model, self._optimizer, None, self._scaler, self)
         if step is None:

@@ -1,17 +1,17 @@
-"""One backward: an object that is made when autograd reaches the first unit, walks the schedule, and is dropped.
+"""One backward: created when autograd reaches the first unit, it executes the schedule, and is dropped at the end.
 
-Each rank walks the whole schedule in order. It stops before a mark that its own autograd has yet to pass; marks of
-other ranks hold nothing up. What its own backward does not reach, a rank serves: its row of the gather, zeros in the
-bucket::
+Each rank executes the whole schedule in order. It stops before a mark that its own autograd has not passed yet, and
+ignores marks of other ranks. For a unit that its own backward does not reach, a rank only serves the others: it
+contributes its row to the gather, and zeros to the bucket::
 
-    event of this rank                    the walk
-    a call's outputs are reached          everything up to that AT, then what stands after it: the gathers
-    a call's inputs are next              everything up to that DONE, then what stands after it: send, free
-    a checkpoint runs a unit again        everything up to that RECOMPUTE, then the gathers of the whole segment
-    the graph task ends                   everything that is left
+    event on this rank                    steps executed
+    backward reaches a call's outputs     all up to its AT, then the gathers that follow
+    backward reaches a call's inputs      all up to its DONE, then the send and the free that follow
+    checkpoint runs a unit again          all up to its RECOMPUTE, then the gathers of the whole segment
+    graph task ends                       all that remain
 
-Autograd runs the newest nodes first, so every own mark before the event has passed as well, even if no hook reported
-it. A gradient that arrives after its unit was sent would break this rule, and raises.
+Autograd runs the newest nodes first, so an event implies that all earlier marks of this rank have passed, even if no
+hook reported them. A gradient that arrives after its unit was sent breaks this rule, and raises.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fairshard.params.listing import Listing
 from fairshard.params.versions import check_unchanged
 from fairshard.utils.autograd import at_end_of_task
 
-_MAX_ARRIVING = 1  # units whose gather this rank only serves, and that wait to be freed
+_MAX_ARRIVING = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
 
 _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
 
 class _Token:
-    """Lives as long as the graph task that holds it; turns ``listings`` off at its end, even after an exception."""
+    """Held by a graph task; hides ``listings`` when the task ends, even after an exception."""
 
     def __init__(self, listings: list[Listing]) -> None:
         self.listings = listings
@@ -55,8 +55,8 @@ class Backward:
     """One backward through the units of ``models``, in the outermost graph task that reaches any of them.
 
     Attributes:
-        touched: units some of whose leaves have gradients that are not sent yet.
-        task: returns None once its graph task has ended; after an exception it ends without calling `end`.
+        touched: units with leaf gradients that are not sent yet.
+        task: returns None once the graph task has ended; after an exception the task ends without calling `end`.
     """
 
     def __init__(self, first: Model, others: Callable[[], Sequence[Model]]) -> None:
@@ -64,14 +64,14 @@ class Backward:
         self._others = others
         self._cursor = 0
         self._passed = -1
-        self._recomputed: dict[int, int] = {}  # calls of each segment that have been recomputed
+        self._recomputed: dict[int, int] = {}  # number of calls recomputed so far, by segment
         self._arriving: deque[Unit] = deque()
         self._sent: set[Unit] = set()
         self.touched: set[Unit] = set()
-        self._used: set[Unit] = set()  # units that this rank computes with since they were gathered
-        self._listings: list[Listing] = []  # those of `_used`
+        self._used: set[Unit] = set()  # units that this rank has computed with since their gather
+        self._listings: list[Listing] = []  # of all units passed to `_use`
         self._is_restricted = False
-        self._is_serving = False  # after an exception
+        self._is_serving = False  # True after an exception: no mark stops the walk
         self._is_broken = False
         self.task: Callable[[], object] = _no_task
         self._go_through([first])
@@ -86,7 +86,7 @@ class Backward:
     def begin(self, is_restricted: bool) -> None:
         """Agree with the other ranks on what the backward reaches, and plan it. **Collective.**
 
-        ``is_restricted``: it was asked for some gradients only, as by ``torch.autograd.grad``.
+        ``is_restricted``: the backward computes only some gradients, as in ``torch.autograd.grad``.
         """
         self.task = _at_end(self.end, self._listings)
         self._is_restricted = is_restricted
@@ -95,7 +95,7 @@ class Backward:
         self._make_plan(self._problem(begins=True))
 
     def follow(self) -> None:
-        """Serve the whole backward on a rank that computes nothing; it sends only the gradients that it has kept."""
+        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept."""
         self._make_plan(self._problem(begins=False))
         self._walk(len(self._plan.schedule.steps))
         self._finish()
@@ -110,7 +110,7 @@ class Backward:
         return self._plan.sends
 
     def _problem(self, begins: bool) -> Exception | None:
-        """The error that keeps this rank from beginning, or None; drops gradients that the user has zeroed."""
+        """The error that prevents this rank from starting, or None; drops kept gradients that the user has zeroed."""
         try:
             for model in self.models:
                 assert_none_summoned(model.units, "backward")
@@ -125,7 +125,7 @@ class Backward:
 
     def _make_plan(self, problem: Exception | None) -> None:
         numbers = [model.number for model in self.models]
-        self._is_broken = True  # an error here is raised on all ranks, before anything is issued
+        self._is_broken = True  # an error here is raised on all ranks, before any unit communicates
         models = self._plan.plan(numbers, problem, self._is_restricted, is_final=False)
         if models:
             self._add(models)
@@ -134,7 +134,7 @@ class Backward:
         self._is_broken = False
 
     def _add(self, numbers: Collection[int]) -> None:
-        """Go through the models with these ``numbers``, which some rank reaches, in one schedule."""
+        """Add the models with these ``numbers``, which some rank reaches, to the backward."""
         others = [model for model in self._others() if model.number in numbers]
         for model in others:
             model.begin_backward(self)
@@ -160,7 +160,7 @@ class Backward:
         self._use(unit)
 
     def finish(self, call: Any) -> None:
-        """Autograd goes on before an input of ``call``."""
+        """Autograd has finished ``call`` and continues past one of its inputs."""
         bracket = call.bracket
         plan = self._plan
         position = plan.schedule.done.get(bracket.index, -1) if bracket.plan is plan.mark else -1
@@ -168,7 +168,7 @@ class Backward:
             self._walk(self._until_recomputed(bracket, position))
 
     def recompute(self, unit: Unit) -> Bracket[Unit] | None:
-        """A checkpoint runs a call of ``unit`` again; returns the call that it is, if that is in the schedule."""
+        """A checkpoint runs a call of ``unit`` again; returns that call, or None if it is not in the schedule."""
         schedule = self._plan.schedule
         for segment, position in schedule.recompute.items():
             calls = schedule.segments[segment]
@@ -187,7 +187,7 @@ class Backward:
         return None
 
     def accumulate(self, unit: Unit) -> None:
-        """A leaf of ``unit`` has its gradient."""
+        """The gradient of a leaf of ``unit`` is ready."""
         if unit in self._sent:
             raise late_error(unit.fqn)
         if unit.unshard_in_backward and not (unit.is_gathered or unit.is_held):
@@ -196,7 +196,7 @@ class Backward:
         unit.state = TrainingState.BACKWARD_PRE
 
     def _until_recomputed(self, bracket: Bracket[Unit], position: int) -> int:
-        """``position``, or that of RECOMPUTE while the checkpoint around the call has not recomputed anything yet."""
+        """``position``, or that of RECOMPUTE if the checkpoint around the call has not recomputed anything yet."""
         segment = self._plan.segment_of[bracket.index]
         if segment in self._plan.own_segments and not self._recomputed.get(segment):
             return self._plan.schedule.recompute[segment]
@@ -207,14 +207,14 @@ class Backward:
         self._used.add(unit)
         if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._arriving):
             self._gather(unit, is_listed=False)
-        unit.wait_unshard(attach=not unit.is_whole)  # leaves have their shapes then, even without memory
+        unit.wait_unshard(attach=not unit.is_whole)  # gives leaves their shapes even if they have no memory
         unit.begin_backward()
         self._listings.append(unit.listing)
 
     # ---- the walk
 
     def _walk(self, position: int) -> None:
-        """Execute every step up to the mark at ``position``, and those after it up to the next own mark."""
+        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark."""
         if position > self._passed:
             self._passed = position
         plan, passed = self._plan, self._passed
@@ -268,13 +268,13 @@ class Backward:
         elif unit in self._used or not unit.is_under_way:
             unit.finish_pass()
         else:
-            self._arriving.append(unit)  # only served: it is freed on arrival
+            self._arriving.append(unit)  # only served: freed after its gather has arrived
         self._used.discard(unit)
 
     # ---- the end
 
     def end(self) -> None:
-        """The graph task is over: walk the rest of the schedule, wait for what is under way, become idle."""
+        """The graph task is over: execute the remaining steps, wait for all transfers, and become idle."""
         self._walk(len(self._plan.schedule.steps))
         self._finish()
         found = self._plan.agree_on_leaves() if self._plan.is_assumed else None
@@ -287,7 +287,7 @@ class Backward:
             self._retract(found)
 
     def _retract(self, leaves: bytearray) -> None:
-        """Remove the gradients of zeros of parameters that turned out to be reached by no rank."""
+        """Remove the zero gradients of parameters that no rank has reached after all."""
         start = 0
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -305,8 +305,8 @@ class Backward:
         return unit in self._plan.listed or unit in self._used
 
     def abandon(self) -> None:
-        """After an exception: issue the collectives that are left, so that no other rank waits; drop their results."""
-        # A shard without elements, or with a gradient of zeros, does not show whether the user has zeroed it.
+        """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
+        # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.
         seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
         keeps_sums = True in seen or not seen
         for unit in self.units:
@@ -327,11 +327,11 @@ class Backward:
 
 
 def _no_task() -> None:
-    """What a weak reference to a graph task that has ended returns."""
+    """Stand-in for a weak reference to a graph task that has ended."""
 
 
 def _at_end(end: Callable[[], None], listings: list[Listing]) -> weakref.ref[_Token]:
-    """Call ``end`` when the graph task ends; what is returned is dead when the task is over, however it ends."""
+    """Call ``end`` when the graph task ends; the returned reference dies with the task, even after an exception."""
     token = _Token(listings)
 
     def call(_held: _Token = token) -> None:

@@ -1,13 +1,13 @@
-"""One call of a unit in a forward: the hooks that say when a backward reaches it, and when it is done with it.
+"""One call of a unit in a forward: hooks that report when a backward reaches the call, and when it has finished it.
 
-The hooks sit on graph nodes, and a Python object must not hold the node that holds it: the garbage collector does not
-see through the C++ side of such a circle. So each hooked output has a `Probe` of its own, which holds only nodes
-*before* that output, and the probes hold the call::
+Graph nodes hold the hooks. A Python object must not refer to the node that holds it, because the garbage collector
+cannot detect a reference cycle through C++. So each hooked output has its own `Probe`, which refers only to nodes
+*before* that output, and to the call::
 
     input node <-- nodes of the call <-- output node --hook--> probe --> call
                           ^---------------------------------------'
 
-A call lives as long as its graph does: when the last output is dropped, no backward can reach the call any more.
+A call lives as long as its graph: once the last output is dropped, no backward can reach the call.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from fairshard.utils.autograd import (
 
 
 class Listener(Protocol):
-    """What a call notifies of the backward that goes through it."""
+    """Is notified when a backward reaches or finishes a call."""
 
     def reach(self, probe: Probe) -> None:
-        """The backward has reached the output of a call that ``probe`` is on."""
+        """The backward has reached the output that ``probe`` is attached to."""
 
     def finish(self, call: Call) -> None:
-        """The backward is about to go on before the inputs of ``call``: all gradients inside it are done."""
+        """The backward is about to go past the inputs of ``call``: all gradients inside the call are computed."""
 
 
 class Call:
-    """One call of a unit with grad enabled; made before it computes, given its outputs after.
+    """One call of a unit with grad enabled; created before the unit computes.
 
     Attributes:
         bracket: the call's place in the record of the forward.
-        versions: of the shards that it computes with.
-        probes: of the outputs that a backward can be seen to reach; weak.
+        versions: version counters of the unit's shards when they were gathered.
+        probes: weak references to the probes of the hooked outputs.
     """
 
     __slots__ = ("__weakref__", "_inputs", "_leaves", "bracket", "is_custom", "listener", "probes", "versions")
@@ -54,15 +54,15 @@ class Call:
         self.versions = versions
         self.bracket = bracket
         self.probes: list[weakref.ref[Probe]] = []
-        self.is_custom = False  # an output is that of a Python function
-        self._inputs: list[Any] = []  # their graph nodes, and ...
-        self._leaves: list[Tensor] = []  # ... those that are leaves, only until the outputs are known
+        self.is_custom = False  # a `torch.autograd.Function` computed an output
+        self._inputs: list[Any] = []  # graph nodes of the inputs, until the outputs are known
+        self._leaves: list[Tensor] = []  # inputs that are leaves, until the outputs are known
 
     def watch_input(self, tensor: Tensor) -> Tensor:
-        """Notice when the backward goes on to ``tensor``, whose graph is older than that of the call.
+        """Report when the backward goes on to ``tensor``, whose graph is older than the call's.
 
-        Autograd runs what is ready from the newest node to the oldest: when it comes to any input, it is done with the
-        call. The gradient of a leaf shows nothing, for leaves are handed theirs at once.
+        Of the nodes that are ready, autograd runs the newest first: when it reaches any input, it has finished the
+        call. The gradient of a leaf shows nothing, because a leaf gets its gradient immediately.
         """
         self.note_input(tensor)
         if tensor.grad_fn is not None:
@@ -77,7 +77,7 @@ class Call:
         return tensor
 
     def note_input(self, tensor: Tensor) -> None:
-        """As `watch_input`, for a tensor on which another hook already notices that."""
+        """Like `watch_input`, for a tensor on which another hook already reports the same event."""
         node = tensor.grad_fn
         if node is not None:
             self._inputs += (node,)
@@ -85,7 +85,7 @@ class Call:
             self._leaves += (tensor,)
 
     def watch_output(self, tensor: Tensor) -> Tensor:
-        """Notice when a backward reaches ``tensor``; an input that is returned as it is counts as no output."""
+        """Report when a backward reaches ``tensor``; an input that is returned unchanged does not count as output."""
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node in self._inputs or (node is None and any(tensor is leaf for leaf in self._leaves)):
@@ -98,7 +98,7 @@ class Call:
         return tensor
 
     def end(self) -> bool:
-        """The outputs are known; returns whether a backward could reach the call unnoticed by any hook."""
+        """All outputs are known; returns whether a backward could reach the call without triggering a hook."""
         self.bracket.reaches_inputs = bool(self._inputs)
         is_unseen = not self.probes and bool(self._inputs or self._leaves)
         self._inputs, self._leaves = [], []
@@ -107,8 +107,8 @@ class Call:
     def is_reached(self, by_inputs: bool = False) -> bool:
         """Whether the running graph task will execute a part of the call.
 
-        ``by_inputs``: also count a call whose inputs get a gradient. A task that was asked for few gradients may go
-        through a call to those, and compute none inside of it that a plain backward does.
+        ``by_inputs``: also count a call whose inputs get a gradient. A task that computes only some gradients may go
+        through a call to its inputs without executing any node of `Probe.inside`.
         """
         for reference in self.probes:
             probe = reference()
@@ -119,9 +119,9 @@ class Call:
         return False
 
     def makes_graphs(self) -> bool:
-        """Whether a Python function is part of the call, whose backward may make a graph, as reentrant checkpoints do.
+        """Whether a ``torch.autograd.Function`` in the call may build a graph in backward, as reentrant checkpoints do.
 
-        Looks at every node of the call.
+        Visits every node of the call.
         """
         if self.is_custom:
             return True
@@ -144,8 +144,8 @@ class Probe:
     """The hook on one output.
 
     Attributes:
-        nodes: those that come right before the output's.
-        inside: those of them that no other output needs, as far as there are such.
+        nodes: graph nodes right before the output's own.
+        inside: those of ``nodes`` that show most reliably that the output's node runs; see `inner_nodes`.
     """
 
     __slots__ = ("__weakref__", "call", "inside", "nodes")
@@ -160,5 +160,5 @@ class Probe:
         self.call.listener.reach(self)
 
     def is_restricted(self) -> bool:
-        """Whether the running graph task, which has come to the output, leaves out something before it."""
+        """Whether the running graph task, which has reached the output, skips a node right before it."""
         return 0 in reached(self.nodes)

@@ -1,4 +1,4 @@
-"""In which order units are called: a hint for the next forward, and the record that a backward is planned from."""
+"""The order in which units are called: a hint for the next forward, and the record from which a backward is planned."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Generic, TypeVar
 
 UnitT = TypeVar("UnitT")
 
-# Outputs that a user keeps for ever would keep forwards here for ever; beyond this many calls the oldest are dropped.
+# A forward is recorded as long as the user keeps its outputs; beyond this many calls, the oldest forwards are dropped.
 _MAX_CALLS = 1 << 14
 
 _pass_numbers = itertools.count()
-_moment = 0  # of the last beginning or end of a call, in any model
+_moment = 0  # number of starts and ends of calls so far, in all models
 
 
 class ForwardOrder(Generic[UnitT]):
-    """Which unit the running forward should call next: the one that was called next in the last one. A hint."""
+    """Predicts which unit the running forward calls next: the one that the last forward called at that point."""
 
     def __init__(self) -> None:
         self._last: list[UnitT] = []
@@ -33,7 +33,7 @@ class ForwardOrder(Generic[UnitT]):
         self._position = 0
 
     def enter(self, unit: UnitT) -> UnitT | None:
-        """``unit`` is called; returns the one that followed it in the last pass."""
+        """``unit`` is called; returns the unit that followed it in the last pass, or None if this pass differs."""
         position = self._position
         self._position += 1
         self._this.append(unit)
@@ -42,7 +42,7 @@ class ForwardOrder(Generic[UnitT]):
         return None
 
     def forget(self) -> None:
-        """Expect nothing in the next forward: ranks may have seen different passes."""
+        """Predict nothing in the next forward, because ranks may have run different passes."""
         self._last = []
         self._this = []
         self._position = self._num_last = 0
@@ -52,13 +52,13 @@ class Bracket(Generic[UnitT]):
     """One call of ``unit`` in a forward.
 
     Attributes:
-        segment: the number of the checkpoint that it is in, within its pass; -1 for none.
-        call: a weak reference to what its hooks are tied to.
-        node: a weak reference to what recomputes it, inside a reentrant checkpoint.
-        is_unseen: neither shows whether a backward reaches it.
-        reaches_inputs: a backward continues from the call to its inputs; True until the call's end shows.
+        segment: number, within the pass, of the checkpoint that it is in; -1 if none.
+        call: weak reference to its `Call`, if that is tracked.
+        node: weak reference to the graph node that recomputes it; None outside of reentrant checkpoints.
+        is_unseen: neither ``call`` nor ``node`` shows whether a backward reaches it.
+        reaches_inputs: whether a backward continues from it to its inputs; True until the call has ended.
         began: no graph node of the call has a smaller sequence number.
-        index: its place among all calls of the last backward that it was part of; ``plan`` identifies that one.
+        index: its place among all calls of the last backward that it was part of; ``plan`` identifies that backward.
     """
 
     __slots__ = ("began", "call", "index", "is_unseen", "node", "plan", "reaches_inputs", "segment", "unit")
@@ -85,10 +85,10 @@ class Bracket(Generic[UnitT]):
 class Pass(Generic[UnitT]):
     """A forward that awaits its backward.
 
-    ``events`` are the beginnings and ends of its ``brackets`` in order: ``i`` where number ``i`` begins, ``~i`` where
-    it ends. ``jumps``: the moments of those that do not follow the one before at once, because another model was
-    called. ``starts``: for each checkpoint, the smallest sequence number of its nodes. ``is_common``: every rank runs
-    the pass.
+    ``events``: the starts and ends of its ``brackets`` in order: ``i`` where bracket ``i`` starts, ``~i`` where it
+    ends. ``jumps``: the moments of events that do not directly follow the previous one, because another model was
+    called in between; by position in ``events``. ``starts``: for each checkpoint, the smallest sequence number of its
+    nodes. ``is_common``: every rank runs the pass.
     """
 
     is_common: bool
@@ -100,7 +100,7 @@ class Pass(Generic[UnitT]):
 
     @property
     def moments(self) -> list[int]:
-        """For each event a number that orders it among those of other models."""
+        """For each event, a number that orders it among the events of all models."""
         moments: list[int] = []
         for position in range(len(self.events)):
             moments.append(self.jumps[position] if position in self.jumps else moments[-1] + 1)
@@ -125,7 +125,7 @@ class Pass(Generic[UnitT]):
 
 
 class Record(Generic[UnitT]):
-    """The forwards of one model that await their backward, and the one that runs."""
+    """The forwards of one model that await their backward, and the running one."""
 
     def __init__(self) -> None:
         self.passes: list[Pass[UnitT]] = []
@@ -136,7 +136,7 @@ class Record(Generic[UnitT]):
         self._num_calls = self._num_events = self._last_moment = 0
 
     def begin(self, is_common: bool) -> None:
-        """A pass starts whose backward may follow."""
+        """A pass starts that a backward may follow."""
         self._running = Pass(is_common)
         self._open, self._failed = [], set()
         self._key = None
@@ -144,7 +144,7 @@ class Record(Generic[UnitT]):
         self._last_moment = -1
 
     def enter(self, unit: UnitT, segment: Any) -> Bracket[UnitT] | None:
-        """``unit`` is called, inside of ``segment`` if that is not None; None if no backward can follow."""
+        """``unit`` is called, inside ``segment`` if not None; returns None if no backward can follow."""
         running = self._running
         if running is None:
             return None
@@ -165,7 +165,7 @@ class Record(Generic[UnitT]):
         return bracket
 
     def leave(self, completed: bool) -> None:
-        """The innermost call is over; one that raised is forgotten."""
+        """The innermost call is over; forgets a call that raised (not ``completed``)."""
         if self._running is not None and self._open:
             index = self._open.pop()
             self._note(self._running, ~index)
@@ -194,7 +194,7 @@ class Record(Generic[UnitT]):
                 del self.passes[0]
 
     def keep(self, passes: Sequence[Pass[UnitT]]) -> None:
-        """Forget all passes but these."""
+        """Forget all passes except these."""
         self.passes = [one for one in self.passes if one in passes]
 
     def __iter__(self) -> Iterator[Bracket[UnitT]]:

@@ -1,4 +1,4 @@
-"""Objects that the engine notifies of the passes of a model. Setup makes them; the engine knows only these methods."""
+"""Interfaces of the objects that the engine notifies of a model's passes, and that setup creates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairshard.utils.watchdog import Training
 
 
 class OrderListener(Training, Protocol):
-    """Keeps what this rank has run, to say where it stands and where ranks differ."""
+    """Records what this rank has run, to report its position and where ranks differ."""
 
     step: int
 
@@ -36,11 +36,11 @@ class OrderListener(Training, Protocol):
         """A pass was interrupted."""
 
     def differ(self, state: str) -> NoReturn:
-        """Raise: ranks have run different things; ``state`` is this rank's, in words. **Collective.**"""
+        """Raise, because ranks have run different things; ``state`` describes this rank in words. **Collective.**"""
 
 
 class GradListener(Protocol):
-    """Looks at gradients before they are reduced, and at their sums."""
+    """Checks gradients before they are reduced, and their sums afterwards."""
 
     is_on: bool
 
@@ -58,7 +58,7 @@ class GradListener(Protocol):
 
 
 class JoinListener(Protocol):
-    """Leads ranks that have no batches left through the passes of the others."""
+    """Lets ranks that have run out of batches take part in the passes of the others."""
 
     throws: bool
     is_in_block: bool
@@ -76,10 +76,10 @@ class JoinListener(Protocol):
         """A backward of ``passes`` begins."""
 
     def end_backward(self, ends_step: bool) -> bool:
-        """It is over; returns whether all ranks have computed it."""
+        """The backward is over; returns whether all ranks have computed it."""
 
     def check_all_compute(self, what: str) -> None:
-        """Raise where ``what`` needs all ranks and some are done."""
+        """Raise if some ranks are done, because ``what`` needs all of them."""
 
     def announced_call(self, call: str, *arguments: Any) -> Any:
         """A context in which all ranks make ``call``."""

@@ -1,4 +1,4 @@
-"""The modules that are one unit in place: where it has no wrapper, they are what is called."""
+"""The modules of a unit that has no wrapper: calls of these modules are the calls of the unit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 class Members:
-    """The ``modules`` that share a unit, which stays gathered from the first call of one to the last of all.
+    """The ``modules`` of one unit, which stays gathered from the first call of any until all have been called.
 
-    ``output_dtype``: what their floating outputs are cast to.
+    ``output_dtype``: the dtype to which their floating-point outputs are cast.
     """
 
     def __init__(self, modules: Sequence[nn.Module], output_dtype: torch.dtype | None) -> None:
@@ -21,11 +21,11 @@ class Members:
 
     @property
     def fqn(self) -> str:
-        """Names of the modules before the model has given them some."""
+        """Name of the unit until the modules have names: their indexes, or empty for a single module."""
         return ", ".join(str(index) for index in range(len(self.modules))) if len(self.modules) > 1 else ""
 
     def in_order(self, names: Mapping[int, str]) -> list[str]:
-        """Those of ``names``, by ``id`` of their modules, that belong to members, in the members' order."""
+        """Names of the modules, in their order; skips modules whose ``id`` is not in ``names``."""
         return [names[id(module)] for module in self.modules if id(module) in names]
 
     def enter(self, module: nn.Module) -> None:
@@ -37,10 +37,10 @@ class Members:
         self._left.discard(self.modules.index(module))
 
     def begin_pass(self) -> None:
-        """A pass begins, in which no member has been called yet."""
+        """A pass begins: no module has been called yet."""
         self._left = set()
 
     @property
     def are_awaited(self) -> bool:
-        """Whether some members have still to be called; the unit stays gathered for them."""
+        """Whether some, but not all, modules have been called: the unit stays gathered for the others."""
         return bool(self._left)

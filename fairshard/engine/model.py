@@ -1,4 +1,4 @@
-"""A model as its backward sees it: what a `Root` is to `Backward` and `Planner`."""
+"""A model as its backward sees it: the part of `Root` that `Backward` and `Planner` use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Model(Protocol):
     """A model that a backward goes through.
 
     Attributes:
-        note: to be called with each unit that is gathered or sent next.
-        last: the planner's own.
+        note: is called with each unit before it is gathered or sent.
+        last: what the planner keeps for the next backward, a `Last`.
     """
 
     number: int
@@ -38,23 +38,23 @@ class Model(Protocol):
         """``backward`` goes through the model."""
 
     def keeps_after_forward(self, unit: Unit) -> bool:
-        """Whether ``unit`` is to stay gathered from its forward to its backward."""
+        """Whether ``unit`` stays gathered from its forward to its backward."""
 
     def before_send(self, unit: Unit) -> None:
         """The gradients of ``unit`` are sent next."""
 
     def differ(self) -> NoReturn:
-        """Raise: ranks have run different things. **Collective.**"""
+        """Raise, because ranks have run different things. **Collective.**"""
 
     def end_backward(self, backward: Any) -> None:
         """The backward is over."""
 
     def leave_backward(self) -> None:
-        """It is over, and has reached no unit of the model."""
+        """The backward is over, and has reached no unit of the model."""
 
 
 def is_reached(model: Model) -> bool:
-    """Whether the running graph task reaches a call of ``model`` that is recorded."""
+    """Whether the running graph task reaches a recorded call of ``model``."""
     for bracket in model.record:
         call = None if bracket.call is None else bracket.call()
         node = None if bracket.node is None else bracket.node()

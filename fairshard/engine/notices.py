@@ -1,4 +1,4 @@
-"""Errors of a backward that a unit cannot follow, and warnings of what costs memory."""
+"""Errors for backwards that a unit cannot handle, and warnings about what costs memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fairshard.utils.user_line import level_of_user
 
 
 class _Gathers(Protocol):
-    """What is needed of a unit here."""
+    """The part of a unit that is used here."""
 
     @property
     def flat_params(self) -> Sequence[FlatParam]:
@@ -39,7 +39,7 @@ def unseen_error(fqn: str) -> ParameterShardedError:
 
 
 def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
-    """Warn that unit ``fqn`` stays gathered because of what it returned."""
+    """Warn that unit ``fqn`` stays gathered because of the type of its outputs."""
     warnings.warn(
         f"Unit `{fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard cannot look "
         "into. It stays gathered from now on, because a backward through them would be noticed too late. Return "
@@ -49,7 +49,7 @@ def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
 
 
 def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
-    """Warn, if autocast is on and parameters are gathered in fp32, what that costs; returns whether it did."""
+    """Warn of the memory cost if autocast is on and parameters are gathered in fp32; returns whether it warned."""
     if not torch.is_autocast_enabled(device.type):
         return False
     if not any(fp.compute_dtype == torch.float32 for unit in units for fp in unit.flat_params):
@@ -64,7 +64,7 @@ def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
 
 
 def late_error(fqn: str) -> BackwardOrderError:
-    """Error for gradients of unit ``fqn`` that come after the backward was done with all of its calls."""
+    """Error for gradients of unit ``fqn`` that arrive after the backward has finished all calls of the unit."""
     return BackwardOrderError(
         f"The backward must finish unit `{fqn or 'root'}` before it reaches earlier computations, but gradients of "
         "the unit arrived later. Its calls must run on one thread, and on one device, in the order in which their "
@@ -73,5 +73,5 @@ def late_error(fqn: str) -> BackwardOrderError:
 
 
 def other_rank_error(problems: Sequence[str]) -> FairshardError:
-    """Error on the ranks whose own backward could begin, where that of another rank cannot."""
+    """Error for ranks whose own backward could begin, when that of another rank cannot."""
     return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see its log'}")

@@ -16,18 +16,18 @@ from fairshard.utils.containers import apply_to_tensors
 
 @dataclass(frozen=True)
 class Ignored:
-    """The ``modules`` that a unit ignores, with all below them, and the ``params`` of these and beside them."""
+    """What a unit ignores: ``modules`` with all submodules, and ``params``, of these modules and of others."""
 
     modules: tuple[nn.Module, ...] = ()
     params: tuple[nn.Parameter, ...] = ()
 
     @property
     def ids(self) -> set[int]:
-        """The ``id`` of each of them."""
+        """The ``id`` of each module and parameter."""
         return {id(item) for item in (*self.modules, *self.params)}
 
     def replaced(self, new: Mapping[int, nn.Parameter]) -> Ignored:
-        """With ``new[id(param)]`` instead of ``param``."""
+        """A copy in which ``new[id(param)]``, if present, replaces ``param``."""
         return Ignored(self.modules, tuple(new.get(id(param), param) for param in self.params))
 
 
@@ -36,11 +36,11 @@ NOTHING = Ignored()
 
 @dataclass
 class Origin:
-    """A module whose values were there to be cut, for a unit that computes on ``device``.
+    """How the module of a unit was prepared for sharding; the unit computes on ``device``.
 
-    ``is_placed``: the user has named that device. ``moves_inputs``: what a forward is called with goes there too.
-    ``sums`` has a checksum for each parameter where ranks may have begun with different values; until they are
-    compared. ``shared``: the `SharedParams` that its modules use of other units.
+    ``is_placed``: the user chose the device. ``moves_inputs``: a forward moves its inputs there. ``sums``: if ranks
+    may have begun with different values, a checksum of each parameter until they are compared. ``shared``: the
+    `SharedParams` of other units that its modules use.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class Origin:
         self._versions = versions_of(flat_params)
 
     def has_changed(self, flat_params: Sequence[FlatParam]) -> bool:
-        """Whether something was written to a shard since."""
+        """Whether a shard was written to after `note_cut`."""
         return self._versions != versions_of(flat_params)
 
     @property
@@ -74,5 +74,5 @@ class Origin:
 
 
 def move_inputs(inputs: Any, device: torch.device) -> Any:
-    """``inputs`` with every tensor in them on ``device``, differentiably; containers keep their types."""
+    """Move every tensor in ``inputs`` to ``device``, differentiably; containers keep their types."""
     return apply_to_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)

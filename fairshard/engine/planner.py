@@ -1,7 +1,7 @@
 """Planning a backward: what this rank reaches, what all ranks agree on, and the schedule that follows from it.
 
-Most backwards are like the one before. What follows from the calls alone (`Calls`), and the schedule, are kept from
-one to the next; comparing them with what is there now takes no Python call per unit.
+Most backwards are like the previous one. So the schedule and what depends on the calls alone (`Calls`) are kept for
+the next backward; checking whether they still apply takes no Python call per unit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Calls:
     """The calls of the forwards that await a backward, and what follows from them.
 
     Attributes:
-        key: what all of it was made from.
-        places: where each call belongs; those of units without parameters are in no checkpoint.
-        segment_of: the checkpoint that each call is in; -1 for none.
-        events: beginnings and ends of calls, as `Pass.events` has them, numbered through.
-        empty: those of units without parameters: ranks need not make them alike, and they are in no schedule.
-        peers: the groups that the calls concern.
-        digests: for each of the peers, of the calls that it concerns.
+        key: everything that the other attributes were built from.
+        places: the place of each call; calls of units without parameters are in no checkpoint.
+        segment_of: for each call, the checkpoint that it is in; -1 if none.
+        events: starts and ends of calls, as in `Pass.events`, but numbered across all forwards.
+        empty: calls of units without parameters; they may differ between ranks, and are in no schedule.
+        peers: the groups of ranks that the calls concern.
+        digests: for each of ``peers``, the calls that concern it, as bytes.
     """
 
     key: Any
@@ -49,7 +49,7 @@ class Calls:
 
 @dataclass
 class Last:
-    """What the last backward keeps for the next one: the calls; the schedule, and what it was made from."""
+    """What a backward keeps for the next one: its calls, its schedule, and what the schedule was built from."""
 
     calls: Calls | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -60,14 +60,14 @@ class Planner:
     """The plan of one backward through ``models``, ordered by number.
 
     Attributes:
-        mark: what `Bracket.plan` is for the calls of this one.
-        number: the place of each of ``units``, as `Schedule` counts them.
-        brackets: the calls, as `Schedule` counts them.
-        segment_of: for each call, the checkpoint that it is in.
+        mark: value of `Bracket.plan` for the calls of this backward.
+        number: the number of each unit in `Schedule`.
+        brackets: the calls, in the order of their numbers in `Schedule`.
+        segment_of: for each call, the checkpoint that it is in; -1 if none.
         own_segments: the checkpoints that this rank recomputes.
         stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
-        from_parts: for each unit, whether it is gathered from parts that few ranks have kept.
-        is_assumed: whether some leaves count as reached that may not be; see `Reach`.
+        from_parts: for each unit, whether it is gathered from kept parts; see `KeptParts`.
+        is_assumed: whether leaves count as reached that may turn out not to be; see `Reach`.
         sends: whether any gradient is sent or kept.
     """
 
@@ -85,16 +85,17 @@ class Planner:
         self.listed: set[Unit] = set()
         self.from_parts: list[bool] = []
         self.is_assumed = self.sends = False
-        self._is_partial: dict[Unit, bool] = {}  # some of its leaves are not reached, as far as the graph shows
+        self._is_partial: dict[Unit, bool] = {}  # True: the graph shows no path to some of its leaves
         self._peers: list[Peers] = []
 
     def plan(
         self, numbers: Sequence[int], problem: Exception | None, is_restricted: bool, is_final: bool
     ) -> frozenset[int]:
-        """Agree and make the schedule; returns the models that any rank reaches, if ranks reach different ones.
+        """Agree with the other ranks and build the schedule, unless ranks reach different models.
 
-        Nothing was agreed on then. ``numbers``: those of the models that this rank reaches. ``problem``: why this rank
-        cannot begin. ``is_restricted``: the backward was asked for some gradients only.
+        In that case, returns the numbers of all these models, otherwise an empty set. ``numbers``: of the models that
+        this rank reaches. ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some
+        gradients. ``is_final``: all ranks are known to plan the same models.
 
         **Collective.**
 
@@ -110,7 +111,7 @@ class Planner:
         for forward, one in enumerate(passes):
             for bracket in one.brackets:
                 if bracket.is_unseen and (bracket.index < 0 or is_final):
-                    lives[forward] = 1  # an unseen call, whose end nothing shows, awaits one backward
+                    lives[forward] = 1  # nothing shows when an unseen call is dropped: it awaits one backward
                 bracket.index, bracket.plan = len(self.brackets), self.mark
                 self.brackets.append(bracket)
         calls = self._calls(passes)
@@ -136,7 +137,7 @@ class Planner:
     # ---- the calls
 
     def _calls(self, passes: list[Pass[Unit]]) -> Calls:
-        """What follows from the calls; reused from the last backward if they are the same."""
+        """`Calls` of ``passes``; reuses those of the last backward if nothing has changed."""
         key = (
             [[bracket.unit for bracket in one.brackets] for one in passes],
             [[bracket.segment for bracket in one.brackets] for one in passes],
@@ -253,13 +254,13 @@ class Planner:
         return own
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:
-        """Whether leaves of ``unit`` that seem unreached may be used in a graph that ``call`` has not made yet."""
+        """Whether the backward of ``call`` may build a graph that uses leaves of ``unit`` that seem unreached."""
         if unit not in self._is_partial:
             self._is_partial[unit] = not all(map(reaches, unit.nodes))
         return self._is_partial[unit] and call.makes_graphs()
 
     def _assume(self, own: Reach) -> None:
-        """Count the leaves of units inside reentrant checkpoints as reached: their graph does not exist yet."""
+        """Count the leaves of units inside reentrant checkpoints as reached, because their graph does not exist yet."""
         start = 0
         for unit, is_assumed in zip(self.units, own.assumed, strict=True):
             for flat_param in unit.flat_params:
@@ -280,7 +281,7 @@ class Planner:
     # ---- what follows
 
     def _raise_for(self, verdict: Verdict, problem: Exception | None) -> None:
-        """Raise on every rank where they have run different things, or one has a problem. **Collective** then."""
+        """Raise on every rank if ranks have run different things, or one has a problem. **Collective** in that case."""
         if not verdict.agree:
             for model in self._models:
                 model.differ()
@@ -315,7 +316,7 @@ class Planner:
         self.schedule = last.schedule
 
     def _note_owed(self, leaves: bytearray) -> bytes:
-        """Note for each flat param which of its parameters have gradients on any rank; returns which units have any."""
+        """Record in each flat param which parameters have gradients on any rank; returns which units have any."""
         self.sends = 1 in leaves
         if 0 not in leaves:
             for unit in self.units:
@@ -342,7 +343,7 @@ class Planner:
         )
 
     def agree_on_leaves(self) -> bytearray:
-        """Which parameters any rank had gradients of in the end. **Collective.**"""
+        """Which parameters have received gradients on any rank, after the backward. **Collective.**"""
         leaves = bytearray()
         for unit in self.units:
             for flat_param in unit.flat_params:

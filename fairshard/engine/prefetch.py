@@ -1,4 +1,4 @@
-"""Which units are gathered ahead of which: those that a user named, or the one that should come next."""
+"""Which units are gathered ahead: those that the user has named, or the one that is predicted to be next."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ UnitT = TypeVar("UnitT")
 
 
 class Prefetch(Generic[UnitT]):
-    """What one unit gathers ahead. Units that a forward gathered and did not run are freed at its end.
+    """The units that one unit gathers ahead; those that a forward gathers but does not run are freed at its end.
 
     Attributes:
-        forward: named by the user, to be gathered in place of the unit that followed this one in the last pass.
-        backward: named by the user, to be gathered in place of the one that the backward should reach next.
-        ahead_in_backward: what to gather when a backward reaches this one; None for the one that it should reach next.
-        waits_for_grads: whether in a backward the unit gathers others only once it has its gradients and is freed.
+        forward: units named by the user, gathered instead of the one that followed this one in the last pass.
+        backward: units named by the user, gathered instead of the one that the backward should reach next.
+        ahead_in_backward: units to gather when a backward reaches this one; None: the one that it should reach next.
+        waits_for_grads: whether, in a backward, it gathers them only after its own gradients are ready and it is freed.
     """
 
     def __init__(self, config: UnitConfig) -> None:
@@ -31,7 +31,7 @@ class Prefetch(Generic[UnitT]):
         self.ahead_in_backward: tuple[UnitT, ...] | None = None if self._is_backward_on else ()
 
     def choose_among(self, units: Collection[UnitT]) -> None:
-        """Use what the user has named, without units that are not among ``units``, those of one model."""
+        """Use those units that the user has named and that are in ``units``, the units of one model."""
         self._forward = tuple(unit for unit in self.forward if unit in units)
         backward = tuple(unit for unit in self.backward if unit in units)
         self.ahead_in_backward = backward if backward or not self._is_backward_on else None

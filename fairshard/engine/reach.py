@@ -1,13 +1,13 @@
-"""What the ranks' backwards reach, agreed on by one exchange at the start of a backward.
+"""One exchange at the start of a backward, in which the ranks agree on what their backwards reach.
 
-Each rank sends a hash of what it has run and a bit for each question of which ranks may know different answers::
+Each rank sends a hash of what it has run, and one bit for each question that ranks may answer differently::
 
     header                                   units                                    forwards
     hash | flags | n | numbers of models     leaves | missing | uncut | assumed       calls | reaches_inputs | alive
 
-The result is the union: a bit is set if any rank has set it. The first message has the same size whatever the models
-are, so ranks that have run different things notice it before the first gather of the backward. What does not fit into
-it goes into a second one, as do the answers where ranks reach different models.
+The result is the union: a bit is set if any rank has set it. The first message has the same size for all models, so
+ranks that have run different things notice it before the first gather of the backward. Answers that do not fit are
+sent in a second message. If ranks reach different models, they repeat the exchange for all of these models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from fairshard.utils.collectives import Communicator
 
-_NUM_MODELS = 8  # that one backward may reach
+_NUM_MODELS = 8  # maximum that one backward may reach
 _HEADER = struct.Struct(f">QBI{_NUM_MODELS}I")
 _PROBLEM, _DIFFERENT, _SEVERAL = 1, 2, 4  # flags
 
@@ -36,11 +36,11 @@ class Reach:
     Attributes:
         calls: for each call, whether the backward reaches it.
         reaches_inputs: for each call, whether a backward that reaches it continues to its inputs.
-        alive: for each forward, whether a later backward could.
+        alive: for each forward, whether a later backward could reach it.
         leaves: for each parameter, whether it has a gradient to send.
-        missing: for each unit, whether it must be gathered to be used.
-        uncut: for each unit, whether no part of it is kept to gather it from.
-        assumed: for each unit, whether its leaves count as reached because a checkpoint has yet to show which are.
+        missing: for each unit, whether it must be gathered before use.
+        uncut: for each unit, whether it cannot be gathered from kept parts; see `KeptParts`.
+        assumed: for each unit, whether its leaves count as reached because a checkpoint has not shown yet which are.
     """
 
     calls: bytearray = field(default_factory=bytearray)
@@ -54,7 +54,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of one communicator, and which questions concern them: places in the answers of `Reach`."""
+    """The ranks of one communicator, and the questions that concern them, as indexes into the answers of `Reach`."""
 
     comm: Communicator
     calls: Sequence[int]
@@ -67,7 +67,7 @@ class Peers:
 class Verdict:
     """Whether the ranks have run the same things, whether any has a problem, and the models that any reaches.
 
-    Where ranks reach different models (``is_open``), nothing was compared, and `Reach` is as it was.
+    If ranks reach different models (``is_open``), nothing was compared, and `Reach` is unchanged.
     """
 
     agree: bool
@@ -80,8 +80,8 @@ class Verdict:
 class Question:
     """What one rank contributes to an exchange.
 
-    ``hashes``: for each of the peers, of what must be the same. ``models``: the numbers of the models that it reaches.
-    ``is_final``: all ranks are known to ask of the same models.
+    ``hashes``: for each of the ``peers``, a hash of what must be the same on them. ``models``: the numbers of the
+    models that this rank reaches. ``is_final``: all ranks are known to ask about the same models.
     """
 
     reach: Reach
@@ -93,9 +93,9 @@ class Question:
 
 
 def agree_on(question: Question) -> Verdict:
-    """Set in ``question.reach`` what any rank of its peers has set, group after group. **Collective.**
+    """Set in ``question.reach`` all answers that any peer has set, one group after the other. **Collective.**
 
-    Stops where ranks have run different things, or one has a problem; every rank then knows that.
+    If ranks have run different things, or one has a problem, the remaining answers stay unchanged.
     """
     flags = _PROBLEM if question.has_problem else 0
     models = set(question.models)
@@ -107,7 +107,7 @@ def agree_on(question: Question) -> Verdict:
 
 
 def _swap(question: Question, peers: Peers, number: int, flags: int, models: set[int]) -> tuple[int, set[int]]:
-    """The union of the flags and the models of all ranks; ``question.reach`` becomes one if there is nothing wrong."""
+    """The union of all ranks' flags and models; if nothing is wrong, sets ``question.reach`` to that of the answers."""
     reach = question.reach
     fields = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
     fields += [(reach.assumed, peers.units), (reach.calls, peers.calls), (reach.reaches_inputs, peers.calls)]
@@ -134,7 +134,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
 
 
 def _exchange(comm: Communicator, message: bytes) -> list[bytes]:
-    """The message of every rank, all of one size, in host memory. **Collective.**"""
+    """The messages of all ranks, which have the same size, in host memory. **Collective.**"""
     with torch.inference_mode(False):
         buffer = torch.empty(comm.world_size, len(message), dtype=torch.uint8)
     rows = buffer.numpy()
@@ -149,7 +149,7 @@ def _pack(fields: Sequence[tuple[bytearray, Sequence[int]]]) -> bytes:
 
 
 def _unpack(fields: Sequence[tuple[bytearray, Sequence[int]]], messages: Sequence[bytes]) -> None:
-    """Set in ``fields`` the union of what `_pack` made of them on all ranks."""
+    """Write the union of the ranks' ``messages``, each made by `_pack`, to ``fields``."""
     if not messages[0]:
         return
     union = np.bitwise_or.reduce([np.frombuffer(message, np.uint8) for message in messages])

@@ -1,4 +1,4 @@
-"""A model that is called: where its passes begin and end, and what runs in between."""
+"""The passes of a model: where they begin and end, and what runs in between."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ roots: weakref.WeakSet[Root] = weakref.WeakSet()  # of this process
 
 
 class Root:
-    """The outermost unit's view of all units.
+    """All units of one model, and the running pass.
 
-    A *pass* through the model is opened by whichever unit is called first, normally the outermost, and may be
-    followed by a backward. Invariant: outside of passes nothing is under way, and after the last backward nothing is
+    The unit that is called first, normally the outermost, begins a *pass* through the model, which a backward may
+    follow. Invariant: outside of passes no gather or reduction is under way, and after the last backward nothing is
     gathered.
 
     Attributes:
-        is_last_backward: False: what the next backward does not reach stays gathered for the one after it.
-        number: of the model among those with the same ``comms``, the same on every rank.
-        num_interrupted: backwards that raised; the same on all ranks, or the next backward raises.
+        is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
+        number: number of the model among those with the same ``comms``; equal on all ranks.
+        num_interrupted: number of backwards that raised; if ranks differ in it, the next backward raises.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Root:
         self.record: Record[Unit] = Record()
         self.last = Last()
         self.backward: Backward | None = None
-        self.after_step: Event | None = None  # what the next pass's gathers wait for, instead of its beginning
+        self.after_step: Event | None = None  # the next pass's gathers wait for it, not for all work queued before
         self.has_begun = False
         self.is_last_backward = True
         self.num_interrupted = 0
@@ -67,7 +67,7 @@ class Root:
         self._is_trained = False
         self._warned_autocast = False
         self._last_output: Callable[[], Tensor | None] = _none
-        self.note: Callable[[Unit], None] = order_check.note  # a unit is gathered or sent next
+        self.note: Callable[[Unit], None] = order_check.note  # called before a unit runs, is gathered or sent
         roots.add(self)
 
     @property
@@ -77,18 +77,18 @@ class Root:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is under way, or has raised and nobody has cleaned up."""
+        """Whether a backward is running, or has raised and `reset` has not cleaned up yet."""
         return self.backward is not None
 
     @property
     def is_common(self) -> bool:
-        """Whether a pass needs all ranks; under ``no_sync`` with whole parameters each may run as many as it likes."""
+        """Whether a pass needs all ranks; under ``no_sync`` with unsharded parameters, ranks may run any passes."""
         return self._is_cut or any(unit.sync for unit in self.units)
 
     # ---- forward
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
-        """Gather, look ahead, cast the inputs; returns the inputs and, with grad enabled, what tracks the call."""
+        """Gather, prefetch, and cast the inputs; returns the inputs and, with grad enabled, the `Call`."""
         if self.shared.depth == 0 and (self.backward is None or self.backward.task() is None):
             self._begin_pass()
         self.shared.depth += 1
@@ -117,9 +117,9 @@ class Root:
             raise
 
     def post_forward(self, unit: Unit, outputs: Any, call: Call | None, is_nested: bool) -> Any:
-        """Hook the outputs for the backward, and reshard unless the backward needs the parameters at once.
+        """Attach the backward's hooks to the outputs, and reshard unless the unit stays gathered.
 
-        ``is_nested``: an outer call of the same unit, or a backward, still computes with its parameters.
+        ``is_nested``: the unit was already computing before the call, in an enclosing call or in a backward.
         """
         try:
             if type(outputs) is Tensor:
@@ -147,8 +147,8 @@ class Root:
         return outputs
 
     def abort_forward(self, unit: Unit, is_nested: bool) -> None:
-        """The forward raised: leave everything as if it had not been called."""
-        self._leave(unit, self.backward is not None, is_nested, completed=False)  # a checkpoint may stop by raising
+        """Clean up after a forward that raised, as if it had not been called."""
+        self._leave(unit, self.backward is not None, is_nested, completed=False)  # a checkpoint may raise to stop early
 
     def _enter(self, unit: Unit, is_grad_enabled: bool) -> Bracket[Unit] | None:
         bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
@@ -169,7 +169,7 @@ class Root:
             unit.unshard()
 
     def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook the inputs, but not the output of the unit that was called last: its hook notices the same event."""
+        """Attach hooks to the inputs, except to the last called unit's output, whose hook reports the same event."""
         last = self._last_output()
         for value in (*args, *kwargs.values()) if kwargs else args:
             if value is last and last is not None:
@@ -180,12 +180,12 @@ class Root:
                 apply_to_tensors(call.watch_input, value)
 
     def _keeps_gathered(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays gathered after its forward, as things are."""
+        """Whether ``unit`` stays gathered after the call that is ending."""
         awaited = unit.members is not None and unit.members.are_awaited
         return self.backward is not None or awaited or self.keeps_after_forward(unit)
 
     def keeps_after_forward(self, unit: Unit) -> bool:
-        """Whether ``unit`` is to stay gathered for its backward; the outermost is, whose backward comes first."""
+        """Whether ``unit`` stays gathered for its backward, as the outermost does by default: its backward is first."""
         first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
         return first or not unit.reshard_after_forward
 
@@ -205,7 +205,7 @@ class Root:
             self._end_pass(completed)
 
     def _begin_pass(self) -> None:
-        if self.backward is not None:  # its end never came: it raised
+        if self.backward is not None:  # it raised, and has not ended properly
             self.reset()
         assert_none_summoned(self.units, "forward")
         if self.join is not None:
@@ -239,7 +239,7 @@ class Root:
     # ---- backward
 
     def leaf_hook(self, unit: Unit) -> Callable[[Tensor], None]:
-        """The hook for the leaves of ``unit``. Its references are weak: the collector does not see hooks of leaves."""
+        """The hook for leaves of ``unit``; its references are weak, because the garbage collector cannot see hooks."""
         root, known = weakref.ref(self), weakref.ref(unit)
 
         def on_grad(_leaf: Tensor) -> None:
@@ -255,20 +255,20 @@ class Root:
         return on_grad
 
     def reach(self, probe: Probe) -> None:
-        """Autograd has reached the output that ``probe`` is on."""
+        """Autograd has reached the output that ``probe`` is attached to."""
         backward = self.backward
         if backward is None or backward.task() is None:
             backward = self._start_backward(probe)
         backward.reach(probe.call)
 
     def finish(self, call: Call) -> None:
-        """Autograd goes on before an input of ``call``."""
+        """Autograd has finished ``call`` and continues past one of its inputs."""
         if self.backward is not None and self.backward.task() is not None:
             self.backward.finish(call)
 
     def _start_backward(self, probe: Probe | None) -> Backward:
-        """A backward that begins, at ``probe`` if that is not None."""
-        if self.backward is not None:  # its end never came: it raised
+        """Begin a backward, at ``probe`` if not None."""
+        if self.backward is not None:  # it raised, and has not ended properly
             self.reset()
         if self.join is not None:
             self.join.begin_backward(self.record.passes)
@@ -289,7 +289,7 @@ class Root:
         self.order_check.begin_backward()
 
     def follow_backward(self, passes: list[Pass[Unit]]) -> None:
-        """Serve a whole backward of ``passes``, which other ranks compute and this one does not."""
+        """Serve a whole backward of ``passes`` that other ranks compute and this one does not."""
         before, self.record.passes = self.record.passes, passes
         try:
             Backward(self, self._others).follow()
@@ -317,7 +317,7 @@ class Root:
         self.order_check.end_backward(False, True)
 
     def differ(self) -> NoReturn:
-        """Raise: ranks have run different things. **Collective.**"""
+        """Raise, because ranks have run different things. **Collective.**"""
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync]
         listed = ", ".join(unsynced[:3]) or "none"
         self.order_check.differ(f"{self.num_interrupted} backwards have raised; units under no_sync: {listed}")
@@ -328,9 +328,9 @@ class Root:
             self.nan_check.look(unit)
 
     def finish_grads(self) -> None:
-        """Send the gradients that wait in buckets; wait for all sums under way, and write them to the shards."""
+        """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
         self.shared.bucketer.flush()
-        if self.shared.transfers.listener is None:  # otherwise they land when they are stepped
+        if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
             self._land_grads()
         self._wait_for_reads()
 
@@ -344,7 +344,7 @@ class Root:
             root._drop_pass(backward)
 
     def drop_interrupted(self) -> None:
-        """`reset` after a backward that raised, unless something has done it already."""
+        """Call `reset` if a backward has raised and was not cleaned up yet."""
         if self.backward is not None and self.backward.task() is None:
             self.reset()
 
@@ -370,20 +370,20 @@ class Root:
                 flat_param.grad.land()
 
     def _wait_for_reads(self) -> None:
-        """Let the host wait until the GPU has read the shards in host memory: from now on they may change."""
+        """Make the host wait until the GPU has read the shards in host memory; after that they may change."""
         if self._reads_host_memory and self.device.type == "cuda":
             self.shared.transfers.wait(self.shared.unshard_stream.record())
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether neither a forward nor a backward is under way."""
+        """Whether no forward and no backward is running."""
         return not self.shared.depth and self.backward is None
 
     def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
-        """Raise unless no pass is under way in ``units``, all if None.
+        """Raise if a pass is running in one of ``units``; None: all units.
 
         Raises:
-            TrainingStateError: one is.
+            TrainingStateError: a pass is running.
         """
         self.drop_interrupted()
         for unit in self.units if units is None else units:
@@ -397,4 +397,4 @@ class Root:
 
 
 def _none() -> None:
-    """What a weak reference to nothing returns."""
+    """Stand-in for a weak reference to nothing."""

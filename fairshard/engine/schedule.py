@@ -1,15 +1,16 @@
-"""What one backward communicates, and when: one list, the same on every rank. Integers only: no tensors, no ranks.
+"""The schedule of one backward: a list of all communication in order, the same on every rank.
 
-It is made of the calls of the forwards that await the backward, walked from the last one back, as far as any rank's
-backward reaches them. For units 0 (around the others), 1 and 2, called in this order::
+It is built from the calls of the forwards that await the backward, from the last call to the first, without calls that
+no rank's backward reaches. Units and calls are integers; tensors and ranks do not occur. For units 0 (around the
+others), 1 and 2, called in this order::
 
     forward     | 0 begins | 1 begins, ends | 2 begins, ends | 0 ends |
     schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  SEND 2  FREE 2    AT 1    DONE 1  SEND 1  FREE 1 ...
 
-*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward, but for a unit at
-which the backward of one forward ends and that of an earlier one comes next. It stays: a GAN's discriminator would
-gather its first layers twice. Whether a step is in the list, and where, never depends on one rank's reach, memory or
-timing.
+*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward. Exception: it
+stays gathered for an earlier forward if the later forward's backward ends at it, because otherwise a GAN's
+discriminator would gather its first layers twice, or if the next call is one of the same unit. Whether and where a
+step is in the list never depends on the reach, memory or timing of a single rank.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from enum import IntEnum
 from typing import NamedTuple
 
 ENDS = 2
-"""How a backward reaches a call that it does not go on from: nothing before its inputs is trained."""
+"""Marks a reached call at which the backward ends, because nothing before its inputs is trained."""
 
 
 class Kind(IntEnum):
-    """What a step of a schedule is: a mark, which each rank passes when its own backward gets there, or an order.
+    """The kind of a step: a mark, which each rank passes when its own backward gets there, or an action.
 
     ``AT``: the backward has reached the outputs of a call. ``DONE``: it has computed all gradients inside the call.
     ``RECOMPUTE``: a checkpoint is about to run its forward again.
@@ -39,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Step(NamedTuple):
-    """One step; ``call`` is that of a mark, or the one that the order is for (-1: none)."""
+    """One step; ``call`` is the call of the mark, or the call that the action is for (-1: none)."""
 
     kind: Kind
     unit: int
@@ -58,10 +59,10 @@ class CallPlace(NamedTuple):
 class UnitRule:
     """How one unit is treated in a backward.
 
-    ``ahead``: the units to gather when the backward reaches it; None for the one that it should reach next.
-    ``waits``: they are gathered when this one is done. ``gathers``, ``frees``: it is gathered at all; freed at the end.
-    ``frees_between``: it is freed also where the backward of an earlier forward needs it again, unless the backward of
-    the later forward ends there.
+    ``gathers``: whether it is gathered at all. ``frees``: whether it is freed after its last call. ``frees_between``:
+    whether it is also freed when the backward of an earlier forward still needs it; for exceptions see the invariant.
+    ``ahead``: the units to gather when the backward reaches it; None: the one that the backward should reach next.
+    ``waits``: gather those only when this unit is done.
     """
 
     gathers: bool = True
@@ -73,7 +74,7 @@ class UnitRule:
 
 @dataclass
 class Schedule:
-    """The ``steps``, and where the marks are among them: ``at`` and ``done`` by call, ``recompute`` by segment."""
+    """The ``steps``, and the positions of the marks: ``at`` and ``done`` by call, ``recompute`` by segment."""
 
     steps: list[Step] = field(default_factory=list)
     at: dict[int, int] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Schedule:
         return [step.unit for step in self.steps if step.kind is Kind.SEND]
 
     def lines(self, name: Callable[[int], str]) -> list[str]:
-        """The schedule in words, a line for each mark with what is ordered there."""
+        """The schedule in words: one line for each mark, with the actions that follow it."""
         lines: list[str] = []
         for step in self.steps:
             word = step.kind.name.lower()
@@ -106,15 +107,15 @@ def build(
     owed: Sequence[int],
     rules: Sequence[UnitRule],
 ) -> Schedule:
-    """The schedule of the backward of some forwards.
+    """Build the schedule of one backward.
 
     Args:
-        events: all beginnings and ends of calls, as `Pass.events` has them, numbered through.
-        calls: where each call belongs.
-        reached: for each call, whether any rank's backward reaches it; `ENDS` if no rank's goes on to its inputs.
+        events: starts and ends of all calls, as in `Pass.events`, but numbered across all forwards.
+        calls: the place of each call.
+        reached: for each call, whether any rank's backward reaches it; `ENDS` if no rank's continues to its inputs.
         resident: for each unit, whether all ranks hold it gathered.
         owed: for each unit, whether it has gradients to send.
-        rules: for each unit.
+        rules: the rule of each unit.
     """
     builder = _Builder(calls, reached, resident, owed, rules)
     builder.look_ahead([~event for event in reversed(events) if event < 0 and builder.is_listed[~event]])
@@ -130,7 +131,7 @@ def build(
 
 
 class _Builder:
-    """The list as far as it has been made, and what is gathered at its end."""
+    """The schedule built so far, and the units that are gathered at that point."""
 
     def __init__(
         self,
@@ -148,8 +149,8 @@ class _Builder:
         ]
         self._gathered = {unit for unit, is_there in enumerate(resident) if is_there}
         self._owed = {unit for unit, owes in enumerate(owed) if owes}
-        self._left: dict[int, int] = {}  # calls of each unit, in all forwards ...
-        self._left_in: dict[tuple[int, int], int] = {}  # ... and in one
+        self._left: dict[int, int] = {}  # number of unfinished calls of each unit, in all forwards
+        self._left_in: dict[tuple[int, int], int] = {}  # the same for each forward
         self._to_reach: dict[int, int] = {}
         for call, place in enumerate(calls):
             if self.is_listed[call]:
@@ -159,12 +160,12 @@ class _Builder:
                 self._left_in[key] = self._left_in.get(key, 0) + 1
                 if place.segment >= 0:
                     self.schedule.segments.setdefault(place.segment, []).append(call)
-        self._order: Sequence[int] = ()  # of the calls, as the backward reaches them
+        self._order: Sequence[int] = ()  # all calls, in the order in which the backward reaches them
         self._num_reached = 0
-        self._next: dict[int, int] = {}  # after each call, the one of another unit that the backward reaches next
+        self._next: dict[int, int] = {}  # for each call, the next reached call of another unit
 
     def look_ahead(self, order: Sequence[int]) -> None:
-        """Note what follows each call when the backward reaches the calls in this order."""
+        """Record what follows each call if the backward reaches the calls in this ``order``."""
         self._order = order
         following: int | None = None
         for position in range(len(order) - 2, -1, -1):
@@ -190,7 +191,7 @@ class _Builder:
             self._gather_ahead(unit, call)
 
     def finish(self, call: int) -> None:
-        """The backward is done with ``call``."""
+        """The backward has finished ``call``."""
         unit, forward, _ = self._calls[call]
         self.schedule.done[call] = self._mark(Kind.DONE, call)
         self._left[unit] -= 1
@@ -212,7 +213,7 @@ class _Builder:
         return self._num_reached < len(self._order) and self._calls[self._order[self._num_reached]].unit == unit
 
     def send_rest(self) -> None:
-        """Units that have gradients, and no call that is listed."""
+        """Send the gradients of units that have no call in the schedule."""
         for unit in sorted(self._owed):
             self._send(unit)
 

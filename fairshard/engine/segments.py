@@ -1,8 +1,8 @@
-"""Which calls of units a checkpoint recomputes together: those inside one call of ``torch.utils.checkpoint``.
+"""Segments: the calls of units inside one call of ``torch.utils.checkpoint``, which are recomputed together.
 
-The backward of such a segment first runs its forward again, all units of it, whichever of them its gradients reach.
-The only file that looks at the frames of torch's checkpoint; where they cannot be found (another implementation), a
-call counts as not checkpointed, and what it gathers when it is recomputed is not part of the schedule.
+The backward of a segment first runs the segment's forward again, with all of its units, even those that no gradient
+reaches. This is the only file that inspects the frames of torch's checkpoint. If it does not find any (another
+implementation), a call counts as not checkpointed, and gathers for its recomputation are not in the schedule.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Segment:
     """One call of a checkpoint.
 
     Attributes:
-        key: one object for all calls of the segment.
-        node: what recomputes it, if it is reentrant.
-        start: no graph node made inside of it has a smaller sequence number.
+        key: object that identifies the segment.
+        node: graph node that recomputes the segment, if the checkpoint is reentrant.
+        start: no graph node created inside the segment has a smaller sequence number.
     """
 
     key: Any
@@ -42,11 +42,11 @@ class Segment:
 
 
 def current_segment(is_grad_enabled: bool) -> Segment | None:
-    """The outermost checkpoint that is on the stack; None if there is none."""
+    """The outermost checkpoint on the stack, or None."""
     hooks: Any = ("unknown",)
     if _saved_tensor_hooks is not None:
         try:
-            hooks = _saved_tensor_hooks(True)  # those inside a checkpoint that is not reentrant
+            hooks = _saved_tensor_hooks(True)  # a non-reentrant checkpoint sets these
         except (RuntimeError, TypeError):
             hooks = ("unknown",)
     return None if hooks is None and is_grad_enabled else _find_segment(hooks)
@@ -67,7 +67,7 @@ def _find_segment(hooks: Any) -> Segment | None:
         pack = None if hooks is None else hooks[0]
         if not getattr(pack, "__qualname__", "").startswith(_PACKS_FOR_CHECKPOINT):
             return None
-        key = pack  # entered by module hooks, as `torch.distributed._composable.checkpoint` does
+        key = pack  # entered by module hooks, as with `torch.distributed._composable.checkpoint`
     inputs = [value.grad_fn for value in given if isinstance(value, torch.Tensor) and value.grad_fn is not None]
     return Segment(key, node, max((sequence_number(input) + 1 for input in inputs), default=0))
 
@@ -81,14 +81,14 @@ def find_recomputed(
 ) -> set[int]:
     """The segments that the running backward recomputes although it reaches no call in them.
 
-    It does where the backward reaches what the call around the segment computes inside of it. Nodes that may lie inside
-    or right after the segment count as inside.
+    This happens if the backward reaches nodes that the enclosing call has computed inside the segment. Nodes that may
+    lie either inside or right after the segment count as inside.
 
     Args:
         brackets: the calls.
-        events: their beginnings and ends, as `Pass.events` has them.
-        segment_of: for each call the segment that it is in; -1 for none.
-        starts: for each segment the smallest sequence number of its nodes.
+        events: starts and ends of the calls, as in `Pass.events`.
+        segment_of: for each call, the segment that it is in; -1 if none.
+        starts: for each segment, the smallest sequence number of its nodes.
         reached: for each call, whether the backward reaches it.
     """
     last = {segment: call for call, segment in enumerate(segment_of) if segment >= 0}
@@ -121,7 +121,7 @@ def _computes_between(bracket: Bracket[Any], start: int, stop: int) -> bool:
     probes = [] if call is None else [probe for reference in call.probes if (probe := reference()) is not None]
     waiting = [node for probe in probes for node in probe.nodes if reaches(node)]
     if stop == _NEVER and any(sequence_number(node) < start for node in waiting):
-        return True  # the node after it, that of the output, may lie there
+        return True  # the output's own node may lie in the range
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""What the units of one model share: streams, memory that was freed, buckets, transfers. It knows no units."""
+"""What the units of one model share: streams, buckets, transfers, and when memory was last freed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Shared:
     """The streams, the bucketer and the transfers of the units that compute on ``device``.
 
     Attributes:
-        free: the newest moment at which memory was freed, which gathers wait for.
-        depth: calls of units that are running, one inside the other.
+        free: the latest moment at which memory was freed; gathers wait for it.
+        depth: number of running calls of units, one inside the other.
     """
 
     def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
@@ -28,8 +28,8 @@ class Shared:
         self.depth = 0
 
     def note_free(self) -> None:
-        """Memory was freed: gathers from now on wait until compute has passed this moment."""
+        """Memory was freed: later gathers wait until compute has passed this moment."""
         if self._kind == "cuda":
             self.free = now(self.device)
         if self.depth and torch.is_autocast_enabled(self._kind):
-            torch.clear_autocast_cache()  # its key is the tensor: the leaf would seem unchanged
+            torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would seem unchanged

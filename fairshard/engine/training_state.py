@@ -10,8 +10,8 @@ from fairshard.errors import TrainingStateError
 class TrainingState(Enum):
     """What a unit is doing.
 
-    ``BACKWARD_PRE`` lasts from the arrival of the backward at the unit until its gradients are on their way,
-    ``BACKWARD_POST`` from there to the end of the backward. `FullyShardedDataParallel.assert_state` also takes
+    ``BACKWARD_PRE`` begins when the backward reaches the unit and lasts until the unit's gradients are sent;
+    ``BACKWARD_POST`` follows until the end of the backward. `FullyShardedDataParallel.assert_state` also accepts
     ``BACKWARD``, fairscale's single name for both.
     """
 
@@ -35,10 +35,10 @@ class _HasState(Protocol):
 
 
 def assert_none_summoned(units: Iterable[_HasState], what: str) -> None:
-    """Raise if the parameters of one of ``units`` are summoned, now that a ``what`` begins.
+    """Raise if the parameters of one of ``units`` are summoned when a ``what`` begins.
 
     Raises:
-        TrainingStateError: they are.
+        TrainingStateError: a unit is summoned.
     """
     for unit in units:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:

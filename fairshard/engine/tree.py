@@ -17,13 +17,13 @@ _WRAPPED = "module"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that a door has made of ``module``, if any."""
+    """The unit attached to ``module``, if any."""
     unit: Unit | None = module.__dict__.get(UNIT_ATTRIBUTE)
     return unit
 
 
 def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``module`` once, itself first, with its fqn; wrappers share that of what they wrap."""
+    """``(fqn, module)`` of each module in the tree once, outermost first; a wrapper and its child share one fqn."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -36,13 +36,13 @@ def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> I
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` has been put around what a unit was made of, which is its child ``module``."""
+    """Whether ``module`` is a wrapper around the module that was sharded, its child ``module``."""
     unit = unit_of(module)
     return unit is not None and unit.members is None
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
-    """``(fqn, unit)`` of every unit in the tree of ``module``, outermost first; several modules' names, joined."""
+    """``(fqn, unit)`` of every unit in the tree, outermost first; a unit of several modules has their names joined."""
     found: dict[Unit, dict[int, str]] = {}
     for fqn, part in walk(module):
         unit = unit_of(part)
@@ -55,12 +55,12 @@ def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
 
 
 def modules_of(holder: nn.Module) -> list[nn.Module]:
-    """The modules that belong to the unit that ``holder`` has, and to no unit inside it."""
+    """The modules that belong to the unit of ``holder``, and to no unit inside it."""
     return [module for _, module in paths_of(holder)]
 
 
 def paths_of(holder: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As `modules_of`, outermost first, each with its path below what was sharded."""
+    """Like `modules_of`, outermost first, each with its path from the module that was sharded."""
     if is_wrapper(holder):
         waiting = [("", child) for child in holder._modules.values() if child is not None]
     else:
@@ -80,7 +80,7 @@ def units_of(
     """The units of ``modules``.
 
     Raises:
-        Exception: an ``error``: what is passed is no list, or holds something that is no ``kind``.
+        Exception: an ``error``, if ``modules`` is not a list or contains something other than a ``kind``.
     """
     if not isinstance(modules, (list, tuple)):
         raise error(f"`modules` must be a list of {kind}, but is a {type(modules).__name__}.")

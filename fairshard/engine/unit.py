@@ -32,14 +32,15 @@ class Unit:
     """The flat params cut from the parameters of one module, or of several that are gathered together.
 
     Attributes:
-        root: the `Root` of the model that it has joined; None before the first forward. The unit never asks it.
-        comm: the ranks that the parameters are cut among; as what follows it set when the unit joins a model.
-        parts: of the parameters, that stay gathered among few ranks.
-        listing: what `parameters()` yields while modules compute.
-        buffers: in the dtype that modules compute in, where that is another.
+        root: the `Root` of its model; None before the first forward. The unit itself never reads it.
+        comm: the ranks that the parameters are cut among; like ``parts``, ``listing`` and ``buffers`` set together
+            with ``root``.
+        parts: parts of the parameters that stay gathered among a few ranks; None if not configured.
+        listing: registers the leaves, which `parameters()` then yields, while modules compute.
+        buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         is_gathered: whether all ranks count it as gathered.
-        is_held: whether this rank keeps the memory all the same when the others free it: until the end of the
-            backward, or (``is_pinned``) for good, because a backward could reach it unseen.
+        is_held: whether this rank keeps the memory when the others free theirs, because a backward could reach the
+            unit without a hook noticing; until the end of the backward, or (``is_pinned``) permanently.
     """
 
     root: Any = None
@@ -55,7 +56,7 @@ class Unit:
         self.groups, self.origin, self.members = groups, origin, members
         self.flat_params, self.config = flat_params, config
         self.fqn = "" if members is None else members.fqn
-        self.is_inner = False  # of another unit
+        self.is_inner = False  # inside another unit
         self.reshard_after_forward = config.reshard_after_forward
         self.reshard_after_backward = self.unshard_in_backward = True
         self.state_dict_settings = default_settings()
@@ -66,9 +67,9 @@ class Unit:
         self.sync = True
         self.state = TrainingState.IDLE
         self.is_gathered = self.is_held = self.is_pinned = False
-        # What is gathered: how often optimizers had stepped, and how often each shard had been written to.
-        self.stamp: tuple[int, list[int]] | None = None  # None: it must not serve another forward
-        self.is_kept = False  # between passes, as the user has asked
+        # When it was gathered: the number of optimizer steps, and the version counter of each shard.
+        self.stamp: tuple[int, list[int]] | None = None  # None: no other forward may use what is gathered
+        self.is_kept = False  # the user has asked to keep it gathered between passes
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
@@ -80,7 +81,7 @@ class Unit:
         self._forget_runtime()
 
     def place(self, fqn: str) -> None:
-        """Take the name that the unit has in the whole model, and give its parameters theirs."""
+        """Set the name that the unit has in the whole model, and rename its parameters to match."""
         if fqn != self.fqn:
             for flat_param in self.flat_params:
                 flat_param.rename(partial(renamed, before=self.fqn, after=fqn))
@@ -92,7 +93,7 @@ class Unit:
         return self.groups.shard
 
     def materialize(self, root: Any, shared: Shared, comms: Communicators, modules: list[nn.Module]) -> None:
-        """Make what the first forward needs; ``modules`` are those that no inner unit owns."""
+        """Create what the first forward needs; ``modules`` are those that no inner unit owns."""
         self.root, self.shared = root, shared
         self.comm = comms.shard
         self.device = shared.device
@@ -104,7 +105,7 @@ class Unit:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
 
     def make_parts(self) -> None:
-        """Make room for the parts that stay gathered among few ranks, once it is known where lines are gathered."""
+        """Create ``parts``, if configured; the buffers to gather into must exist already."""
         assert self.comm is not None
         part = part_of(self.comm, self.config.reshard_after_forward, self.fqn)
         if part is not None:
@@ -127,9 +128,9 @@ class Unit:
         return tensor
 
     def unshard(self, in_backward: bool = False, from_part: bool = True, force: bool = False) -> None:
-        """Start gathering; nothing to do when gathered in this pass already, unless ``force``. **Collective.**
+        """Start gathering, unless gathered in this pass already; with ``force`` in any case. **Collective.**
 
-        ``from_part``: in a backward, from the parts that the forward has kept, if it has.
+        ``from_part``: in a backward, gather from the parts that the forward has kept, if any.
         """
         if self.is_gathered and self.stamp is not None and not force:
             return
@@ -152,12 +153,12 @@ class Unit:
             parts.unshard(self.flat_params)
 
     def wait_unshard(self, attach: bool = True) -> None:
-        """Wait until the parameters are whole; ``attach`` them to the modules, where `listing` does not show them."""
+        """Wait until the parameters are whole; ``attach`` them to the modules if `listing` does not register them."""
         for flat_param in self.flat_params:
             flat_param.wait_unshard(attach)
 
     def reshard(self) -> None:
-        """Free the whole parameters, unless this rank must hold them; what is left is the shards."""
+        """Free the whole parameters and keep the shards, unless this rank holds the unit (``is_held``)."""
         listing = self.listing
         if self.is_held:
             listing.hide()
@@ -172,27 +173,27 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has the whole parameters in memory, or on their way."""
+        """Whether this rank has the whole parameters in memory, or is gathering them."""
         return self.is_gathered or self.is_held
 
     @property
     def is_resident(self) -> bool:
-        """Whether this rank has the whole parameters as a backward needs them."""
+        """Whether this rank has whole parameters that a backward can use."""
         return self.is_whole and self.stamp is not None
 
     @property
     def is_stale(self) -> bool:
-        """Whether what is gathered must be gathered again before it is used in a forward."""
+        """Whether the gathered parameters must be gathered again before a forward uses them."""
         return self.is_gathered and self.stamp is None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a gather has not been waited for."""
+        """Whether a gather has started and has not been waited for yet."""
         return any(flat_param.is_under_way for flat_param in self.flat_params)
 
     @property
     def has_parts(self) -> bool:
-        """Whether a part of the whole parameters is kept to gather them from; True where none ever is."""
+        """Whether parts are kept to gather from; True for units that never keep any."""
         return self.parts is None or self.parts.are_kept
 
     @property
@@ -206,7 +207,7 @@ class Unit:
         return self.reshard_after_backward and not (self.config.keeps_in_no_sync and not self.sync)
 
     def hold(self, for_good: bool) -> None:
-        """Keep the memory on this rank, whatever the others do: until the end of the backward, or ``for_good``."""
+        """Keep the memory on this rank, even if others free theirs, until the end of the backward or ``for_good``."""
         self.is_held = True
         self.is_pinned = self.is_pinned or for_good
 
@@ -218,7 +219,7 @@ class Unit:
     # ---- passes
 
     def begin_pass(self) -> None:
-        """A forward through the model begins: what is still gathered serves it only if nothing has changed."""
+        """A forward through the model begins; it may use parameters gathered earlier only if nothing has changed."""
         for flat_param in self.flat_params:
             flat_param.begin_pass()
         if self.is_gathered:
@@ -229,9 +230,9 @@ class Unit:
             self.members.begin_pass()
 
     def leave_forward(self, keep: bool, is_trained: bool, is_nested: bool) -> None:
-        """A call is over: free the parameters, or ``keep`` them for what comes.
+        """A call is over: free the parameters, or ``keep`` them for later.
 
-        ``is_nested``: an outer call of the same unit, or a backward, still computes with them.
+        ``is_nested``: an enclosing call of the same unit, or a backward, still computes with them.
         """
         if is_nested:
             return
@@ -248,7 +249,7 @@ class Unit:
         if self.buffers is not None:
             self.buffers.attach()
         if self.is_whole:
-            self.listing.show()  # a checkpoint may recompute
+            self.listing.show()  # for a checkpoint that recomputes
 
     def send_grads(self, bucketer: ReduceScatterBucketer) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
@@ -261,18 +262,18 @@ class Unit:
                     flat_param.accumulate()
 
     def finish_pass(self) -> None:
-        """Free the parameters: the backward has finished with one forward."""
+        """A backward has finished with one forward of the unit: free the parameters."""
         if self.is_gathered:
             self.reshard()
         self._stop_computing()
 
     def finish_pass_whole(self) -> None:
-        """As `finish_pass`, but the parameters stay gathered."""
+        """Like `finish_pass`, but the parameters stay gathered."""
         self._stop_computing()
         self.keep_as_it_is()
 
     def end_backward(self, keep: bool) -> None:
-        """The backward is over; ``keep`` what is gathered for one that follows."""
+        """The backward is over; ``keep`` gathered parameters for another backward."""
         self._stop_computing()
         if not keep:
             if self.parts is not None:
@@ -290,7 +291,7 @@ class Unit:
             self.listing.hide()
 
     def reset(self) -> None:
-        """Leave an interrupted pass: drop its gradients, reshard, be idle."""
+        """Leave an interrupted pass: drop its gradients, reshard, and become idle."""
         for flat_param in self.flat_params:
             flat_param.drop_grads()
         self.is_kept = False

@@ -1,4 +1,4 @@
-"""Records which gradients of shards were zeroed, so that ranks that are done zero the same ones."""
+"""Records which gradients of shards were zeroed, so that ranks that have run out of batches zero the same ones."""
 
 from __future__ import annotations
 

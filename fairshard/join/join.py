@@ -2,7 +2,7 @@
 
 Inside ``join`` each pass, backward, clipping and step begins with a small all-reduce that counts the ranks that still
 compute. As soon as one is done, the others announce each collective operation, and the ranks that are done take part:
-they gather, and free at once; they reduce zeros; they step their shards::
+they gather parameters and immediately free them, reduce zeros, and step their shards::
 
     rank 0 (computes)  | forward | a: gather, compute | ... | backward | a: gather, compute | a: reduce | end | step |
     rank 1 (is done)   | forward | a: gather, free    | ... | backward | a: gather, free    | a: zeros  | end | step |
@@ -40,7 +40,7 @@ Call = Callable[..., Callable[[], object]]
 
 @dataclass(frozen=True)
 class _Message:
-    """Sums over ranks: how many compute, compute with grad, have failed; and the number of their next operation."""
+    """Sums over ranks: how many compute, compute with grad, and have failed; and the number of the next operation."""
 
     num_active: int
     num_with_grad: int
@@ -71,7 +71,7 @@ class Join:
         self.throws = throws
         self.is_short = False  # some rank is done, as of the last message
         self.was_short = False
-        self.is_done = False  # this rank is
+        self.is_done = False  # this rank is done
         self.has_followed = False
         self.is_in_block: bool = False
         self._root = root
@@ -82,14 +82,14 @@ class Join:
         self._grads = GradNotes(self._flat_params)
         self._divisions: dict[FlatParam, Division] = {}
         self._num_active = comm.world_size
-        self._is_inside = self._is_in_backward = False  # while done: inside a pass of the others
+        self._is_inside = self._is_in_backward = False  # once this rank is done: inside a pass of the others
         self._has_failed = False
 
     # ---- the block
 
     @contextmanager
     def taking_part(self, finish: Callable[[], object]) -> Iterator[None]:
-        """Compute inside; then take part in the passes of ranks that go on, and call ``finish`` with all of them."""
+        """Compute inside; then take part in the other ranks' passes until all are done, and call ``finish``."""
         self.is_in_block = True
         try:
             yield
@@ -124,7 +124,7 @@ class Join:
         self._say(_FORWARD, torch.is_grad_enabled())
 
     def end_pass(self) -> None:
-        """It is over."""
+        """The forward is over."""
         if self.is_short:
             self._say(_END_FORWARD)
 
@@ -134,12 +134,12 @@ class Join:
             self._say(_FIRST + self._units[unit])
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
-        """A backward of ``passes`` begins: sends them to ranks that are done, which walk the same schedule."""
+        """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule."""
         self.announce_call("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
         self._divide()
 
     def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The events of each pass, and the unit and the checkpoint of each call."""
+        """For each pass, its events, and the unit and checkpoint of each call."""
         return [
             (one.events, [(self._units[bracket.unit], bracket.segment) for bracket in one.brackets]) for one in passes
         ]
@@ -154,7 +154,7 @@ class Join:
         return not self.is_short
 
     def announce_call(self, call: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
-        """All ranks make ``call`` next; raise if one that is done cannot take part.
+        """All ranks make ``call`` next; raise if a rank that is done cannot take part.
 
         Raises:
             FairshardError: on all ranks.
@@ -166,13 +166,13 @@ class Join:
 
     @contextmanager
     def announced_call(self, call: str, *arguments: Any) -> Iterator[None]:
-        """`announce_call`, and record the changes that the call makes to gradients inside."""
+        """Call `announce_call`; the ``with`` block makes the call, and its changes to gradients are recorded."""
         self.announce_call(call, lambda: arguments)
         yield
         self._grads.note()
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks are done: zero gradients as the last ranks did, and return their ``value``. **Collective.**"""
+        """All ranks are done: zero gradients like the last ranks, and return the last ranks' values. **Collective.**"""
         answers = self._comm.gather_objects(None if self.has_followed else (value, self._grads.states()))
         last = [answer for answer in answers if answer is not None]
         if self.has_followed:
@@ -202,7 +202,7 @@ class Join:
     # ---- a rank that is done
 
     def follow_pass(self) -> None:
-        """Take part in a whole forward, backward or call, after a count of ranks that compute."""
+        """Take part in a whole forward, backward or call, once the ranks that compute have been counted."""
         self._obey()
         while self._is_inside and self._follow():
             pass
@@ -246,7 +246,7 @@ class Join:
 
     def _join_forward(self) -> None:
         root = self._root
-        if self._is_in_backward:  # it raised on the other ranks, which go on
+        if self._is_in_backward:  # the backward raised on the other ranks, which go on
             root.reset()
             self._is_in_backward = False
         self._is_inside = True
@@ -357,7 +357,7 @@ class Join:
         return _Message(num_active, num_with_grad, num_failed, subject // max(num_active, 1))
 
     def _check(self, message: _Message) -> None:
-        """Raise on all ranks if they cannot go on together."""
+        """Raise on all ranks if they cannot continue together."""
         if message.num_failed:
             self._fail("Another rank raised inside of `join`: see that rank's error.")
         if message.num_with_grad:

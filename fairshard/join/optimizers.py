@@ -1,7 +1,7 @@
 """Optimizers inside ``join``: a rank that is done still owns a shard of every parameter, and steps it with the others.
 
-Before each step a computing rank announces the optimizer, by the names of its shards and its number of steps, and its
-hyperparameters. A rank that is done finds its own optimizer, passed as ``stateful`` or seen stepping, and steps it. At
+Before each step, a computing rank announces the optimizer's shard names, number of steps and hyperparameters. A rank
+that is done finds its own matching optimizer, which was passed as ``stateful`` or has stepped before, and steps it. At
 the end it adopts the state of other ``stateful`` objects, such as schedulers.
 """
 
@@ -29,7 +29,7 @@ _num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionar
 
 
 class JoinedOptimizers:
-    """The optimizers of the shards of ``root`` on this rank; ``stateful`` are the user's objects."""
+    """The optimizers of the shards of ``root`` on this rank; ``stateful``: objects that the user has passed."""
 
     def __init__(self, root: Root, stateful: Iterable[Any]) -> None:
         given = list(stateful)
@@ -81,7 +81,7 @@ class JoinedOptimizers:
     # ---- a rank that is done
 
     def follow(self, key: _Key, num_steps: int, settings: _Settings) -> Callable[[], object]:
-        """A function that steps this rank's part of the optimizer's step number ``num_steps``.
+        """A function that runs this rank's part of the optimizer's step number ``num_steps``.
 
         Raises:
             FairshardError: no optimizer or several match; or its hyperparameters differ.
@@ -179,7 +179,7 @@ def without_grads(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _settings(optimizer: Optimizer) -> _Settings:
-    """The hyperparameters of each group that are plain values or numbers in tensors."""
+    """For each group, the hyperparameters that are plain values or numbers in tensors."""
     groups: _Settings = []
     for group in optimizer.param_groups:
         plain = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -208,7 +208,7 @@ def _set(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
 
 
 def check_scaler(optimizer: Optimizer) -> None:
-    """Raise on all ranks if a rank is done: its loss scaler could not follow those of the others."""
+    """Raise on all ranks if a rank is done, because its loss scaler could not follow those of the others."""
     for joined in list(_open):
         joined.before_unscale(optimizer)
 

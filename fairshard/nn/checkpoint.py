@@ -24,9 +24,9 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
 
     The module changes in place: its class becomes a subclass of itself, so that names, hooks, ``isinstance``, state
     dicts, deepcopy and pickle work as before. It may be a unit, and contain units and other checkpointed modules.
-    Statistics of BatchNorm and InstanceNorm are updated once, and random numbers are equal in both runs; other buffers
-    are written by both. With ``offload_to_cpu`` the inputs, including tensors in nested arguments, are kept in host
-    memory until the backward. Without grad it is a plain call.
+    Statistics of BatchNorm and InstanceNorm are updated once; both runs write all other buffers, and draw the same
+    random numbers. With ``offload_to_cpu`` the inputs, including tensors in nested arguments, are kept in host memory
+    until the backward. With grad disabled, the forward runs without checkpointing.
 
     >>> import torch
     >>> from fairshard.nn import checkpoint_wrapper
@@ -56,12 +56,12 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
 
 
 class _Checkpointed:
-    """Mixin that `checkpoint_wrapper` puts before a module's class."""
+    """Mixin that `checkpoint_wrapper` puts in front of a module's class."""
 
     _offloads_inputs = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, which the backward recomputes."""
+        """Run the original forward, which the backward recomputes."""
         forward = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -119,15 +119,15 @@ class _Inputs:
         return placeholder
 
     def on_each_device(self) -> list[Tensor]:
-        """An empty tensor on every device that may compute, because torch saves the random state of these devices.
+        """An empty tensor on every device that may compute, so that torch saves the random state of the device.
 
-        These are the devices of the inputs, and the GPU to which a wrapper inside may move them.
+        These are the devices of the inputs, and the GPU to which an inner wrapper may move them.
         """
         devices = dict.fromkeys([*(kept.device for kept in self._kept.values()), *gpus_in_use()])
         return [torch.empty(0, device=device) for device in devices]
 
     def take(self) -> Any:
-        """``args, kwargs``: the originals the first time, later the kept ones."""
+        """``args, kwargs``: the originals on the first call, the kept ones later."""
         given, self._given = self._given, None
         if given is not None:
             return given

@@ -4,7 +4,7 @@ A hook reduces and averages the gradient of one flat parameter:
 
 - ``hook(state, grad, shard)`` for sharded parameters: ``grad`` is this rank's whole flat gradient
   ``[world_size * S]``; the hook fills ``shard`` ``[S]`` with this rank's piece of the mean;
-- ``hook(state, grad)`` under ``NO_SHARD``: the hook replaces ``grad`` by the mean, in place.
+- ``hook(state, grad)`` under ``NO_SHARD``: the hook replaces ``grad`` with the mean, in place.
 
 PyTorch's hooks (``torch.distributed.algorithms._comm_hooks``) have the same form and can be passed unchanged.
 
@@ -52,7 +52,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """As `DefaultState`, for hooks that send a lower precision than ``parameter_type``, the shards' dtype."""
+    """State of hooks that send gradients in a lower precision than ``parameter_type``, the shards' dtype."""
 
     def __init__(
         self, process_group: ProcessGroup | None = None, parameter_type: torch.dtype = torch.float32
@@ -62,7 +62,7 @@ class LowPrecisionState(DefaultState):
 
 
 def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
-    """Replace ``grad`` by its mean over ranks. **Collective.**"""
+    """Replace ``grad`` with its mean over ranks. **Collective.**"""
     comm = state._comm()
     grad.div_(state.gradient_predivide_factor)
     total = comm.sum_over_ranks(grad, state._tag()).wait()
@@ -80,12 +80,12 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
-    """`reduce_scatter_hook` (without ``output``, `allreduce_hook`) with gradients sent in fp16. **Collective.**"""
+    """`reduce_scatter_hook` (or `allreduce_hook` without ``output``) with gradients sent in fp16. **Collective.**"""
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
-    """As `fp16_compress_hook`, in bf16."""
+    """Like `fp16_compress_hook`, but in bf16."""
     _compressed(torch.bfloat16, state, grad, output)
 
 

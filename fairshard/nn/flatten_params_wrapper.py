@@ -21,9 +21,9 @@ class FlattenParamsWrapper(Forwarding):
     """Holds the parameters of ``module``, or those in ``param_list``, as one 1-D parameter, ``flat_param``.
 
     An optimizer then steps one tensor. The module's attributes become views of it, renewed by every forward; a
-    parameter that the module refers to by other means than attributes must not be flattened. ``state_dict`` and
-    ``load_state_dict`` use the original names. No process group is needed. Pickle it with ``torch.save``: plain
-    ``pickle`` writes the whole line once per view.
+    parameter that the module accesses other than through attributes must not be flattened. ``state_dict`` and
+    ``load_state_dict`` use the original names. No process group is needed. Pickle the wrapper with ``torch.save``:
+    plain ``pickle`` writes ``flat_param`` once per view.
 
     >>> import torch
     >>> from fairshard.nn import FlattenParamsWrapper
@@ -35,8 +35,8 @@ class FlattenParamsWrapper(Forwarding):
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: parameters differ in dtype, device or ``requires_grad``; or a parameter is not of the module, is a
-            shard, or is already flattened by another wrapper.
+        ValueError: parameters differ in dtype, device or ``requires_grad``; or a parameter does not belong to the
+            module, is a shard, or is already flattened by another wrapper.
 
     Source: fairscale's class of the same name.
     """
@@ -77,8 +77,8 @@ class FlattenParamsWrapper(Forwarding):
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Register the parameters under their own names and shapes inside the ``with`` block.
 
-        They share memory with ``flat_param``, so that writes and gradients are kept. ``flat_params``, a list of one
-        tensor like ``flat_param``, is shown instead if given.
+        They share memory with ``flat_param``, so that writes and gradients are kept. If given, ``flat_params``, a list
+        of one tensor like ``flat_param``, is shown instead.
 
         Raises:
             ValueError: ``flat_params`` is not one tensor of the right size, or parameters are already unflattened.
@@ -113,7 +113,7 @@ class FlattenParamsWrapper(Forwarding):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The state dict of the module as if its parameters had never been flattened."""
-        if args:  # nn.Module still takes them by position
+        if args:  # nn.Module still accepts them by position
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
@@ -129,7 +129,7 @@ class FlattenParamsWrapper(Forwarding):
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
         self._loading.close()
         for slot in self._slots if self._is_flat else ():
-            slot.attach(torch.empty(0))  # views have a graph, which cannot be copied
+            slot.attach(torch.empty(0))  # views have an autograd graph, which cannot be copied
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -225,7 +225,7 @@ class _Slot:
                     module._parameters[other] = module._parameters.pop(other)
 
     def unregister(self, param: nn.Parameter) -> None:
-        """Undo `register`; a parameter in place of ``param`` (``load_state_dict(assign=True)``) is copied to it."""
+        """Undo `register`; if ``load_state_dict(assign=True)`` has replaced ``param``, copy the new value into it."""
         for module, name in self.owners:
             found = module._parameters.pop(name, None)
             if found is not None and found is not param:

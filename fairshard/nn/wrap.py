@@ -86,10 +86,10 @@ _wrapping: ContextVar[_Wrapping | None] = ContextVar("fairshard_wrapping", defau
 def enable_wrap(
     auto_wrap_policy: Any = None, *, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any
 ) -> Iterator[None]:
-    """Inside, `wrap` and `auto_wrap` wrap in ``wrapper_cls(module, **wrapper_kwargs)``; outside they do nothing.
+    """Inside, `wrap` and `auto_wrap` wrap with ``wrapper_cls(module, **wrapper_kwargs)``; outside they do nothing.
 
     The model's code chooses where to wrap, and the caller whether and how. ``auto_wrap_policy`` is the policy of
-    `auto_wrap`; if None, `default_auto_wrap_policy`. May be nested: the innermost counts.
+    `auto_wrap`; if None, `default_auto_wrap_policy`. May be nested: the innermost applies.
     """
     token = _wrapping.set(_Wrapping(auto_wrap_policy, wrapper_cls, wrapper_kwargs))
     try:
@@ -99,9 +99,9 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` with the arguments of `enable_wrap` and ``wrap_overrides``; outside it, return ``module``.
+    """Wrap ``module`` with the arguments of `enable_wrap` and ``wrap_overrides``; outside, return ``module``.
 
-    A dict in the module's attribute ``wrapper_config`` overrides the arguments too.
+    A dict in the module's attribute ``wrapper_config`` also overrides the arguments.
     """
     wrapping = _wrapping.get()
     return module if wrapping is None else wrapping.wrap(module, wrap_overrides)
@@ -148,7 +148,7 @@ def auto_wrap_bn(
 ) -> nn.Module:
     """Wrap each BatchNorm in a unit of its own: without mixed precision, not flattened, not bucketed, kept gathered.
 
-    Low-precision inputs stay as they are; statistics and weights stay fp32. Wrap the rest afterwards.
+    Low-precision inputs keep their dtype; statistics and weights stay fp32. Wrap the rest afterwards.
 
     Args:
         module: a module that contains BatchNorms, or is one.
@@ -203,19 +203,19 @@ def describe(
 
     Args:
         module: the model, not wrapped.
-        policy: as ``auto_wrap_policy``; None makes one unit.
+        policy: the ``auto_wrap_policy``; None makes one unit.
         world_size: number of ranks to shard over, or with NO_SHARD to average gradients over.
         num_replicas: with hybrid strategies, the number of groups of ``world_size`` ranks.
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
         device: device that computes, ``"cpu"`` with gloo or ``"cuda"`` with NCCL; if None, as in this process.
-        ignored_modules: not sharded, with all modules below them.
+        ignored_modules: modules that are not sharded, including all modules below them.
         wrapper_kwargs: other arguments of the wrapper, including ``ignored_states`` and ``ignored_parameters``.
 
-    Returns: units, buckets and the predicted peak of memory by terms, without activations.
+    Returns: units, buckets and the predicted peak memory by term, without activations.
 
     Raises:
-        ValueError: the module already holds a unit, an argument is invalid for a plan, or as the wrapper.
-        TypeError: as the wrapper.
+        ValueError: the module already contains a unit, an argument is invalid for a plan, or the wrapper would raise.
+        TypeError: the wrapper would raise.
     """
     bound = inspect.signature(FullyShardedDataParallel).bind(module, **wrapper_kwargs)
     bound.apply_defaults()

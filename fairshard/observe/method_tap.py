@@ -1,4 +1,4 @@
-"""Intercept method calls of single objects; other objects pay nothing."""
+"""Intercept method calls of individual objects; other objects have no overhead."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Unit events for users: when parameters are gathered and freed, gradients reduced, and units compute.
 
-An observation wraps methods of single objects, and unwraps them at its end. The engine does not know of it: a model
-that is not observed runs the same code as without this file.
+An observation wraps methods of individual objects, and unwraps them when it ends. The engine does not depend on it: a
+model that is not observed runs the same code as without this file.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Observation:
             self._watch_made(unit, unit.root)
 
     def _watch_made(self, unit: Unit, root: Root) -> None:
-        """Watch the objects of a unit, and those it shares, that exist once it is ready to run."""
+        """Watch the objects that a unit owns or shares, and that do not exist before it is ready to run."""
         for flat_param in unit.flat_params:
             if flat_param.grad.is_on_host:
                 self._tap(flat_param.grad, "add", self._on_interval, unit, "copy_to_host")
@@ -145,7 +145,7 @@ class Observation:
         self._undo.append(tap(owner, name, lambda method, *args, **kwargs: around(method, *first, *args, **kwargs)))
 
     def _watch_optimizers(self) -> None:
-        """Watch all optimizers, because torch only has global hooks; weakly, so that a dropped observation ends."""
+        """Watch all optimizers, because torch only has global hooks; they do not keep a dropped observation alive."""
         before, after = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
 
         def call(reference: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:
@@ -274,7 +274,7 @@ class Observation:
             self._report(", ".join(unit.fqn for unit in units), event, Phase.POST_BACKWARD)
 
     def _on_step(self, optimizer: Optimizer) -> None:
-        if self._stepping in (None, optimizer) and self._is_ours(optimizer):  # its step may step others
+        if self._stepping in (None, optimizer) and self._is_ours(optimizer):  # its step may call those of others
             self._stepping = optimizer
             self._report("", "optimizer_step", Phase.STEP)
 

@@ -169,7 +169,7 @@ def _compute_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
 
 
 def _paired_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
-    """Bars of reductions, copies and steps; those of one name end in the order of their begin."""
+    """Bars of reductions, copies and steps; bars of the same name end in the order in which they began."""
     kinds = {**_ALONE, "reduce": ("reduce", "reduce")}
     begun: dict[tuple[str, str], list[float]] = {}
     for event in events:
@@ -195,7 +195,7 @@ def _gather_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
 
 
 def _rows(shown: Sequence[Sequence[Bar]]) -> list[tuple[str, int]]:
-    """``(lane, row)`` of all bars, lanes in their order."""
+    """``(lane, row)`` of all bars, in the order of `LANES`."""
     places = {(bar.lane, bar.row) for one in shown for bar in one}
     return sorted(places, key=lambda place: (LANES.index(place[0]), place[1]))
 

@@ -4,7 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 END = "_end"
-"""Suffix of the second event of a pair: an event with a duration is reported at its begin and at its end."""
+"""Suffix of the second event of a pair: an event with a duration is reported at its start and at its end."""
 
 
 class Phase(Enum):

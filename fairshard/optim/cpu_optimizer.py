@@ -31,7 +31,7 @@ ClipMode = Literal["wait", "speculate"]
 
 
 class CPUOptimizer(Optimizer):
-    """Steps the shards of a sharded model with any elementwise torch optimizer; shards in host memory on the CPU.
+    """Steps a sharded model with any elementwise torch optimizer; shards in host memory are stepped on the CPU.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -97,7 +97,7 @@ class CPUOptimizer(Optimizer):
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
-        self.state.update(self._template.state)  # some classes create state at once
+        self.state.update(self._template.state)  # some classes create state when built
         self._template.state.clear()
         self.clip_grad_norm, self.clip_mode = clip_grad_norm, clip_mode
         self.overlap = overlap
@@ -172,12 +172,12 @@ class CPUOptimizer(Optimizer):
 
     @contextmanager
     def last_backward(self, scaler: Any = None) -> Iterator[None]:
-        """Step each shard during the backward inside, the last before `step`, as soon as its gradient is complete.
+        """Step each shard as soon as its gradient is complete; run the last backward before `step` inside.
 
-        The forward may be inside too. ``scaler`` is the `ShardedGradScaler` of the loss, if any.
+        The forward may also run inside. ``scaler`` is the `ShardedGradScaler` of the loss, if any.
 
         Raises:
-            ValueError: ``overlap`` is off, a scaler without ``clip_mode="speculate"``, or a model with ``nan_check``.
+            ValueError: ``overlap`` is off, ``clip_mode`` is not ``"speculate"`` with a scaler, or ``nan_check`` is on.
         """
         self._assert_whole()
         if not self.overlap:
@@ -215,14 +215,14 @@ class CPUOptimizer(Optimizer):
         """Undo the steps of `last_backward`, bit for bit; gradients stay. Does nothing without such steps.
 
         Raises:
-            FairshardError: ``clip_mode`` is not ``"speculate"``, so that there is no copy.
+            FairshardError: ``clip_mode`` is not ``"speculate"``, so there is no copy to restore.
         """
         early, self._early = self._early, None
         if early is not None:
             early.undo()
 
     def assert_gradients_unchanged(self) -> None:
-        """Raise, by name, if a gradient was edited after `last_backward` stepped with it."""
+        """Raise if a gradient was edited after `last_backward` stepped with it; the error names it."""
         if self._early is not None:
             self._early.check_gradients()
 
@@ -239,7 +239,7 @@ class CPUOptimizer(Optimizer):
         return [grad for grad in grads if grad is not None]
 
     def grad_of(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient of one parameter, on it or held by its unit."""
+        """The gradient of one parameter, whether on the parameter or held by its unit."""
         flat_param = self._flat_params.get(param)
         return param.grad if flat_param is None or flat_param.grad is None else flat_param.grad.value
 
@@ -253,7 +253,7 @@ class CPUOptimizer(Optimizer):
     # ---- private
 
     def _step_all(self, done: Collection[nn.Parameter] = ()) -> None:
-        """Step all but ``done``: together if the gradient is on the parameter, otherwise while the next is fetched."""
+        """Step all except ``done``: together if their gradients are on them, otherwise while the next is fetched."""
         groups = []
         for group in self.param_groups:
             beside = []

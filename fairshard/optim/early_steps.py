@@ -26,7 +26,7 @@ class ShardOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     def grad_of(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient of ``param``, on it or held by its unit."""
+        """The gradient of ``param``, whether on the parameter or held by its unit."""
 
     def step_of(self, param: nn.Parameter) -> ShardStep:
         """The `ShardStep` of ``param``."""
@@ -71,7 +71,7 @@ class EarlySteps:
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
         """After the backward: wait for all gradients of the model, step the remaining shards, wait for the steps."""
         for flat_param in flat_params:
-            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # their steps wait themselves
+            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # early steps wait themselves
                 flat_param.grad.land()
                 if flat_param.grad.value is not None:
                     self.take(flat_param)
@@ -115,7 +115,7 @@ class EarlySteps:
                 self._taken[shard] = _Taken.of(taken.flat_param, taken.grad)
 
     def check_unchanged(self) -> None:
-        """Raise, by name, if hyperparameters or gradients have changed since the steps."""
+        """Raise if hyperparameters or gradients have changed since the steps; the error names the first one."""
         if self._inverse_scale is not None and not self._is_unscaled:
             raise FairshardError("last_backward(scaler) must be followed by scaler.step(optimizer), not a bare step.")
         for group, before in zip(self._optimizer.param_groups, self._settings, strict=True):
@@ -128,7 +128,7 @@ class EarlySteps:
         self.check_gradients()
 
     def check_gradients(self) -> None:
-        """Raise, by name, if a gradient has changed since its shard was stepped."""
+        """Raise if a gradient has changed since its shard was stepped; the error names it."""
         for shard, taken in self._taken.items():
             if taken is None:
                 continue

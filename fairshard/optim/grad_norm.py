@@ -12,18 +12,18 @@ from fairshard.utils.tensors import norm_of
 
 
 def exceeds(norm: Tensor, max_norm: float) -> bool:
-    """Whether gradients of this norm are scaled down; False if it is NaN."""
+    """Whether gradients of norm ``norm`` are scaled down; False if the norm is NaN."""
     return bool(max_norm / (norm + 1e-6) < 1)
 
 
 @torch.no_grad()
 def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
-    """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
+    """Scale the shards' gradients so that their norm over all ranks is at most ``max_norm``; return the old norm.
 
     Ignored parameters have whole gradients that differ across ranks: their contribution is averaged over ranks.
 
     **Collective.** The norm is fp32 (fp64 for fp64 gradients), 0-d, on the compute device, equal on all ranks.
-    Gradients do not change if it is below ``max_norm``.
+    Gradients do not change if their norm is below ``max_norm``.
 
     Raises:
         MixedGroupsError: the units use several process groups.
@@ -73,7 +73,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
 
 
 def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
-    """Norm of gradients that differ on each rank: from the mean of powers, or the largest. **Collective.**"""
+    """Norm of gradients that differ across ranks: from the mean of powers, or the largest norm. **Collective.**"""
     for comm in map(communicator, unit.groups.spanning()):
         if math.isinf(norm_type):
             comm.all_reduce(own, "max").wait()

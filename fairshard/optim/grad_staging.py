@@ -1,4 +1,4 @@
-"""Host buffers through which gradients travel from the compute device to their step."""
+"""Host buffers to which gradients are copied from the compute device before their step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Step DTensor parameters through this rank's elements as plain 1-D tensors.
 
-torch's kernels then run on plain tensors, without DTensor's host time; this includes fused kernels, which DTensors do
-not support. Optimizer state is kept, and shown, as DTensors.
+torch's kernels then run on plain tensors, without DTensor's overhead on the host; this includes fused kernels,
+which DTensors do not support. Optimizer state is kept, and shown, as DTensors.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fairshard.optim.local_parts import LocalParts
 from fairshard.utils.before_step import about_to_step
 from fairshard.utils.tensors import round_stochastically_
 
-# Number of roundings of the moments, the seed of the next one. Part of the state, so that a resumed run repeats it.
+# Counts the roundings of the moments, and seeds the next one. Part of the state, so that a resumed run repeats it.
 _ROUNDINGS = "num_roundings"
 
 
@@ -105,7 +105,7 @@ class ShardStep:
         return narrow
 
     def _narrow(self, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Store the moments in ``dtype`` with stochastic rounding; to nearest, small changes would be lost."""
+        """Store the moments in ``dtype`` with stochastic rounding; rounding to nearest would lose small changes."""
         state = self._owner.state[self._shard]
         state[_ROUNDINGS] = state.get(_ROUNDINGS, 0) + 1
         generator = torch.Generator().manual_seed(hash((self._seed, state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF)
@@ -147,7 +147,7 @@ class _Image:
 
     @torch.no_grad()
     def restore(self, shard: Tensor, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Write the copies back in place and drop newer state; returns the state, None if there was none."""
+        """Write the copies back in place and drop newer state; returns the state, None if it did not exist."""
         assert self._shard is not None
         shard.copy_(self._shard)
         if self._state is None or state is None:

@@ -32,7 +32,7 @@ class ShardedGradScaler(GradScaler):
         init_scale: factor of the first loss.
         backoff_factor: factor of the scale after an overflow.
         growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
-        growth_interval: in steps.
+        growth_interval: number of such steps.
         enabled: False turns scaling off.
         process_group: the ranks that shard the model; the default group if None.
     """
@@ -58,7 +58,7 @@ class ShardedGradScaler(GradScaler):
         self._group = process_group
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step with unscaled gradients, unless any rank's overflowed; returns the result of the step.
+        """Step with unscaled gradients, unless gradients of any rank overflowed; returns the result of the step.
 
         An overflow also undoes the steps of ``CPUOptimizer.last_backward(scaler)``. **Collective.**
 
@@ -97,7 +97,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply all gradients by ``inv_scale``; returns whether any rank's overflowed."""
+        """Multiply all gradients by ``inv_scale``; returns whether gradients of any rank overflowed."""
         check_scaler(optimizer)
         if isinstance(optimizer, CPUOptimizer):
             optimizer.assert_gradients_unchanged()
@@ -106,7 +106,7 @@ class ShardedGradScaler(GradScaler):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
         shown = [grad for grad in grads if isinstance(grad, DTensor)]
-        # Check local elements: a rank may have none, and an operator on DTensors could wait for other ranks.
+        # Check local elements: a rank may have no elements, and an operator on DTensors could wait for other ranks.
         grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         overflowed = found_inf.clone()
         for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in grads):

@@ -1,7 +1,7 @@
 """Flat params: the shard, the gather buffer, the leaves and the gradient of some parameters.
 
-Where each parameter is in the module tree, how parameters lie side by side in one line, where gradients are kept, and
-the buffers of a unit.
+Also handles the place of each parameter in the module tree, the layout of parameters on one line, the memory of
+gradients, and the buffers of a unit.
 
 May import from this folder and from errors, utils, settings.
 """

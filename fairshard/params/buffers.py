@@ -1,4 +1,4 @@
-"""Buffers under mixed precision: modules compute with a cast copy, the original keeps its dtype and every bit."""
+"""Buffers under mixed precision: modules compute with a cast copy; the original keeps its dtype and every bit."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def cast_buffers_(
     module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Move the buffers that ``module`` itself holds to ``device``, and the floating ones to ``dtype``, in place.
+    """Move the buffers of ``module`` itself to ``device``, and cast the floating ones to ``dtype``, in place.
 
     Pass it to ``module.apply`` for a whole tree. Buffers of BatchNorm keep their dtype.
     """
@@ -33,7 +33,7 @@ class ComputeBuffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def attach(self) -> None:
-        """Replace the modules' buffers by cast copies, unless they already are."""
+        """Replace the modules' buffers with cast copies, unless they are replaced already."""
         if self._shown:
             return
         for module in self._modules:
@@ -49,7 +49,7 @@ class ComputeBuffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def detach(self) -> None:
-        """Restore the originals, with the changes that the forward has made to the copies."""
+        """Restore the originals, with the changes that the forward made to the copies."""
         for module, name, original, cast, version in self._shown:
             now = module._buffers.get(name)
             if now is cast and now._version == version:

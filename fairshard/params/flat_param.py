@@ -1,11 +1,11 @@
 """Parameters as one flat line, of which this rank owns a shard.
 
-What exists when, for ``W`` ranks and ``S`` elements a rank::
+Tensors and their lifetimes, for ``W`` ranks and ``S`` elements per rank::
 
-    shard    [S]     param dtype     always: the truth; what the optimizer steps; in host memory with offload
+    shard    [S]     param dtype     always: the true values, stepped by the optimizer; in host memory with offload
     buffer   [W*S]   compute dtype   while gathered; the collective writes it, the leaves are views of it
     leaves   shaped  compute dtype   views of buffer while gathered, else empty; autograd fills their .grad
-    grad     [S]     param dtype     after backward: the mean over ranks, added to what was there
+    grad     [S]     param dtype     after backward: the mean over ranks, added to the previous gradient
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class FlatParam(Leaves):
         self._forget_runtime()
 
     def rename(self, renamed: Callable[[str], str]) -> None:
-        """Give the line and its parameters the names that ``renamed`` makes of theirs."""
+        """Rename the line and its parameters: each name becomes ``renamed(name)``."""
         self.name = renamed(self.name)
         for slot in self.slots:
             slot.rename(renamed(slot.fqn))
 
-    # ---- what is shown
+    # ---- registered parameters
 
     @property
     def on_cpu(self) -> bool:
@@ -75,7 +75,7 @@ class FlatParam(Leaves):
         return self.shows.on_cpu
 
     def adopt_assigned(self) -> None:
-        """Adopt tensors that the user has assigned to ``.data`` of what is registered."""
+        """Adopt tensors that the user has assigned to ``.data`` of registered parameters."""
         if self.shows.adopt_assigned(is_fixed=self.comm is not None) and self.grad is not None:
             self.grad.adopt_assigned()
 
@@ -84,13 +84,13 @@ class FlatParam(Leaves):
         self.shows.register_on(module, self.name)
 
     def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was done; the function returned does it again."""
+        """Undo `register_on`, if it was called; the returned function registers again."""
         return self.shows.unregister()
 
     def split(self, indexes: Sequence[int]) -> FlatParam:
-        """The parameters ``indexes``, of one dtype and device by now, as a flat param of their own.
+        """The parameters ``indexes``, now of one dtype and device, as a separate flat param.
 
-        What is registered, and what optimizers know it by, stay. The other parameters must be split off too.
+        The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
         """
         shows: Any = self.shows  # DTensors
         part = FlatParam(shows.split(indexes), f"{self.name}_{indexes[0]}", replace(self.route))
@@ -107,7 +107,7 @@ class FlatParam(Leaves):
 
     @property
     def layout(self) -> FlatLayout:
-        """Where parameters lie."""
+        """The position of each parameter on the line."""
         return self.line.layout
 
     @property
@@ -142,17 +142,17 @@ class FlatParam(Leaves):
     # ---- setting up
 
     def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
-        """The dtype in which these parameters are gathered: BatchNorm's keep their own, as its buffers do."""
+        """The dtype in which these parameters are gathered; those of BatchNorm keep their own, as its buffers do."""
         return config.compute_dtype_of(self.shard.dtype, self.slots[0].keeps_dtype)
 
     def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
-        """Make the buffer and the leaves, with the dtype and device that the shard has by now.
+        """Create the buffer and the leaves, with the current dtype and device of the shard.
 
-        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not hold this object:
-        leaves hold their hooks where the garbage collector does not see it.
+        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not refer to this
+        object: the garbage collector does not see the references from leaves to their hooks.
         """
         self.adopt_assigned()
-        check_param_dtype(config, self.shard.dtype, self.name)  # `.half()` may have come since wrapping
+        check_param_dtype(config, self.shard.dtype, self.name)  # the user may have called `.half()` since
         self._check_leaves()
         self._follow_requires_grad()
         self.comms = comms
@@ -165,7 +165,7 @@ class FlatParam(Leaves):
         self.reduce_dtype = config.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
         home = config.grad_home if self.on_cpu else GradHome.SHARD
-        held = None if self.grad is None else self.grad.value  # from when this unit was a model of its own
+        held = None if self.grad is None else self.grad.value  # from when this unit was a separate model
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
         self._on_grad = on_grad
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
@@ -187,18 +187,18 @@ class FlatParam(Leaves):
         self.follow_route()
 
     def gather_into(self, gathered: Gathered) -> None:
-        """Gather into that memory from now on."""
+        """Gather into ``gathered`` from now on."""
         self.gathered = gathered
         gathered.gather_by(self.route.gather)
         self._hook_leaves()
 
     def divide_by(self, division: Division) -> None:
-        """Divide gradients by this from now on, instead of by the number of ranks."""
+        """Divide gradients by ``division`` from now on, instead of by the number of ranks."""
         self._own_division = self.division = division
 
     @property
     def division(self) -> Division:
-        """By what gradients are divided: not at all, as long as they wait for the sum over replicas."""
+        """The divisors of gradients; 1 while gradients wait for the sum over replicas."""
         return _UNDIVIDED if self.route.keeps_sums else self._division
 
     @division.setter
@@ -206,7 +206,7 @@ class FlatParam(Leaves):
         self._division = division
 
     def follow_route(self) -> None:
-        """Travel as `route` says from now on; to be called after each change of it, between passes."""
+        """Apply the settings of `route`; call this after each change to them, between passes."""
         self.lands_at_once = self.route.hook is not None
         comms = self.route.follow()
         if comms is not None:
@@ -214,7 +214,7 @@ class FlatParam(Leaves):
             self.gathered.gather_by(self.route.gather)
 
     def reduce_in(self, reduce: Communicator) -> None:
-        """Sum over the ranks of the shard in this group, which has the same ranks."""
+        """Sum over the ranks of the shard in the group ``reduce``, which has the same ranks."""
         if self.route.reduce_in(reduce):
             self.reduce_id = reduce.new_id()
             self.follow_route()
@@ -224,11 +224,11 @@ class FlatParam(Leaves):
         self.shows.move_to(device)
 
     def keep_on_device(self) -> None:
-        """Keep the shard and its gradient on the compute device, whatever the unit was asked for."""
+        """Keep the shard and its gradient on the compute device, even if the unit's options offload them."""
         self.shows.keep_on_device()
 
     def _place_on_cpu(self, keep_on_device: bool) -> None:
-        """Move the shard to host memory that the GPU can read, after whatever `.cuda()` or `.half()` did to it."""
+        """Move the shard to host memory that the GPU can read; `.cuda()` or `.half()` may have moved it out."""
         host = host_empty_like(self.shard, self.compute_device)
         host.copy_(self.shard)
         self.shard.data = host
@@ -239,11 +239,11 @@ class FlatParam(Leaves):
         return torch.empty(self.comm.world_size, self.shard_numel, dtype=dtype, device=self.compute_device)
 
     def begin_pass(self) -> None:
-        """Follow what the user may have done since the last pass: values, ``requires_grad``, gradients."""
+        """Apply the user's changes since the last pass: values, ``requires_grad``, gradients."""
         self._is_updated = True
         if self.shows.has_moved:
             self.adopt_assigned()
-        self._check_leaves()  # before what it compares with follows what is registered
+        self._check_leaves()  # first: `_follow_requires_grad` changes the expected values
         if self.shows.wanted() != self._trained:
             self._follow_requires_grad()
             self._hook_leaves()
@@ -251,10 +251,10 @@ class FlatParam(Leaves):
         self.route.kept.added = None
 
     def unshard(self, part: KeptPart | None = None) -> None:
-        """Start gathering the line, anew if it is gathered, from a ``part`` of it if given. **Collective.**"""
+        """Start gathering the line, even if it is gathered; from its kept ``part`` if given. **Collective.**"""
         self.is_gathered = True
         if self.computes_on_shard:
-            if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # someone assigned `shard.data`
+            if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), self.comm)
         elif self.shard_numel:
             self._uses += 1
@@ -262,32 +262,32 @@ class FlatParam(Leaves):
             self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, self._uses))
 
     def _newest(self) -> Tensor:
-        """The shard as it is now, from the copy on the compute device where there is one."""
+        """The current values of the shard, in its copy on the compute device if that exists."""
         if self._device_shard is None:
             return self.shard.detach()
         if self._is_updated:
-            # In every pass: a change through ``shard.data`` leaves no trace that could be looked for.
+            # Copied in every pass, because a change through ``shard.data`` cannot be detected.
             self._device_shard.copy_(self.shard.detach(), non_blocking=True)
             self._is_updated = False
         return self._device_shard
 
     @property
     def buffer(self) -> Tensor:
-        """What rows are gathered into, ``[W, S]``."""
+        """The buffer ``[W, S]`` into which rows are gathered."""
         return self.gathered.buffer
 
     @property
     def kept_line(self) -> Tensor:
-        """The memory of the whole parameters, of which a part can be kept between forward and backward."""
+        """The memory of the whole parameters; a part of it can be kept between forward and backward."""
         return self.gathered.kept_line
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a gather has not been waited for."""
+        """Whether a gather was started and not waited for yet."""
         return self.comm is not None and self.gathered.transfer is not None
 
     def wait_unshard(self, attach: bool = True) -> None:
-        """Wait for the gather under way, if any; the leaves show it, and are attributes if ``attach``."""
+        """Wait for the running gather, if any, and show it in the leaves; ``attach`` also makes them attributes."""
         gathered = self.gathered
         gathered.wait()
         for slot, view in zip(self.slots, gathered.views):  # noqa: B905 (host time)
@@ -297,7 +297,7 @@ class FlatParam(Leaves):
                 slot.show(view)
 
     def reshard(self, is_attached: bool = True) -> None:
-        """Free the buffer and empty the leaves; ``is_attached``: remove them from their modules too."""
+        """Free the buffer and empty the leaves; if ``is_attached``, also remove the leaves from their modules."""
         for slot in self.slots:
             if is_attached:
                 slot.detach()
@@ -315,14 +315,14 @@ class FlatParam(Leaves):
         return self.gather_rows(line)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Fill every row but this rank's of ``rows`` ``[W, n]`` with those of the other ranks. **Collective.**"""
+        """Fill ``rows`` ``[W, n]`` from the other ranks; this rank's row is already written. **Collective.**"""
         if rows.numel():
             self._uses += 1
             self.comm.all_gather(rows, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
         return rows
 
     def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What is kept between steps on the compute device, and in host memory: shard and gradient."""
+        """The tensors kept between steps (shard and gradient): on the compute device, and in host memory."""
         device = [tensor for tensor in (self._device_shard, self.route.kept.waiting) if tensor is not None]
         host: list[Tensor] = []
         (host if self.on_cpu else device).append(self.shard.detach())

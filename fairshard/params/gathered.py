@@ -16,7 +16,7 @@ class Gather(Protocol):
     """An all-gather into one buffer, in which this rank's row is already written."""
 
     def start(self, tag: int) -> Transfer:
-        """Start it. **Collective.**"""
+        """Start the gather. **Collective.**"""
         ...
 
 
@@ -26,9 +26,9 @@ class Gathered:
     Attributes:
         buffer: its storage is empty while the line is resharded.
         views: the whole parameters, to which the leaves point.
-        transfer: a gather that has not been waited for.
+        transfer: a gather not waited for yet, or None.
         custom: the user's own all-gather, or None.
-        line_id: of the storage of `kept_line`.
+        line_id: identifies the storage of `kept_line`.
     """
 
     def __init__(self, gather: Gather, buffer: Tensor, rank: int, views: Sequence[Tensor]) -> None:
@@ -46,7 +46,7 @@ class Gathered:
 
     @property
     def kept_line(self) -> Tensor:
-        """The memory of the whole parameters, of which a part can be kept between forward and backward."""
+        """The memory of the whole parameters; a part of it can be kept between forward and backward."""
         return self.buffer
 
     def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
@@ -61,7 +61,7 @@ class Gathered:
         self.transfer = (self._gather if plain else self._gather_from(part)).start(tag)
 
     def wait(self) -> None:
-        """Wait for the running gather, if any; then the views are whole."""
+        """Wait for the running gather, if any; then the views hold the whole parameters."""
         if self.transfer is not None:
             transfer, self.transfer = self.transfer, None
             transfer.wait()
@@ -74,7 +74,7 @@ class Gathered:
         self._storage.resize_(0)
 
     def gather_by(self, custom: AllGather | None) -> None:
-        """Gather by the user's own all-gather from now on; None: by ours."""
+        """Gather with the user's all-gather ``custom`` from now on; None: with the engine's own."""
         self.custom = custom
 
     def _gather_from(self, part: KeptPart | None) -> Gather:

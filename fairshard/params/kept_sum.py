@@ -20,7 +20,7 @@ class KeptSum:
     Attributes:
         waiting: the sum.
         lent: the sum that the running backward adds.
-        added: one that it has added, kept until the next pass because a GPU may still read it.
+        added: the sum after it was added, kept until the next pass because a GPU may still read it.
     """
 
     def __init__(self) -> None:

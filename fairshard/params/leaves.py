@@ -1,4 +1,4 @@
-"""The leaves of a flat param, and the way of their gradients to the shard's.
+"""The leaves of a flat param, and the path of their gradients to the shard's gradient.
 
 ::
 
@@ -28,13 +28,13 @@ interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
 
 
 class Leaves:
-    """The leaves of the parameters of which ``shows`` has a shard.
+    """The leaves of the parameters whose shard ``shows`` registers.
 
     Attributes:
-        shows: the shard, and what is registered of it.
-        line: where parameters lie, and how the gathered buffer becomes whole parameters.
-        route: how gathers and gradients travel, as far as the user has a say in it.
-        gathered: the memory of the whole parameters, from `materialize` on, as are the dtypes and the device.
+        shows: the shard and its registered parameters.
+        line: the layout of the parameters; converts the gathered buffer to whole parameters.
+        route: the user's settings for the communication.
+        gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
     """
 
     gathered: Gathered
@@ -49,25 +49,25 @@ class Leaves:
         self.name = name
         self.route = route
         self.requires_grad = shows.shard.requires_grad
-        self._trained = [self.requires_grad] * len(self.slots)  # which parameters want a gradient
+        self._trained = [self.requires_grad] * len(self.slots)  # which parameters need a gradient
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
-        """Start without what `materialize` makes; pickle and deepcopy carry none of it."""
+        """Reset everything that `materialize` creates; pickle and deepcopy leave it out."""
         self.grad: Any = None
-        self.nodes: list[Any] = []  # of the leaves; None for those that are not trained
+        self.nodes: list[Any] = []  # graph nodes of the leaves; None for those not trained
         self.has_frozen = False
         self.is_gathered = False
-        self.is_owed = False  # some rank's backward, or what `no_sync` has kept, gives a gradient ...
+        self.is_owed = False  # some rank has a gradient, from its backward or kept by `no_sync`, ...
         self.reached: bytes | None = None  # ... of these parameters; None: of all
-        self.num_sent = 0  # sums under way
-        self.contributed = bytearray(len(self.slots))  # of which parameters this rank had gradients
+        self.num_sent = 0  # sums in flight
+        self.contributed = bytearray(len(self.slots))  # parameters of which this rank had gradients
         self._num_landed = 0  # sums that the running backward has added to the gradient
         self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
         self._partial: Any = None  # the gradient's mark when an exception left it incomplete
         self._hooks: list[Any] = []
         self._marker: Any = None
-        self._sent_marker: Any = None  # of what `no_sync` had kept and the running backward has sent
+        self._sent_marker: Any = None  # of `no_sync` gradients that the running backward has sent
         self._accumulated: Tensor | None = None
 
     @property
@@ -77,17 +77,17 @@ class Leaves:
 
     @property
     def registered(self) -> tuple[nn.Parameter, ...]:
-        """What users see, and attach hooks to."""
+        """The parameters that users see and attach hooks to."""
         return self.shows.registered
 
     @property
     def versioned(self) -> tuple[nn.Parameter, ...]:
-        """A change of the shard is counted by one of these."""
+        """Parameters whose version counters together count every write to the shard."""
         return self.shows.versioned
 
     @property
     def stepped(self) -> Sequence[Any]:
-        """What optimizers see: this flat param, whose shard they step, or its `OrigParam` each."""
+        """The objects whose ``shard`` optimizers step: this flat param, or one `OrigParam` per parameter."""
         return self.shows.stepped_by(self)
 
     def _follow_requires_grad(self) -> None:
@@ -127,9 +127,9 @@ class Leaves:
         self.has_frozen = None in self.nodes
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
-        """Copy every leaf's gradient into ``views``, cast on the way: the only time a gradient is written whole.
+        """Copy every leaf's gradient into ``views`` and cast it: the only copy of whole gradients.
 
-        The leaves' gradients are then dropped. Leaves without one count as zeros.
+        Then drop the leaves' gradients. A leaf without a gradient counts as zeros.
         """
         cut_as = self.line.cut_as
         targets: list[Tensor] = []
@@ -167,14 +167,14 @@ class Leaves:
             self.route.kept.lend()
 
     def take_kept(self) -> Tensor | None:
-        """What earlier backwards have summed over the ranks of the shard only."""
+        """The waiting sum of earlier backwards, over the ranks of the shard only; None from the second call on."""
         return self.route.kept.take()
 
     def accept_grad(self, reduced: Tensor) -> None:
-        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and notify who waits for it.
+        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and call its hooks and the listener.
 
-        A sum that waits for that over replicas is kept. The shard then gets a gradient of zeros, as in `accumulate`,
-        which shows whether the user has zeroed it meanwhile.
+        A sum that is not summed over replicas yet is kept instead. The shard then gets a gradient of zeros, as in
+        `accumulate`, which shows later whether the user has zeroed it.
         """
         route = self.route
         if route.keeps_sums:
@@ -201,8 +201,8 @@ class Leaves:
             listener(self)
 
     def reach(self) -> bytearray:
-        """For each parameter whether the running backward gives it a gradient here, or `no_sync` has kept one."""
-        if self.route.kept.waiting is not None and not self.route.keeps_sums:  # of all parameters
+        """For each parameter, 1 if the running backward gives it a gradient on this rank, or `no_sync` has kept one."""
+        if self.route.kept.waiting is not None and not self.route.keeps_sums:  # the sum is of all parameters
             return bytearray(self._trained)
         if not self.shard_numel:
             return bytearray(len(self.slots))
@@ -214,7 +214,10 @@ class Leaves:
         )
 
     def note_reached(self, which: bytearray | None) -> None:
-        """Some rank has gradients of ``which`` parameters, 1 or 0 each, or of all; those that no rank has stay None."""
+        """Record that some rank has gradients of ``which`` parameters, 1 or 0 each (None: all).
+
+        Gradients that no rank has stay None.
+        """
         self.is_owed = which is None or 1 in which
         self.reached = None if which is None or 0 not in which else bytes(which)
         self.contributed = bytearray(len(self.slots))
@@ -224,8 +227,8 @@ class Leaves:
     def accumulate(self) -> None:
         """Keep this pass's gradients whole, on this rank, for a later pass that reduces (``no_sync``).
 
-        They stay on the leaves, or in ``reduce_dtype`` where that is wider. The shard gets a gradient of zeros if
-        it has none: who sets it to None or zero meanwhile (``zero_grad``) means the accumulated gradients too.
+        They stay on the leaves, or are kept in ``reduce_dtype`` if that is wider. If the shard has no gradient, it gets
+        one of zeros: setting it to None or zero (``zero_grad``) also discards the accumulated gradients.
         """
         has_grad = [slot.leaf.grad is not None for slot in self.slots]
         if not any(has_grad):
@@ -245,7 +248,7 @@ class Leaves:
         return self._marker is not None or self.route.has_waiting
 
     def forget_zeroed(self) -> None:
-        """Drop what waits for each parameter whose gradient the user has zeroed since; before a pass adds to it."""
+        """Drop the kept gradients of parameters that the user has zeroed since; called before a pass adds to them."""
         kept = self.route.kept
         if self._partial is not None and self._is_zeroed(self._partial):
             self._partial = None
@@ -272,7 +275,7 @@ class Leaves:
 
     @property
     def _names(self) -> list[str]:
-        """Those of what has a gradient of its own."""
+        """The names of the objects in `stepped`; each has its own gradient."""
         return [one.name for one in self.stepped]
 
     def drop_grads(self) -> None:
@@ -287,9 +290,9 @@ class Leaves:
 
     @property
     def keeps_sum(self) -> bool | None:
-        """Whether the sum that the running backward has added is still in the gradient, and not zeroed since.
+        """Whether the gradient still contains the sum that the running backward has added: it was not zeroed since.
 
-        None: none was added, or this rank has no elements and cannot know.
+        None: no sum was added, or this rank has no elements and cannot know.
         """
         grad = self.grad.value if self._num_landed else None
         if grad is None or not self.line.layout.pieces_of(self.line.rank):
@@ -297,10 +300,11 @@ class Leaves:
         return bool(grad.any())
 
     def abandon_grads(self, is_touched: bool, keeps_sums: bool) -> None:
-        """The running backward raised, after it has given gradients to some leaves if ``is_touched``.
+        """Drop the gradients of a backward that raised; ``is_touched``: it has given gradients to some leaves.
 
-        What was added to earlier gradients cannot be taken away: the next step must not use them. ``keeps_sums``: it is
-        in some gradient of the model, as far as this rank sees, so that the user has not zeroed them since.
+        Sums already added to earlier gradients cannot be subtracted: the next step must not use these gradients.
+        ``keeps_sums``: some gradient of the model still contains such a sum, as far as this rank sees, so the user has
+        not zeroed gradients since.
         """
         marker = self._sent_marker or (self._marker if is_touched else None)
         is_partial = keeps_sums and self._num_landed > 0 and self.grad.value is not None
@@ -334,11 +338,11 @@ class Leaves:
         names = self._names
         try:
             return len(self.grad.zeroed_since(marker, names)) == len(names)
-        except FairshardError:  # they were scaled, say
+        except FairshardError:  # for example, the gradients were scaled
             return False
 
     def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
-        """A leaf's gradient with what was accumulated in a wider dtype; the leaf keeps none."""
+        """Remove a leaf's gradient, and return it plus the gradient accumulated in a wider dtype, if any."""
         leaf = slot.leaf
         grad = leaf.grad
         if grad is not None:

@@ -63,14 +63,14 @@ class FlatLine:
         return line.view(self.layout.world_size, self.shard_numel)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """This rank's run of each parameter: the number of its first element, and a view of ``values`` ``[S]``."""
+        """This rank's run of each parameter: the index of its first element, and a view of ``values`` ``[S]``."""
         runs = [(0, values[:0]) for _ in self.shapes]
         for piece in self.layout.pieces_of(self.rank):
             runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
         return runs
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
-        """For each parameter the runs of ``columns`` ``[W, S]`` that hold its gradient; last, those of the padding."""
+        """For each parameter, the runs of ``columns`` ``[W, S]`` with its gradient; the last entry: the padding."""
         if columns.is_contiguous():
             return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
         runs: list[list[Tensor]] = [[] for _ in (*self.shapes, "padding")]

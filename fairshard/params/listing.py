@@ -10,7 +10,7 @@ from torch import nn
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 
-# Parameters and attributes of a module, a name, what is registered, the leaf, the placeholder.
+# Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
 _Params = dict[str, nn.Parameter | None]
 _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
 
@@ -18,11 +18,11 @@ _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter |
 class Listing:
     """Registers the leaves of ``flat_params`` in place of their shards, while it is on.
 
-    Where one shard is registered for several parameters, nothing is registered in its place meanwhile. A leaf is then
-    no attribute beside the registered parameter, as it is otherwise while it is gathered: it would hide what
-    ``functional_call`` puts there.
+    While on, a shard that is registered for several parameters together is not registered, and a leaf is not an
+    attribute of its module, because an attribute would hide a tensor that ``functional_call`` puts there. While off,
+    a gathered leaf is an attribute beside the registered parameter.
 
-    *Invariant*: what others (``functional_call``) have put in a parameter's place stays there.
+    *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
     __slots__ = ("_places", "_slots", "is_on")
@@ -48,10 +48,10 @@ class Listing:
     def check_unwritten(self, before: list[int]) -> None:
         """Raise if a user has written to a leaf in place, or assigned to its ``.data``, since `versions`.
 
-        Nothing is known of leaves that are not registered any more: a backward inside the forward has freed them.
+        Does not check leaves that are no longer registered: a backward inside the forward has freed them.
 
         Raises:
-            ShardChangedError: with the name of the first one.
+            ShardChangedError: names the first such parameter.
         """
         if not self.is_on:
             return
@@ -67,7 +67,7 @@ class Listing:
     def show(self) -> None:
         """Register the leaves, which show gathered memory, whether or not they are attributes already."""
         self.is_on = True
-        for params, attributes, name, registered, leaf, placeholder in self._places:  # host time: few calls in here
+        for params, attributes, name, registered, leaf, placeholder in self._places:  # few calls, to save host time
             if name not in params:  # the user has deleted it
                 if registered is None:
                     attributes[name] = leaf
@@ -79,7 +79,7 @@ class Listing:
                 _set_or_delete(attributes, name, placeholder)
 
     def hide(self) -> None:
-        """Register the shards again; the leaves are attributes from now on. A second time does nothing."""
+        """Register the shards again, and make the leaves attributes; no-op if off."""
         if self.is_on:
             self.is_on = False
             for params, attributes, name, registered, leaf, _ in self._places:

@@ -1,4 +1,4 @@
-"""What stands where a parameter was while only its shards exist."""
+"""The object that replaces a parameter while only its shards exist."""
 
 import weakref
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fairshard.errors import ParameterShardedError
 
 @dataclass(frozen=True)
 class GatheredAs:
-    """What a parameter is when it is gathered, apart from its shape."""
+    """The properties of a gathered parameter, except its shape."""
 
     dtype: torch.dtype
     device: torch.device
@@ -19,15 +19,15 @@ class GatheredAs:
 
 
 class Source(Protocol):
-    """Whoever knows what a parameter is when it is gathered."""
+    """An object that knows the properties of a gathered parameter."""
 
     @property
     def gathered_as(self) -> GatheredAs | None:
-        """None: not known yet."""
+        """The properties; None if not known yet."""
 
 
 class ShardedParameter:
-    """Stands where a parameter was while only its shards exist; reading it raises `ParameterShardedError`.
+    """Replaces a parameter while only its shards exist; reading it raises `ParameterShardedError`.
 
     It has the shape, dtype, device and ``requires_grad`` that the gathered parameter will have, but no values. An empty
     tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
@@ -42,7 +42,7 @@ class ShardedParameter:
         self._source: weakref.ref[Source] | None = None  # weak: the source holds this object
 
     def follow(self, source: Source) -> None:
-        """Answer as ``source`` does from now on."""
+        """Take dtype, device and ``requires_grad`` from ``source`` from now on."""
         self._source = weakref.ref(source)
 
     @property
@@ -66,23 +66,23 @@ class ShardedParameter:
 
     @property
     def ndim(self) -> int:
-        """As of a tensor."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """As of a tensor: of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return self.shape.numel()
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor: of the whole parameter."""
+        """Shape of the whole parameter, or its size in ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def is_floating_point(self) -> bool:
-        """As of a tensor."""
+        """Whether the dtype is a floating one."""
         return self.dtype.is_floating_point
 
     @property
@@ -97,7 +97,7 @@ class ShardedParameter:
         return f"<sharded parameter {self.fqn} {tuple(self.shape)}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):  # protocols probe for these; absence is the answer
+        if name.startswith("__") and name.endswith("__"):  # protocols probe for these; they must be absent
             raise AttributeError(name)
         self._refuse()
 

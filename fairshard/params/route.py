@@ -18,11 +18,11 @@ from fairshard.utils.device import Stream, now
 
 @dataclass
 class Route:
-    """Custom communication of one flat param, and the sum that waits for its replicas.
+    """Custom communication of one flat param, and its sum that is not summed over replicas yet.
 
-    ``gather`` and ``scatter`` replace the engine's own; with ``uses_group_memory`` they are the engine's own in memory
-    of the backend. ``hook`` is called with each mean, on ``hook_stream``. Without ``sums_replicas`` sums over the ranks
-    of a shard wait before they are summed over replicas.
+    ``gather`` and ``scatter`` replace the engine's collectives; with ``uses_group_memory`` they are the engine's, in
+    memory from the backend. ``hook`` is called with each mean, on ``hook_stream``. Without ``sums_replicas``, sums over
+    the ranks of a shard are kept, and not summed over replicas yet.
 
     Attributes:
         keeps_sums: whether sums wait now; False without replicas.
@@ -46,14 +46,14 @@ class Route:
         self._comms = comms
 
     def reduce_in(self, reduce: Communicator) -> bool:
-        """Reduce in this group, which has the ranks of the shard; returns False before the first forward."""
+        """Reduce in the group ``reduce``, which has the ranks of the shard; returns False before the first forward."""
         if self._comms is None:
             return False
         self._comms = replace(self._comms, reduce=reduce)
         return True
 
     def follow(self) -> Communicators | None:
-        """The groups that the present settings ask for; None before the first forward."""
+        """The groups that the current settings require; None before the first forward."""
         comms = self._comms
         self.keeps_sums = not self.sums_replicas and comms is not None and comms.replicas is not None
         if comms is None:

@@ -1,13 +1,13 @@
 """Where the gradient of a shard is kept, and how it gets there.
 
-A reduced gradient that moves to host memory is copied while the backward goes on::
+A reduced gradient that moves to host memory is copied while the backward continues::
 
     reduce stream    | reduce-scatter k | reduce-scatter k+1 |
-    copy stream                         | copy k ----- |            into memory that this file owns
+    copy stream                         | copy k ----- |            into memory of `ShardGrad`
     host                                               land: set as `.grad`, or added to it
 
-*Invariant*: a gradient is visible only after it has landed. A read in the middle of a backward gives the last sum or
-None, never memory that a copy is still writing.
+*Invariant*: a gradient is visible only after it has landed. A read in the middle of a backward returns the last sum
+or None, never memory that a copy is still writing.
 """
 
 import time
@@ -40,7 +40,7 @@ class GradTransfers:
         self._reads: deque[tuple[Tensor, Event]] = deque()
 
     def copy(self, source: Tensor, target: Tensor) -> Event:
-        """Copy ``source``, which the current stream has made, into host memory; returns the event of its arrival.
+        """Copy ``source``, made on the current stream, to host memory; the returned event passes when it has arrived.
 
         ``source`` is kept until then. At most 64 MiB are kept this way: beyond that, the host waits for the oldest.
         """
@@ -55,7 +55,7 @@ class GradTransfers:
         return landed
 
     def wait(self, event: Event, counts: bool = True) -> None:
-        """Make the host wait for ``event``; the time ``counts`` in ``waited_s`` if training is blocked by it."""
+        """Make the host wait for ``event``; if it ``counts`` as blocking training, add the time to ``waited_s``."""
         if not event.has_passed():
             started = time.perf_counter()
             event.synchronize()
@@ -67,17 +67,17 @@ class GradTransfers:
 
 
 def sign_zeros_(heads: Tensor) -> None:
-    """Turn zeros among ``heads`` into -0.0: it adds like 0.0 and survives scaling, but not `zero_`."""
+    """Turn zeros in ``heads`` into -0.0, which adds like 0.0 and survives scaling, but not `zero_`."""
     heads.masked_fill_(heads == 0, -0.0)
 
 
 def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
-    """Whether ``grad`` was dropped or zeroed after ``mark`` was made, when `sign_zeros_` changed its first element.
+    """Whether ``grad`` was dropped or zeroed after ``mark`` was made; `sign_zeros_` changed its first element then.
 
     ``values``: its elements on this rank, if ``grad`` also has elements of other ranks.
 
     Raises:
-        FairshardError: it was changed in another way.
+        FairshardError: ``grad`` was changed in another way.
     """
     kept, version = mark
     if grad is None:
@@ -96,7 +96,7 @@ def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A copy to ``host`` that has not been waited for; it is complete at ``landed``."""
+    """A copy to ``host`` not waited for yet; it is complete when ``landed`` has passed."""
 
     host: Tensor
     landed: Event
@@ -126,7 +126,7 @@ class ShardGrad:
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient ``[S]``, wherever it is kept; None if there is none."""
+        """The gradient ``[S]``, wherever it is kept; None if missing."""
         return self._held if self._home is GradHome.HELD else self._shard.grad
 
     @property
@@ -144,7 +144,7 @@ class ShardGrad:
         return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
 
     def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
-        """Set or add ``reduced``, which the current stream has made; if it moves to the host, `land` completes that.
+        """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
 
         ``reached``: for each parameter 1 if it has a gradient; None: all have one.
         """
@@ -182,7 +182,7 @@ class ShardGrad:
         return self.value
 
     def mark(self) -> Any:
-        """Land all copies, and record the present gradient (zeros if missing) for `zeroed_since`."""
+        """Land all copies, and record the current gradient (zeros if missing) for `zeroed_since`."""
         self.land()
         self._had_none = self._had_none or self.value is None
         grad = self.value_or_zeros()
@@ -194,10 +194,10 @@ class ShardGrad:
         return [index for index, name in enumerate(names) if is_zeroed(self.value, mark, name)]
 
     def forget_dropped(self) -> None:
-        """Free the memory of gradients that were dropped; here nothing is kept beside the shard's own `.grad`."""
+        """Free the memory of dropped gradients; no-op here, because only the shard's `.grad` is kept."""
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient or overwrite it with zeros, and drop copies under way."""
+        """Drop the gradient or overwrite it with zeros, and discard copies in flight."""
         self.discard_flights()
         if set_to_none:
             self._set(None)
@@ -218,7 +218,7 @@ class ShardGrad:
     def _add_to(self, kept: Tensor | None, grad: Tensor) -> None:
         self._is_new, self._had_none = kept is None or self._had_none, False
         if kept is None:
-            self._set(grad.data)  # a version counter of its own, not that of the whole bucket
+            self._set(grad.data)  # with its own version counter, not the whole bucket's
         else:
             kept.add_(grad)
 

@@ -23,7 +23,7 @@ class ShownShard:
         registered: the parameters that users see and attach hooks to.
         versioned: tensors whose version counters together count every write to the shard.
         on_cpu: whether the shard is kept in host memory.
-        holder, key: the module that the shard is registered on, and as what, if it is one for all parameters.
+        holder, key: the module on which the shard itself is registered (None: it is not), and its name there.
     """
 
     def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
@@ -41,7 +41,7 @@ class ShownShard:
         return (flat_param,)
 
     def make_grad(self, dtype: torch.dtype, home: GradHome, transfers: GradTransfers, held: Tensor | None) -> ShardGrad:
-        """The gradient of the shard, shown on what is registered."""
+        """The gradient of the shard, shown on the registered parameters."""
         return ShardGrad(self.shard, dtype, home, transfers, held)
 
     # ---- following
@@ -51,7 +51,7 @@ class ShownShard:
         return [self.shard.requires_grad] * len(self.slots)
 
     def follow(self, trained: Sequence[bool]) -> Sequence[int]:
-        """Set ``requires_grad`` of leaves and shard to ``trained``; returns those whose kept gradients are void."""
+        """Set ``requires_grad`` of leaves and shard to ``trained``; returns indexes whose kept gradients are void."""
         return ()
 
     @property
@@ -67,7 +67,7 @@ class ShownShard:
         return False
 
     def link(self) -> None:
-        """Make the registered parameters views of the shard, wherever that is now."""
+        """Make the registered parameters views of the shard's current memory."""
 
     def own_spans(self) -> list[Span]:
         """The span of each registered parameter on the shard, in order."""
@@ -98,7 +98,7 @@ class ShownShard:
         holder, key = self.holder, self.key
         if holder is None:
             return lambda: None
-        holder._parameters[key] = None  # keeps its position among the others
+        holder._parameters[key] = None  # keeps its position in the module
         return lambda: holder._parameters.update({key: self.shard})
 
     # ---- copies

@@ -16,11 +16,11 @@ from fairshard.params.placeholder import GatheredAs, ShardedParameter
 
 
 class _Guard:
-    """A hook before the forward of a module that has a shard, of one dimension, where it computes with a parameter.
+    """A hook before the forward of a module on which a shard is registered in place of a parameter.
 
-    Raises `ParameterShardedError` unless the parameter of ``slot`` is there: torch would name neither the module nor
-    the cure, or compute with the shard where its shape happens to fit. The same if a leaf would hide what
-    ``functional_call`` has put in its place, which happens outside of the unit's forward alone.
+    Raises `ParameterShardedError` unless the parameter of ``slot`` is gathered: torch would name neither the module
+    nor the remedy, or would compute with a shard whose shape happens to fit. Also raises if a leaf would hide
+    a tensor that ``functional_call`` has put in its place, which happens only outside of the unit's forward.
     """
 
     def __init__(self, slot: "ParamSlot", name: str) -> None:
@@ -55,7 +55,7 @@ def _check_not_hidden(module: nn.Module) -> None:
 
 
 def taken_from(module: nn.Module) -> str | None:
-    """The fqn of a parameter of ``module`` itself that a unit has taken; None if none has."""
+    """The fqn of a parameter of ``module`` itself that a unit has sharded; otherwise None."""
     for shown in module.__dict__.values():
         if isinstance(shown, ShardedParameter):
             return shown.fqn
@@ -75,13 +75,16 @@ _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long
 
 
 def slot_of(param: nn.Parameter) -> "ParamSlot | None":
-    """The slot that has taken ``param``, if a unit has: what modules still refer to is then an empty leaf."""
+    """The slot of ``param`` if a unit has sharded it, otherwise None.
+
+    Modules that still refer to a sharded ``param`` see an empty leaf.
+    """
     slot: ParamSlot | None = _slots.get(param, lambda: None)()
     return slot
 
 
 class ParamSlot:
-    """One parameter, the modules that refer to it, and the leaf that stands there while it is gathered.
+    """One parameter, the modules that refer to it, and the leaf that they use while it is gathered.
 
     The leaf *is* the original ``nn.Parameter``: references that modules saved (``nn.RNNBase._flat_weights``),
     hooks and initialisation flags stay valid. While sharded it holds no elements.
@@ -95,12 +98,12 @@ class ParamSlot:
         self.owners: list[tuple[nn.Module, str]] = []
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
-        self._shown: Tensor | None = None  # last by the leaf, and ...
-        self._empty: Tensor | None = None  # ... what it shows while sharded, of the same kind
+        self._shown: Tensor | None = None  # what the leaf showed last, and ...
+        self._empty: Tensor | None = None  # ... what it shows while sharded, of the same dtype and device
         self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
-        """Note that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
+        """Record that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
         self.owners.append((module, name))
 
     def holds(self, param: Any) -> bool:
@@ -122,13 +125,13 @@ class ParamSlot:
         return any(isinstance(module, _BatchNorm) for module, _ in self.owners)
 
     def rename(self, fqn: str) -> None:
-        """Take ``fqn``, the name in the whole model, for messages."""
+        """Use ``fqn``, the name in the whole model, in messages."""
         self.fqn = fqn
         if self._placeholder is not None:
             self._placeholder.fqn = fqn
 
     def register(self, shard: nn.Parameter | None) -> None:
-        """Take the parameter out of its modules; put ``shard`` in its place, or a placeholder that raises."""
+        """Replace the parameter in its modules with ``shard``, or with a placeholder that raises."""
         self._register(shard)
         _slots[self.leaf] = weakref.ref(self)
         if shard is not None:
@@ -139,23 +142,23 @@ class ParamSlot:
         self.detach()
 
     def explain(self, shard: nn.Parameter, compute_dtype: torch.dtype | None) -> None:
-        """Let the placeholder answer as what is gathered from ``shard`` will; ``compute_dtype`` None: the shard's."""
+        """Make the placeholder report what is gathered from ``shard``, in ``compute_dtype``; None: in its own dtype."""
         self._cut = shard, None if self.keeps_dtype else compute_dtype
         if self._placeholder is not None:
             self._placeholder.follow(self)
 
     @property
     def gathered_as(self) -> GatheredAs | None:
-        """What the parameter is when it is gathered; None before `explain`."""
+        """The properties of the gathered parameter; None before `explain`."""
         if self._cut is None:
             return None
         shard, dtype = self._cut
-        # An offloaded shard is on the CPU, and its leaf where it computes; the leaf follows `.cuda()` later.
+        # An offloaded shard is on the CPU, its leaf on the compute device. Otherwise `.cuda()` moves the shard first.
         device = self.leaf.device if shard.device.type == "cpu" else shard.device
         return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
 
     def renew_leaf(self, device: torch.device) -> None:
-        """Use another leaf, on ``device``: a leaf on the meta device can never show memory."""
+        """Replace the leaf with a new one on ``device``: a leaf on the meta device can never show memory."""
         old = self.leaf
         self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
         self.leaf.__dict__.update(old.__dict__)
@@ -168,23 +171,23 @@ class ParamSlot:
         self.detach()
 
     def show(self, view: Tensor) -> None:
-        """Let the leaf show ``view``, and have its dtype and device from now on."""
+        """Make the leaf show ``view``, with the dtype and device of ``view``."""
         self.leaf.data = view
         if view is not self._shown:
             self._shown, self._empty = view, None
 
     @property
     def placeholder(self) -> object:
-        """What modules have as an attribute while the parameter is sharded; None for nothing."""
+        """The attribute that modules have while the parameter is sharded; None: no attribute."""
         return self._placeholder
 
     @property
     def shows_other(self) -> bool:
-        """Whether somebody has assigned to the leaf's ``.data`` since `show`."""
+        """Whether the user has assigned to the leaf's ``.data`` since `show`."""
         return self._shown is not None and self._shown.data_ptr() != self.leaf.data_ptr()
 
     def attach(self, view: Tensor) -> None:
-        """Let the leaf show ``view``, and make it an attribute of its modules."""
+        """Make the leaf show ``view``, and set it as an attribute of its modules."""
         self.show(view)
         leaf = self.leaf
         for module, name in self.owners:
@@ -192,7 +195,7 @@ class ParamSlot:
             shown = params[name] if name in params else None  # noqa: SIM401 (host time)
             if shown is self.registered:
                 module.__dict__[name] = leaf
-            elif shown is not leaf and module.__dict__.get(name) is leaf:  # it would hide what a user put there
+            elif shown is not leaf and module.__dict__.get(name) is leaf:  # it would hide the user's tensor
                 module.__dict__.pop(name)
                 if self._placeholder is not None:
                     module.__dict__[name] = self._placeholder
@@ -205,7 +208,7 @@ class ParamSlot:
         leaf.data = self._empty
 
     def detach(self) -> None:
-        """Empty the leaf and take it off the modules."""
+        """Empty the leaf and remove it from its modules."""
         self.clear()
         placeholder = self._placeholder
         for module, name in self.owners:
@@ -216,7 +219,7 @@ class ParamSlot:
                 del shown[name]
 
     def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
-        """Register ``full``, the whole parameter, under every name, or nothing; the function returned undoes it."""
+        """Register ``full``, the whole parameter or None, under every name; the returned function undoes this."""
         for module, name in self.owners:
             module.__dict__.pop(name, None)
             module._parameters[name] = full

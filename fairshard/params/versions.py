@@ -1,4 +1,4 @@
-"""Detects writes to shards, by the version counters of torch."""
+"""Detects writes to shards through torch's version counters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
 
 
 def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:
-    """Raise if a shard was written to since `versions_of` returned ``before``, in the forward.
+    """Raise if a shard was written to since the forward, when `versions_of` returned ``before``.
 
     Raises:
-        ShardChangedError: with the name of the first one.
+        ShardChangedError: names the first such shard.
     """
     versions = versions_of(flat_params)
     if versions == before:

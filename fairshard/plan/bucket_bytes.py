@@ -1,4 +1,4 @@
-"""Sizes in bytes that stand in for flat params and buckets in a plan."""
+"""Sizes in bytes that replace flat params and buckets in a plan."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class BucketBytes:
         first = world_size if world_size > 1 else num_replicas
         self.received_nbytes = self.width * _num_rows(first) * dtype.itemsize if sums_in_order else 0
         self.cast_nbytes = 0 if self.sum_dtype == dtype else self.sum_nbytes  # the cast of one row, while it is added
-        # The sum over ranks is summed over replicas next, and is kept until then.
+        # The sum over ranks is kept until it is summed over replicas.
         is_second = sums_in_order and world_size > 1 and num_replicas > 1
         self.replica_nbytes = self.sum_nbytes * (_num_rows(num_replicas) + 1) if is_second else 0
 
 
 def _num_rows(num_ranks: int) -> int:
-    """Number of rows received for a sum; an exchange of at most 4 ranks does not copy the own row."""
+    """Number of rows received for a sum; an exchange of at most 4 ranks does not copy the rank's own row."""
     return num_ranks - 1 if num_ranks <= 4 else num_ranks

@@ -1,4 +1,4 @@
-"""Which modules of a tree a policy wraps; modules and parameters may be registered in several places."""
+"""Choose the modules of a tree that a policy wraps; modules and parameters may be registered in several places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fairshard.engine.tree import unit_of
 from fairshard.plan.policies import call_policy
 from fairshard.utils.names import join
 
-# Reads the weights of its children without calling them, so that no child can be a unit.
+# Reads the weights of its children without calling them, so no child can be a unit.
 _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
@@ -67,7 +67,7 @@ class ModuleTree:
             holder._modules[name] = by
 
     def find_unit(self, also: type[nn.Module] | None = None) -> str | None:
-        """The fqn of a module that is already a unit or an instance of ``also``; None if there is none."""
+        """The fqn of a module that is already a unit or an instance of ``also``; None if not found."""
         for module, fqn in self.fqns.items():
             if unit_of(module) is not None or (also is not None and isinstance(module, also)):
                 return fqn or "the module itself"
@@ -102,7 +102,7 @@ class Chooser:
         self._tied: list[str] = []
 
     def choose(self, include_root: bool = False) -> list[Choice]:
-        """The modules to wrap, inner ones first; with ``include_root`` the policy is asked about the outermost too."""
+        """The modules to wrap, inner ones first; with ``include_root`` the policy is also asked about the root."""
         self._ask(self._tree.root, include_root)
         if self._tied:
             warnings.warn(
@@ -155,7 +155,7 @@ class Chooser:
 def _questions(
     tree: ModuleTree, policy: Any
 ) -> tuple[Callable[[nn.Module, int, bool], bool], Callable[[nn.Module, int, bool], dict[str, Any] | None]]:
-    """Two functions of a policy: whether to look inside a module, and its overrides (None: do not wrap)."""
+    """Two functions that ask ``policy`` whether to look inside a module, and for its overrides (None: do not wrap)."""
     if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's objects
         found = policy._run_policy(tree.root, tree.ignored, {})
         return lambda *_: True, lambda module, *_: found.get(module)

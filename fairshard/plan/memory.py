@@ -61,8 +61,8 @@ class WrapPlan:
     """Predicted units, buckets and memory on each of ``world_size`` ranks.
 
     ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
-    or the optimizer's step. ``schedule``: what a backward that reaches everything communicates, mark by mark; see
-    `fairshard.engine.schedule`.
+    or the optimizer's step. ``schedule``: the communication of a backward that reaches every unit, mark by mark;
+    see `fairshard.engine.schedule`.
     """
 
     world_size: int
@@ -80,7 +80,7 @@ class WrapPlan:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes that offload keeps in host memory besides."""
+        """Additional bytes that offload keeps in host memory."""
         return 0 if self.device == "cpu" else sum(term.nbytes for term in self.terms if term.on_host)
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ def plan_memory(
         )
     step = _Step(units, world_size, num_replicas or 1, device)
     step.run()
-    step.run()  # looks ahead by the order that the first recorded
+    step.run()  # gathers ahead in the order that the first run recorded
     sources = [source for every in step.sources.values() for source in every]
     return WrapPlan(
         world_size,
@@ -179,7 +179,7 @@ def _state_nbytes(source: SourceBytes, make: Callable[[list[nn.Parameter]], Opti
 
 
 class _Step:
-    """Simulation of the live bytes of a training step, with gradients dropped at its end."""
+    """Simulation of the live bytes of a training step that drops gradients at its end."""
 
     def __init__(self, units: Sequence[PlannedUnit], world_size: int, num_replicas: int, device: str) -> None:
         self._root = units[0]
@@ -198,7 +198,7 @@ class _Step:
         self._units = list(units)
         self._order: ForwardOrder[PlannedUnit] = ForwardOrder()
         self._record: Record[PlannedUnit] = Record()
-        self._calls: list[int] = []  # whose backward is to come, those of calls around them included
+        self._calls: list[int] = []  # calls that the backward has not reached, as ``~number``
         self.schedule = Schedule()
         self._cursor = 0
         self._gathered: dict[PlannedUnit, int] = {}
@@ -212,11 +212,11 @@ class _Step:
         self._at = self.peak_at = "between steps"
 
     def peak_terms(self) -> list[MemoryTerm]:
-        """Memory live at the peak, besides the lasting terms."""
+        """Memory live at the peak, except for the lasting terms."""
         return [MemoryTerm(name, nbytes) for name, nbytes in self._peak.items()]
 
     def run(self) -> None:
-        """Simulate a forward, a backward, and the drop of gradients."""
+        """Simulate a forward and a backward, then drop the gradients."""
         self._order.begin()
         self._record.begin(is_common=True)
         self._forward(self._root)
@@ -241,7 +241,7 @@ class _Step:
         self._live[GRADS] = 0
 
     def _plan_backward(self) -> None:
-        """The schedule that the engine would walk, if all ranks reach everything."""
+        """Build the schedule that the engine would follow if all ranks reach every unit."""
         number = {unit: index for index, unit in enumerate(self._units)}
         (one,) = self._record.passes
         places = [CallPlace(number[bracket.unit], 0) for bracket in one.brackets]
@@ -255,7 +255,7 @@ class _Step:
         self._plan_buckets(self._units[index] for index in self.schedule.sends)
 
     def _walk(self, stop: int) -> None:
-        """Do what is scheduled up to the mark at ``stop``, and up to the next one after it."""
+        """Follow the schedule through the mark at ``stop``, up to the next mark."""
         steps = self.schedule.steps
         while self._cursor < len(steps):
             kind, number, _ = steps[self._cursor]

@@ -1,11 +1,11 @@
-"""Wrapping policies, ours and other libraries', which decide what modules become units.
+"""Wrapping policies, ours and those of other libraries, which decide what modules become units.
 
 A policy is a function of ``module``, ``recurse`` and ``nonwrapped_numel``, the number of parameter elements below
 ``module`` that no inner wrapper has sharded. It is first called with ``recurse=True``: whether to look inside
 ``module``. If so, it is called again after the children with ``recurse=False``: whether to wrap ``module``. A policy
 may also be an object, such as `ModuleWrapPolicy`, that decides by the module alone.
 
-Source: fairscale (``fairscale.nn.wrap``) and PyTorch's FSDP (``torch.distributed.fsdp.wrap``), whose names these are.
+Source: fairscale (``fairscale.nn.wrap``) and PyTorch's FSDP (``torch.distributed.fsdp.wrap``), for the names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-# The third argument's name in FSDP1, and in fairscale and the first FSDP1.
+# Names of the third argument: in FSDP1; in fairscale and early versions of FSDP1.
 _NUMEL_NAMES = ("nonwrapped_numel", "unwrapped_params")
 
 ModuleClasses = Collection[type[nn.Module]]
@@ -174,7 +174,7 @@ def call_policy(
     """Call a policy function by keyword, with the names in its signature.
 
     Raises:
-        TypeError: its signature cannot be read, or lacks the arguments of a policy.
+        TypeError: its signature cannot be read, or arguments of a policy are missing from it.
     """
     arguments: dict[str, Any] = {"module": module, "recurse": recurse, "is_root": is_root}
     arguments.update(dict.fromkeys(_NUMEL_NAMES, numel))

@@ -29,7 +29,7 @@ class FlatSizes:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the whole line while it is gathered."""
+        """Bytes of the whole flat param while it is gathered."""
         return self.layout.padded_numel * self.compute_dtype.itemsize
 
     @property

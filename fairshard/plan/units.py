@@ -1,4 +1,4 @@
-"""The units that a policy makes of a module: first planned without changing it, then wrapped."""
+"""The units that a policy makes from a module: first planned without changing the module, then wrapped."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class PlannedUnit:
 
 
 class UnitPlan:
-    """The units that ``policy`` makes of ``module`` with a wrapper's ``arguments``; None makes one unit.
+    """The units that ``policy`` makes from ``module`` with a wrapper's ``arguments``; None makes one unit.
 
-    ``units`` has the outermost first. Changes nothing, needs no process group, accepts modules on any device.
+    ``units`` starts with the outermost. Changes nothing, needs no process group, accepts modules on any device.
 
     Raises:
         ValueError: the module already holds a unit, or a parameter cannot be sharded.
@@ -155,7 +155,7 @@ def auto_wrap_children(
 ) -> Ignored:
     """Wrap the modules that ``policy`` chooses inside ``module``, but not ``module`` itself, in place.
 
-    ``arguments`` are the outer wrapper's by name; inner wrappers get them too. Errors are raised before anything
+    ``arguments`` are the outer wrapper's by name; inner wrappers get the same. Errors are raised before anything
     changes.
 
     Returns: ``ignored``, updated for the wrapped modules.

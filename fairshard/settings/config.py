@@ -24,12 +24,12 @@ class GradHome(Enum):
 
 @dataclass(frozen=True)
 class LateOptions:
-    """Later options of the wrapper, described in its docstring. The defaults change nothing.
+    """Options added to the wrapper later, described in its docstring; the defaults change nothing.
 
     Attributes:
         keeps_across_passes: the next forward reuses parameters that a forward left gathered, unless an optimizer has
-            stepped or torch has counted a write to the shards; the backward frees them after each of several
-            forwards. If False, each forward gathers again, and parameters that a forward left gathered stay so until
+            stepped or torch has counted a write to the shards. After several forwards, the backward of each one frees
+            them. If False, each forward gathers again, and parameters that a forward left gathered stay gathered until
             all gradients are ready.
     """
 
@@ -56,7 +56,7 @@ DEFAULTS = LateOptions()
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """Settings of one unit; ``compute_dtype`` None means the parameters' own.
+    """Settings of one unit; ``compute_dtype`` None means the parameters' own dtype.
 
     ``precision`` is resolved from ``mixed_precision``, a flag or an object, and the dtypes passed with it.
     """
@@ -126,7 +126,7 @@ def check_param_dtype(config: UnitConfig, dtype: torch.dtype, fqn: str) -> None:
 
     Raises:
         TypeError: ``dtype`` is not floating, or not fp32 under mixed precision.
-        ValueError: a ``compute_dtype`` other than the parameter's own, without mixed precision.
+        ValueError: without mixed precision, ``compute_dtype`` is not the parameter's own dtype.
     """
     if not dtype.is_floating_point:
         raise TypeError(

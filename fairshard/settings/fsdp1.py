@@ -74,7 +74,7 @@ class MixedPrecision:
         keep_low_precision_grads: gradients of shards keep ``reduce_dtype``, for an optimizer that can use them.
         cast_forward_inputs: floating inputs of this unit's forward are cast to ``param_dtype``.
         cast_root_forward_inputs: inputs of the outermost unit are cast, even without ``cast_forward_inputs``.
-        _module_classes_to_ignore: modules that ``auto_wrap_policy`` wraps on their own without mixed precision.
+        _module_classes_to_ignore: modules that ``auto_wrap_policy`` wraps separately, without mixed precision.
     """
 
     param_dtype: torch.dtype | None = None
@@ -106,7 +106,7 @@ Option = TypeVar("Option", ShardingStrategy, BackwardPrefetch, CPUOffload, Mixed
 
 
 def adopt(value: Any, cls: type[Option]) -> Any:
-    """``value`` converted to ``cls`` if it is of PyTorch's class of that name; otherwise unchanged."""
+    """``value`` converted to ``cls`` if it is an object of PyTorch's class of that name; otherwise unchanged."""
     theirs = type(value)
     if theirs.__name__ != cls.__name__ or not theirs.__module__.startswith("torch.distributed."):
         return value

@@ -62,7 +62,7 @@ class OwnRank(SavedGroup):
         super().__init__(None, 0, 1)
 
     def resolve(self) -> ProcessGroup:
-        """The group of one."""
+        """The group of this rank alone."""
         self.group = group_of_one()
         return self.group
 
@@ -87,7 +87,7 @@ class UnitGroups:
         return self.replicas if isinstance(self.shard, OwnRank) and self.replicas is not None else self.shard
 
     def set(self, group: Groups) -> None:
-        """Use ``group`` after unpickling; in the form of `find_groups`."""
+        """Use ``group`` after unpickling; a group or a pair, as for `find_groups`."""
         if isinstance(group, ProcessGroup):
             self.main.group = group
         else:
@@ -114,10 +114,10 @@ def find_groups(
     device_mesh: DeviceMesh | None,
     reduce_group: ProcessGroup | None,
 ) -> UnitGroups:
-    """The groups that the arguments describe. **Collective** at first for hybrid strategies without groups.
+    """The groups that the arguments describe. **Collective** on the first call for hybrid strategies without groups.
 
     Raises:
-        ValueError: the arguments do not fit the strategy or each other.
+        ValueError: the arguments contradict the strategy or each other.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -209,7 +209,7 @@ _by_node: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGro
 
 
 def _groups_by_node() -> tuple[ProcessGroup, ProcessGroup]:
-    """Shard within a node, replicate across nodes; the same pair for all units. **Collective** the first time."""
+    """Shard within a node, replicate across nodes; the same pair for all units. **Collective** on the first call."""
     world = default_group()
     if world not in _by_node:
         size = world.size()

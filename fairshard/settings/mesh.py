@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fairshard.utils.device import default_device_type
 from fairshard.utils.messages import default_group
 
-# Weak on both sides: a mesh holds its group, which would otherwise live forever with its threads.
+# Weak keys and values: a mesh holds its group, which would otherwise live forever with its threads.
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """The 1-D mesh of all ranks; one object as long as anything uses it."""
+    """The 1-D mesh of all ranks; always the same object while anything uses it."""
     group = default_group()
     mesh = _known_mesh(group)
     if mesh is None:
@@ -36,7 +36,7 @@ def check_mesh(mesh: Any) -> None:
 
     Raises:
         TypeError: it is not a mesh.
-        ValueError: it has more dimensions, or lacks this rank.
+        ValueError: it has more dimensions, or does not contain this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"`mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh.")

@@ -1,4 +1,4 @@
-"""From the arguments of a door to the settings of a unit: check them against each other and fill in defaults."""
+"""Turn the user's arguments into the settings of a unit: check them against each other and fill in defaults."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _strategy(strategy: Any, reshard: Any) -> tuple[ShardingStrategy, bool | int
 def _precision(
     mixed: Any, compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool, buffer_dtype: torch.dtype | None
 ) -> MixedPrecision:
-    """Resolve the arguments on precision; ``reduce_dtype`` None means the compute dtype."""
+    """Resolve the precision arguments; ``reduce_dtype`` None means the compute dtype."""
     if not isinstance(mixed, (bool, MixedPrecision)):
         raise TypeError(f"`mixed_precision` must be True, False or a MixedPrecision, but is {mixed!r}. {_KEYWORDS}")
     if isinstance(mixed, MixedPrecision):
@@ -195,7 +195,7 @@ def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_st
 def late_options(
     *, state_dict_device: torch.device | str | None, compute_device: torch.device, **flags: Any
 ) -> LateOptions:
-    """Check the later options of the wrapper.
+    """Check the options in `LateOptions`.
 
     Raises:
         TypeError: a flag is not True or False.
@@ -214,7 +214,7 @@ def late_options(
 
 
 def offload_of(cpu_offload: Any, move_params_to_cpu: bool | None) -> Any:
-    """The value of ``cpu_offload``, or of its later name ``move_params_to_cpu`` if given.
+    """The value of ``cpu_offload``, or of its newer name ``move_params_to_cpu`` if given.
 
     Raises:
         TypeError: ``move_params_to_cpu`` is not True, False or None.

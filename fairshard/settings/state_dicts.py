@@ -89,7 +89,7 @@ def default_settings() -> StateDictSettings:
 
 
 def resolve_settings(state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any) -> StateDictSettings:
-    """Settings from enums and configs of ours or torch's, checked against each other.
+    """Settings from our or torch's enums and configs, checked against each other.
 
     Raises:
         TypeError: ``state_dict_type`` is not a `StateDictType`.

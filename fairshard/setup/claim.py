@@ -22,7 +22,7 @@ from fairshard.views.rows import join_gathers
 
 
 def claim(module: nn.Module) -> Root:
-    """Make ``module``, just called and in no model yet, the outermost of all units below it. **Collective.**
+    """Make ``module``, which is in no model yet, the outermost of all units below it. **Collective.**
 
     Sets up the groups' communicators and compares the units across ranks.
 
@@ -83,7 +83,7 @@ def claim(module: nn.Module) -> Root:
 
 
 def roots_below(module: nn.Module) -> list[Root]:
-    """The root of every model in ``module``, outermost first; claims units without one: **collective** then."""
+    """The root of every model in ``module``, outermost first; claims units without a root (**collective**)."""
     roots: dict[Root, None] = {}
     for _, part in walk(module):
         unit = unit_of(part)
@@ -94,7 +94,7 @@ def roots_below(module: nn.Module) -> list[Root]:
 
 @contextmanager
 def all_or_none(units: Iterable[Unit]) -> Iterator[None]:
-    """Undo joining a root for all ``units`` if it raises; otherwise the next call would run half of a model."""
+    """If the block raises, remove all ``units`` from their root; otherwise the next call would run half a model."""
     try:
         yield
     except BaseException:

@@ -22,11 +22,11 @@ def resolve_ignored(
 ) -> Ignored:
     """Modules and parameters in ``module`` that its wrapper must ignore, and those that inner wrappers ignore.
 
-    ``name``: name of the last argument, in which the doors differ.
+    ``name``: name of the last argument, which `fully_shard` names differently.
 
     Raises:
         TypeError: an argument is not an iterable of modules, or of parameters.
-        ValueError: arguments exclude each other, or an inner unit has already sharded an ignored parameter.
+        ValueError: arguments are mutually exclusive, or an inner unit has already sharded an ignored parameter.
     """
     if ignored_states is not None and (ignored_modules is not None or ignored_parameters is not None):
         raise ValueError(
@@ -63,7 +63,7 @@ def resolve_ignored(
 
 
 def renewed(ignored: Ignored, module: nn.Module) -> Ignored:
-    """``ignored`` after ``module`` got units, whose `param_init_fn` may have replaced parameters."""
+    """Update ``ignored`` after inner modules were wrapped: ``param_init_fn`` may have replaced parameters."""
     inner = [param for _, unit in units_below(module) for param in unit.origin.ignored.params]
     here = {id(param) for _, part in walk(module) for param in part._parameters.values()}
     params = {id(param): param for param in (*ignored.params, *inner) if id(param) in here}

@@ -1,4 +1,4 @@
-"""Changes of a model after wrapping: each is adopted, or refused with the name of the parameter."""
+"""Changes to a model after wrapping: each is adopted, or refused with an error that names the parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairshard.views.shown_dtensors import ShownDTensors
 
 
 def adopt_changes(unit: Unit) -> None:
-    """Adopt moves and casts; splits flat params whose parameters now differ in dtype or device."""
+    """Adopt moves and casts; split flat params whose parameters now differ in dtype or device."""
     flat_params: list[FlatParam] = []
     for flat_param in unit.flat_params:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -25,7 +25,7 @@ def adopt_changes(unit: Unit) -> None:
             kinds.setdefault((param.dtype, param.device), []).append(index)
         if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
             if any(param.is_meta for param in flat_param.registered):
-                flat_params.append(flat_param)  # parameters are still getting memory
+                flat_params.append(flat_param)  # some parameters have no memory yet
             else:
                 flat_params += [flat_param.split(indexes) for indexes in kinds.values()]
         else:
@@ -63,7 +63,7 @@ def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
     """Raise if ``fn``, which will be applied to all tensors, changes the dtype or device of a unit that has run.
 
     Raises:
-        TypeError: it does.
+        TypeError: ``fn`` changes one of them.
     """
     if unit.root is None:
         return
@@ -124,7 +124,7 @@ def refusal_of_new(fqn: str) -> str:
 
 
 def _renew_references(unit: Unit) -> None:
-    """Put the leaves into the lists of weights that RNNs keep, and build again whenever they are moved."""
+    """Put the leaves into the weight lists of RNNs, which rebuild their list whenever they are moved."""
     for flat_param in unit.flat_params:
         for slot in flat_param.slots:
             for owner, name in slot.owners:

@@ -14,11 +14,11 @@ from fairshard.engine.origin import Ignored
 from fairshard.engine.tree import unit_of
 from fairshard.utils.names import join
 
-# Meta tensors that were replaced by parameters with memory, and the names of these: another module that shares the
-# parameter may still hold the old one.
+# Meta tensors that have been replaced, and the names of their replacements: another module that shares the parameter
+# may still hold the meta tensor.
 _gone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-_UNWRITTEN = 0xA5  # each byte of memory that `reset_parameters` has not written
+_UNWRITTEN = 0xA5  # value of each byte that `reset_parameters` has not written
 
 
 class OwnTensors:
@@ -58,12 +58,12 @@ class OwnTensors:
                     part._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
     def materialize(self, init: Callable[[nn.Module], Any] | None, device: torch.device, has_values: bool) -> None:
-        """Give tensors on the meta device memory on ``device``, and values by ``init`` or ``reset_parameters``.
+        """Allocate meta tensors on ``device``, and initialise them with ``init`` or ``reset_parameters``.
 
         Without ``has_values`` the values arrive later, from another rank.
 
         Raises:
-            ValueError: a module has no ``reset_parameters``, or that left a tensor unwritten; ``init`` left a tensor on
+            ValueError: a module has no ``reset_parameters``, or it left a tensor unwritten; ``init`` left a tensor on
                 the meta device; or a module shares a parameter with a unit that was also on the meta device.
         """
         self._check()
@@ -73,7 +73,7 @@ class OwnTensors:
         owners = self._owners()
         with torch.no_grad():
             if init is not None:
-                for _, part in sorted(waiting, key=lambda pair: _depth(pair[0])):  # parents may empty children
+                for _, part in sorted(waiting, key=lambda pair: _depth(pair[0])):  # a parent may empty its children
                     init(part)
             else:
                 if has_values:
@@ -143,7 +143,7 @@ class OwnTensors:
                     )
 
     def _empty(self, part: nn.Module, device: torch.device) -> None:
-        """``part.to_empty`` for tensors that are neither ignored nor have values; marks new memory as unwritten."""
+        """Like ``part.to_empty``, but skips tensors that are ignored or have values; marks new memory as unwritten."""
         kept_params = {n: (p, p.data) for n, p in part._parameters.items() if p is not None and not self._is_due(p)}
         kept_buffers = {n: b for n, b in part._buffers.items() if b is not None and not self._is_due(b)}
         part.to_empty(device=device, recurse=False)
@@ -201,7 +201,7 @@ def _depth(fqn: str) -> int:
 
 
 def _tree(module: nn.Module, fqn: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of ``module`` that are in no inner unit, children first, in the order of their constructors."""
+    """The modules of ``module`` that are in no inner unit, children first, in the order of construction."""
     if id(module) in seen or unit_of(module) is not None:
         return
     seen.add(id(module))

@@ -1,4 +1,4 @@
-"""A unit belongs to one model: which module is that model, and an error for a second one."""
+"""A unit belongs to one model: record the module of each model, and raise if a unit joins a second model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _modules: weakref.WeakKeyDictionary[Root, weakref.ref[nn.Module]] = weakref.Weak
 
 
 def note_model(root: Root, module: nn.Module) -> None:
-    """``root`` is the model of ``module``."""
+    """Record that ``root`` is the root of the model ``module``."""
     _modules[root] = weakref.ref(module)
 
 
 def check_one_model(module: nn.Module, found: Sequence[tuple[str, Unit]]) -> None:
-    """Check that no unit ``found`` in ``module``, which becomes a model, is also in another model. Changes no unit.
+    """Check that no unit ``found`` in ``module``, which becomes a model, is also in another existing model.
 
-    The other model may be a part of this one, contain this one, or be deleted. **Collective** if a unit has been in a
-    model before, because a model may be deleted on some ranks only.
+    The other model may be part of this one, contain it, or be deleted. Changes no unit of an existing model.
+    **Collective** if a unit has been in a model before, because a model may be deleted on some ranks only.
 
     Raises:
         ValueError: on all ranks, naming both models.
@@ -61,11 +61,12 @@ def _refusal(module: nn.Module, fqn: str, unit: Unit) -> ValueError | None:
 
 
 def _is_there(unit: Unit) -> bool:
-    """Whether anything but the units themselves still holds the module of the model that ``unit`` is in.
+    """Whether the model of ``unit`` still exists: something other than its units holds its module.
 
-    If nothing does, only cycles are left of that model: its units hold their root and the bucketer that they share.
-    The root holds the outermost unit, which with `fully_shard` holds the module, and the bucketer holds flat params,
-    which hold the module that they are registered on. Then this function takes the units out of the model.
+    The units of a deleted model can keep its module alive through reference cycles. They hold their root and a shared
+    bucketer; the root holds the outermost unit, which with `fully_shard` holds the module; the bucketer holds flat
+    params, which hold the module that they are registered on. So this function breaks the cycles by removing the units
+    from the model, and adds them again if the module is still there.
     """
     assert unit.root is not None
     module = _modules[unit.root]

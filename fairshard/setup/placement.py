@@ -53,7 +53,7 @@ def check_host_memory(comm: Communicator, units: list[Unit], device: torch.devic
     """Log how much host memory ``units`` may pin, and raise if it is too much. **Collective.**
 
     Raises:
-        HostMemoryError: on every rank, if any host lacks memory for its ranks.
+        HostMemoryError: on every rank, if any host has too little memory for its ranks.
     """
     if device.type != "cuda" or not any(unit.config.master_on_cpu for unit in units):
         return
@@ -70,8 +70,10 @@ def check_host_memory(comm: Communicator, units: list[Unit], device: torch.devic
 
 
 def _nbytes_to_pin(units: list[Unit]) -> int:
-    """Bytes of shards and gradients: two gradients per shard if they move to the host, the second for accumulation;
-    if they are held on the device, two buffers to fetch them.
+    """Bytes of host memory for shards and gradients.
+
+    Gradients that move to the host take two buffers per shard, the second for accumulation. Gradients held on the
+    device take two buffers in all, as large as the largest shard, to fetch them.
     """
     nbytes = largest_held = 0
     for unit in units:

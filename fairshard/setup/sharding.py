@@ -35,7 +35,7 @@ def shard_parameters(
 ) -> list[FlatParam]:
     """Cut all parameters that are neither in inner units nor in ``origin.ignored``; the originals become empty leaves.
 
-    They are cut where they are: of parameters on the CPU only the shard is copied to ``origin.device``.
+    Parameters are cut where they are: only the shard of a CPU parameter is copied to ``origin.device``.
 
     No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
 
@@ -70,12 +70,12 @@ def shard_parameters(
 def shard_rows(
     module: nn.Module, config: UnitConfig, mesh: DeviceMesh, origin: Origin, dim_of: Callable[[ParamSlot], int]
 ) -> list[FlatParam]:
-    """See `shard_parameters`. Cuts each parameter separately, on dimension ``dim_of(slot)``, over the last of ``mesh``.
+    """Like `shard_parameters`, but cuts each parameter alone, along ``dim_of(slot)``, over the last dim of ``mesh``.
 
     A parameter without dimensions stays whole on every rank.
 
     Raises:
-        TypeError, ValueError: as `shard_parameters`.
+        TypeError, ValueError: see `shard_parameters`.
     """
     inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
     slots = collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
@@ -118,8 +118,8 @@ def collect_slots(
 ) -> list[ParamSlot]:
     """The parameters of ``parts``, modules with their fqns; each parameter once, with all its names.
 
-    Leaves out those of ``inner`` units, and those whose ``id`` is in ``skip``. Records in ``shared`` parameters that
-    units beside these modules have sharded.
+    Leaves out parameters of ``inner`` units, and those whose ``id`` is in ``skip``. Records in ``shared`` the
+    parameters that units outside these modules have sharded.
 
     Raises:
         ValueError: a parameter is sharded already, or shared with an inner unit.
@@ -145,10 +145,10 @@ def collect_slots(
 def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = False) -> None:
     """Raise if another engine has sharded something in ``module`` that is not ``ignored``, or a parameter is lazy.
 
-    All units in it must be of the same door: the one that works ``in_place``, or the one that wraps.
+    All units in ``module`` must come from `fully_shard` (``in_place``), or all from the wrapper.
 
     Raises:
-        ValueError: with its name.
+        ValueError: there is one; the message names it.
     """
     skipped, inner = ignored.ids, set[int]()
     for fqn, unit in units_below(module):

@@ -1,4 +1,4 @@
-"""Parameters of one unit that modules of another use too: fairscale's ``append_shared_param``.
+"""Parameters of one unit that modules of another unit also use: fairscale's ``append_shared_param``.
 
 Such a parameter lies in the flat param of one unit, its owner. A call of a unit that shares it is also a call of the
 owner, so that the owner is gathered, waits for gradients and counts calls like a unit whose module runs twice. Autograd
@@ -35,13 +35,13 @@ class _Use:
 
     @property
     def is_due(self) -> bool:
-        """Whether it must still be appended; an inner unit may have done that."""
+        """Whether the parameter must still be appended; an inner unit may have appended it."""
         return self.module._parameters.get(self.name) is self.slot.leaf
 
 
 @dataclass
 class SharedParams:
-    """Parameters of other units that one unit uses. ``owners``: those units, once the model is set up."""
+    """Parameters of other units that one unit uses; ``owners`` are those units, once the model is set up."""
 
     owners: tuple[Unit, ...] = ()
     _found: list[_Use] = field(default_factory=list)
@@ -74,7 +74,7 @@ class SharedParams:
         """Raise unless every shared parameter has been appended.
 
         Raises:
-            ValueError: with the name of the first that has not.
+            ValueError: one has not been appended; the message names the first.
         """
         for use in self._found:
             if use.is_due:

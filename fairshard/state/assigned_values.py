@@ -1,7 +1,7 @@
 """``load_state_dict(assign=True)`` into sharded modules: values are copied, and parameters stay the same objects.
 
-torch replaces the module's tensors by those of the state dict. A shard cannot be replaced: it shares its memory and its
-dtype with others, and optimizers hold it. So values are copied, as without ``assign``. Only a buffer or an ignored
+torch replaces the module's tensors with those of the state dict. A shard cannot be replaced: it shares its memory and
+its dtype with others, and optimizers hold it. So values are copied, as without ``assign``. Only a buffer or an ignored
 parameter on the meta device, which has no memory to copy to, is replaced.
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 
 def is_assigned(local_metadata: Any) -> bool:
-    """Whether ``_load_from_state_dict`` is called, with ``local_metadata``, by a load with ``assign=True``."""
+    """Whether ``local_metadata``, passed to ``_load_from_state_dict``, is from a load with ``assign=True``."""
     return isinstance(local_metadata, Mapping) and bool(local_metadata.get("assign_to_params_buffers"))
 
 
 @contextmanager
 def own_tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, a load with ``assign=True`` copies into the parameters and buffers of ``modules``."""
+    """Inside the ``with`` block, a load with ``assign=True`` copies into the parameters and buffers of ``modules``."""
     handles = [module.register_load_state_dict_pre_hook(_copy_own) for module in modules]
     try:
         yield
@@ -43,14 +43,14 @@ def _copy_own(
 
 @torch.no_grad()
 def copy_into(own: Tensor, state: dict[str, Any], key: str, messages: list[str]) -> None:
-    """Copy the value of ``key`` in ``state`` into ``own``, and put ``own`` there, which torch then assigns to itself.
+    """Copy ``state[key]`` into ``own``, and set ``state[key]`` to ``own``, so that torch assigns it to itself.
 
     Does nothing if the shapes differ, which torch reports, or if only ``own`` is on the meta device.
     """
     value = state.get(key)
     if not isinstance(value, Tensor):
         return
-    if not own.dim() and value.shape == torch.Size([1]):  # torch allows it too
+    if not own.dim() and value.shape == torch.Size([1]):  # torch also allows this
         value = value[0]
     if value.shape != own.shape or (own.is_meta and not value.is_meta):
         return

@@ -36,7 +36,7 @@ _WRAPPER = re.compile(r"(^|\.)_(fsdp_wrapped|fpw)_module(?=\.|$)")
 
 @dataclass(frozen=True)
 class BackingParam:
-    """A parameter that a unit registered in place of original ones, or an original one itself.
+    """A parameter that a unit registered in place of original parameters, or an original parameter itself.
 
     Equal on every rank except for ``padding``, the number of elements at the end of this rank's shard that belong to
     no original parameter.
@@ -57,7 +57,7 @@ class BackingParam:
 class Shard:
     """One rank's weights and metadata; ``source`` is its file, or its index in a list, for messages.
 
-    ``rank`` is known for shards of ours with more than one rank; None otherwise.
+    ``rank`` is known for our own shards if there is more than one rank; None otherwise.
     """
 
     source: str
@@ -84,7 +84,7 @@ def consolidate(
     """Whole parameters and buffers, in host memory, from the shards of all ranks; and the names of the buffers.
 
     Raises:
-        ValueError: there are no shards, or not one description per shard.
+        ValueError: there are no shards, or the numbers of weights and descriptions differ.
         CheckpointError: they are not the shards of all ranks of one model; unless ``strict``, parameters may be
             missing.
     """
@@ -183,7 +183,7 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
     """The shards sorted by rank, if their ranks or paddings are known and distinct; otherwise in the given order.
 
     Raises:
-        CheckpointError: they are of several models, one is repeated, or numbers in file names contradict the order.
+        CheckpointError: they are from several models, one is repeated, or numbers in file names contradict the order.
     """
     first = shards[0]
     for shard in shards[1:]:
@@ -224,10 +224,10 @@ def _repeated(shards: Sequence[Shard]) -> str:
 
 
 def whole_values(shards: Sequence[Shard], allocate: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
-    """Whole parameters and buffers by name, in memory from ``allocate``, which gets meta tensors of them.
+    """Whole parameters and buffers by name, in memory that ``allocate`` returns for meta tensors of their shapes.
 
     Raises:
-        CheckpointError: the shards are not of all ranks, in order.
+        CheckpointError: the shards are not those of all ranks, in order.
     """
     first = shards[0]
     like = {
@@ -270,7 +270,7 @@ def _check_agree(shards: Sequence[Shard], index: int) -> None:
 
 
 def _check_shards(shards: Sequence[Shard], index: int, layout: FlatLayout) -> None:
-    """Check that the shards of a parameter are a line cut over one rank per file, in this order."""
+    """Check that ``shards``, in this order, hold a parameter cut over as many ranks."""
     key = shards[0].params[index].key
     numels = [shard.values(index).numel() for shard in shards]
     if sum(numels) != layout.numel:

@@ -48,7 +48,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """`set_state_dict_type` for the ``with`` block; the end restores the previous form."""
+    """`set_state_dict_type` for the ``with`` block; restores the previous form at its end."""
     before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
@@ -58,7 +58,7 @@ def state_dict_type(
 
 
 def common_settings(module: nn.Module) -> StateDictSettings:
-    """The settings of all units below ``module``; the defaults without units.
+    """The settings of all units below ``module``; the defaults if there are no units.
 
     Raises:
         StateDictTypesDifferError: the units' settings differ.
@@ -78,7 +78,7 @@ def common_settings(module: nn.Module) -> StateDictSettings:
 
 
 def _check_door(module: nn.Module, settings: StateDictSettings) -> None:
-    """Raise if units of `fully_shard` are asked for a form other than DTensors, the only one they have."""
+    """Raise if units of `fully_shard` are asked for a form other than DTensors, the only one they support."""
     for fqn, unit in units_below(module):
         if unit.members is not None and settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
             raise FairshardError(

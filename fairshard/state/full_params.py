@@ -42,7 +42,7 @@ class Showing:
 def summon(units: list[Unit], how: Showing) -> Iterator[None]:
     """`show` all ``units``, and the owners of parameters that they share. **Collective.**
 
-    Units of one rank are always written back.
+    Units with one rank are always written back.
     """
     with ExitStack() as stack:
         for unit in with_owners(units):
@@ -75,12 +75,12 @@ _shown_on_first: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def is_shown(unit: Unit) -> bool:
-    """Whether a `show` of ``unit`` is on, on this rank or another one."""
+    """Whether a `show` of ``unit`` is active, on this rank or another one."""
     return unit.state is TrainingState.SUMMON_FULL_PARAMS
 
 
 def is_shown_on_first(unit: Unit) -> bool:
-    """Whether a `show` of ``unit`` is on that shows it on rank 0 alone; the same on every rank."""
+    """Whether an active `show` of ``unit`` shows it on rank 0 alone; every rank returns the same."""
     return unit in _shown_on_first
 
 
@@ -94,7 +94,7 @@ def show_spans(unit: Unit) -> Iterator[None]:
 
 
 def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor] | list[DTensor]:
-    """This rank's run of each parameter as views of ``values`` ``[S]`` (default: the shard); a DTensor is itself."""
+    """This rank's run of each parameter as views of ``values`` ``[S]`` (default: the shard); DTensors stay as is."""
     values = flat_param.shard.detach() if values is None else values
     if isinstance(values, DTensor):
         return [values]
@@ -224,7 +224,7 @@ class _Whole:
         return True
 
     def _keep_grads(self, had_grads: bool) -> None:
-        """Write gradients back; a missing one counts as zeros, and if all are missing the shard's is dropped."""
+        """Write gradients back; a missing one counts as zeros; if all are missing, drop the shard's gradient."""
         flat_param = self._flat_param
         if not flat_param.requires_grad:
             return
@@ -245,7 +245,7 @@ def _without_memory(flat_param: FlatParam) -> list[nn.Parameter]:
 def _update(kept: Tensor, new: Tensor) -> None:
     """Copy ``new`` to ``kept``, unless they are equal bit for bit.
 
-    A write counts as a change of weights between a forward and its backward, or of gradients being accumulated.
+    Any write would count as a change of weights between a forward and its backward, or of accumulated gradients.
     """
     if not torch.equal(kept.detach().view(torch.uint8), new.to(kept.device).view(torch.uint8)):
         kept.copy_(new)

@@ -144,7 +144,7 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _ignored(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters that no unit has sharded, under every name."""
+    """Parameters that no unit has sharded, under all their names."""
     sharded = {one.shard for _, unit in units_below(module) for fp in unit.flat_params for one in fp.stepped}
     return {
         join(fqn, name): param

@@ -58,7 +58,7 @@ def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: 
 
 
 def _clean_names(prefix: str, added: list[str], state: Any) -> None:
-    """Remove torch.compile's parts from the names ``added`` to ``state``; the order stays."""
+    """Remove torch.compile's parts from the names ``added`` to ``state``, and keep the order."""
 
     def clean(name: str) -> str:
         return prefix + clean_tensor_name(name[len(prefix) :]) if name.startswith(prefix) else name
@@ -90,10 +90,10 @@ def _memory(value: Tensor) -> int:
 
 
 def check_whole_inside(units: Iterable[Unit], what: str) -> None:
-    """Check that the state dicts of units that are shown now are whole: their shards are written back only later.
+    """Check that state dicts of units that are shown now are whole, because their shards are written back later.
 
     Raises:
-        TrainingStateError: a unit is shown, and another form is set; the message names ``what``.
+        TrainingStateError: another form is set for a unit that is shown; the message names ``what``.
     """
     for unit in filter(is_shown, units):
         kind = unit.state_dict_settings.state_dict_type
@@ -109,7 +109,7 @@ def check_loads_inside(units: Iterable[Unit]) -> None:
     """Check that every rank can load into the units that are shown now.
 
     Raises:
-        TrainingStateError: one is shown, or has its state dict, on rank 0 alone; or as `check_whole_inside`.
+        TrainingStateError: a unit is shown, or has its state dict, on rank 0 alone; see also `check_whole_inside`.
     """
     for unit in filter(is_shown, units):
         check_whole_inside([unit], "load_state_dict")
@@ -124,7 +124,7 @@ def check_loads_inside(units: Iterable[Unit]) -> None:
 def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
     """Show the parameters that the modules of ``unit`` use: its own, and those it shares with other units.
 
-    Inside `summon` they are already shown, with what has been written to them since.
+    Inside `summon` they are already shown, including values written since.
     """
     settings = unit.state_dict_settings
     config = settings.state_dict_config
@@ -140,8 +140,8 @@ def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
 class Loading:
     """Loads a state dict into a tree of units; shared by the hooks of ``load_state_dict``.
 
-    ``nn.Module.load_state_dict`` walks the tree itself and does not call it on children. A wrapper's hooks run before
-    and after its part.
+    ``nn.Module.load_state_dict`` walks the tree itself, and is not called on children. A wrapper's hooks run before and
+    after its part.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -153,7 +153,7 @@ class Loading:
     def begin(self, wrapper: nn.Module, state: dict[str, Any], prefix: str, assigns: bool) -> None:
         """Show the unit's parameters, and rename the entries of ``state`` to the names of the wrapper's tree.
 
-        With ``assigns`` torch would put the entries in place of what is shown; they are copied instead.
+        With ``assigns`` torch would replace the shown parameters with the entries; the entries are copied instead.
         """
         self.abandon()
         self._prefix = prefix
@@ -205,7 +205,7 @@ class _Names:
 
     def __init__(self, wrapper: nn.Module) -> None:
         own = [path for path, part in paths_of(wrapper) if COMPILED in part._modules]
-        # torch's checkpoint wrapper has its own hooks, which add its part of the name
+        # torch's checkpoint wrapper adds its part of the name in its own hooks
         self._compiled = [".".join(p for p in path.split(".") if clean_tensor_name(p) or p == COMPILED) for path in own]
 
     def __call__(self, name: str) -> str:

@@ -23,7 +23,7 @@ States = dict[nn.Parameter, dict[str, Any]]
 class GatheredOptimState:
     """The state of ``optim``, which steps ``params``, under original names.
 
-    ``saved`` is the result of its ``state_dict()``, called if None. `check` compares the state across ranks.
+    ``saved`` is the result of ``optim.state_dict()``; if None, that is called. `check` compares the state across ranks.
     """
 
     def __init__(self, params: OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
@@ -50,7 +50,7 @@ class GatheredOptimState:
 
         Raises:
             ValueError: on all ranks, if the state of a shard neither has the shard's shape nor is one value, or if a
-                rank lacks state that rank 0 has.
+                rank does not have the state that rank 0 has.
         """
         comms = self.params.comms
         problems = [problem_among(comm.gather_objects(self.described(comm))) for comm in comms]
@@ -81,7 +81,7 @@ class GatheredOptimState:
         return {} if is_left_out else self._with_groups(state)
 
     def sharded(self, offload_to_cpu: bool, copies: bool = True) -> dict[str, Any]:
-        """State with this rank's runs of the values; without ``copies``, views of the state. No communication."""
+        """State with this rank's parts of the values; without ``copies``, views of the state. No communication."""
         state: dict[str, Any] = {}
         for named in self.params:
             own = self._states.get(named.param)
@@ -134,7 +134,7 @@ class GatheredOptimState:
 
 
 def problem_among(every: list[dict[str, str]]) -> ValueError | None:
-    """The error of optimizer state that the ranks of a group have `described`; None if it is consistent."""
+    """The error for optimizer state that the ranks of a group have `described`; None if it is consistent."""
     for rank, own in enumerate(every):
         for key, kind in own.items():
             if kind.startswith("!"):

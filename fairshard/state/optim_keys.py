@@ -26,7 +26,7 @@ def rekey(
 
     Raises:
         TypeError: ``key_type`` is not an `OptimStateKeyType`.
-        ValueError: the keys are of both kinds, or one belongs to no parameter.
+        ValueError: the keys mix names and numbers, or a key belongs to no parameter.
     """
     wanted = OptimStateKeyType.__members__.get(getattr(key_type, "name", ""))
     if wanted is None:

@@ -52,10 +52,10 @@ class ShardedOptimState:
         self._adopts = adopts
 
     def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
-        """The state of the parameters in ``groups``, under their numbers or their ``key_of``.
+        """The state of the parameters in ``groups``, keyed by their numbers or by ``key_of``.
 
-        Tensor values of ``saved`` are whole, or spans that this rank owns. State is new memory, unless ``adopts`` was
-        set and the spans lie in one shard: then it is that shard.
+        Tensor values of ``saved`` are whole, or spans that this rank owns. The result is in new memory, unless
+        ``adopts`` was set and the spans lie in one shard: then it is that shard.
         **Collective** if only rank 0 has the values, or if they are DTensors.
 
         Raises:
@@ -253,7 +253,7 @@ def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> boo
 
 
 def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:
-    """The common dtype of tensor state, which some parameters may lack; also checks its shapes."""
+    """The common dtype of tensor state, which some parameters may not have; also checks its shapes."""
     tensors = [value for value in values if isinstance(value, (Tensor, _Elsewhere))]
     if any(isinstance(value, _Elsewhere) and not value.is_whole for value in tensors):
         raise ValueError(
@@ -274,7 +274,7 @@ def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype
 
 
 def _common_value(named: NamedParam, key: str, values: list[Any]) -> Any:
-    """A value shared by all parameters of a unit, such as a step count; empty parameters may lack it."""
+    """A value shared by all parameters of a unit, such as a step count; empty parameters may not have it."""
     found = zip(named.first_names, named.shapes, values, strict=True)
     of_param = {name: value for name, shape, value in found if shape.numel() or value is not None}
     missing = [f"`{name}`" for name, value in of_param.items() if value is None]

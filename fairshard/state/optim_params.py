@@ -57,7 +57,7 @@ class OptimParams:
             for flat_param in unit.flat_params:
                 for stepped in flat_param.stepped:
                     names = []
-                    for slot in stepped.slots:  # units outside of ``model`` may share it
+                    for slot in stepped.slots:  # units outside ``model`` may share it
                         inside = [pair for pair in slot.owners if id(pair[0]) in fqns]
                         inside.sort(key=lambda pair: places[id(pair[0])])
                         names.append([(fqns[id(part)], name) for part, name in inside])
@@ -104,7 +104,7 @@ class OptimParams:
         return found
 
     def find(self, name: str) -> NamedParam | None:
-        """The entry of an original name."""
+        """The entry of the parameter with an original name; None if unknown."""
         return self._by_name.get(clean_tensor_name(name))
 
     def in_order(self, names: Iterable[str]) -> list[str]:

@@ -1,15 +1,15 @@
 """The only file that uses autograd's private API.
 
-The names it uses, and the replacement where torch lacks one:
+The names it uses, and what happens if torch does not have them:
 
 - ``torch._C._will_engine_execute_node`` (torch >= 2.1): which leaves the running backward will reach. Without it every
   leaf counts as reached, so that a unit with an unused leaf is finished at the end of the backward: later, with the
   same result (``tests/utils/test_autograd_hooks.py`` compares the two).
-- ``torch._C._current_graph_task_id``: tells one backward from another, and from none (-1).
+- ``torch._C._current_graph_task_id``: identifies the running backward; -1 outside of any backward.
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task. The task holds the
   callback until it is over, with or without an exception.
-- ``Tensor._backward_hooks``: a dictionary of hooks, called in the order in which they are kept. Where torch keeps them
-  elsewhere a hook is called last: a unit's memory is given back a moment later.
+- ``Tensor._backward_hooks``: a dictionary of hooks, called in its order. If torch keeps them elsewhere, a hook is
+  called last, and a unit's memory is freed a moment later.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def nodes_before(node: Any) -> list[Any]:
 
 
 def goes_through(node: Any) -> bool:
-    """As `reaches`, but True for a leaf whose gradient is handed out."""
+    """Like `reaches`, but True for a leaf whose gradient ``torch.autograd.grad`` returns."""
     if _will_execute is None:
         return True
     try:
@@ -73,9 +73,10 @@ def goes_through(node: Any) -> bool:
 
 
 def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The graph nodes that ``node`` hands its gradients to, and those of them that show most reliably that it runs.
+    """The graph nodes to which ``node`` passes its gradients, and those of them that best show that ``node`` runs.
 
-    Those are the ones that are not ``given``, and of these the ones that are not of leaves, as far as there are such.
+    The second list leaves out nodes that are ``given``, and nodes of leaves unless there are no others; if nothing is
+    left, it is the first list.
     """
     nodes: list[Any] = []
     inside: list[Any] = []
@@ -92,7 +93,7 @@ def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def sequence_number(node: Any) -> int:
-    """A number that grows with every graph node that a thread makes; that of a leaf's node is larger than all."""
+    """A number that grows with every graph node that a thread makes; nodes of leaves have the largest."""
     return int(node._sequence_nr())
 
 
@@ -102,7 +103,7 @@ def is_custom(node: Any) -> bool:
 
 
 newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
-"""The sequence number that the next graph node of this thread will have; 0 where torch does not say."""
+"""The sequence number that the next graph node of this thread will have; 0 if torch does not report it."""
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:

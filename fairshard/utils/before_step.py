@@ -1,4 +1,4 @@
-"""Notification before an optimizer changes tensors, for example to a background save that still reads them."""
+"""Notifies listeners before an optimizer changes tensors, for example a background save that still reads them."""
 
 from __future__ import annotations
 

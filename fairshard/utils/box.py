@@ -37,7 +37,7 @@ def boxes_of(shape: Sequence[int], span: Span) -> list[Box]:
 
 
 def _boxes(shape: tuple[int, ...], span: Span, origin: int) -> list[Box]:
-    """As `boxes_of`, for a tensor whose first element is element ``origin`` of the line of the spans."""
+    """Like `boxes_of`, for a tensor whose first element is at ``origin`` on the line of the spans."""
     if not span.numel:
         return []
     if not shape:

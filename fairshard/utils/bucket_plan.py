@@ -1,4 +1,4 @@
-"""Arithmetic of buckets, without tensors: which gradients share one, and how many have memory at a time."""
+"""Arithmetic of buckets, without tensors: which gradients share one, and how many buckets have memory at a time."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar

@@ -1,4 +1,4 @@
-"""A bucket into which chunks are copied as they arrive, for fairscale's interface of the bucketer."""
+"""A bucket into which chunks are copied as they arrive, for the bucketer's fairscale interface."""
 
 from collections.abc import Callable, Sequence
 

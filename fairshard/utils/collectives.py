@@ -51,7 +51,7 @@ class Transfer:
     """A running collective, and the tensors that it reads or writes.
 
     ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
-    every work even if one fails, because a dropped one would make the next collective time out.
+    every work even if one fails, because a work that is not waited for would make the next collective time out.
     """
 
     __slots__ = ("_finish", "_held", "_works", "result")
@@ -79,12 +79,12 @@ class Transfer:
         return self.result
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return all(work.is_completed() for work in self._works)
 
 
 class Chain(Transfer):
-    """A transfer, followed by another one that starts with its result."""
+    """Two transfers: the second starts with the result of the first."""
 
     __slots__ = ("_first", "_next", "_start")
 
@@ -150,7 +150,7 @@ class Communicator(GroupMessages):
         """Fill each row of ``buffer`` ``[world_size, shard_numel]``, in place, from the rank that owns it.
 
         **Collective.** This rank's row is already written. ``tag`` identifies the exchange: equal on all ranks, and
-        different from that of every other running exchange.
+        different from the tag of every other running exchange.
         """
         return RowGather(self, buffer).start(tag)
 
@@ -218,7 +218,7 @@ class Communicator(GroupMessages):
         return largest[0].item() == number and -largest[1].item() == number
 
     def _sum_native(self, tensor: Tensor) -> Transfer:
-        """The backend's own all-reduce; divides fp16 before."""
+        """The backend's own all-reduce; divides fp16 first."""
         power = self.divide_fp16(tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         if power > 1:
@@ -233,7 +233,7 @@ class Communicator(GroupMessages):
         return power
 
     def _scatter_native(self, bucket: Tensor) -> Transfer:
-        """The backend's own reduce-scatter; divides fp16 before."""
+        """The backend's own reduce-scatter; divides fp16 first."""
         reduced = bucket.new_empty(bucket.size(1))
         power = self.divide_fp16(bucket)
         work = getattr(self.group, SCATTER)(reduced, bucket.view(-1))
@@ -328,7 +328,7 @@ _communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakre
 
 
 def communicator(group: ProcessGroup) -> Communicator:
-    """The one `Communicator` of ``group``; **collective** the first time."""
+    """The only `Communicator` of ``group``; **collective** the first time."""
     found = _communicators.get(group)
     if found is None:
         found = _communicators[group] = Communicator(group)
@@ -338,8 +338,8 @@ def communicator(group: ProcessGroup) -> Communicator:
 def counters() -> dict[str, tuple[int, int]]:
     """Collectives of this process since the last `reset_counters`: ``{kind: (number, bytes)}``.
 
-    Bytes are received ones for an all-gather, sent ones for a reduce-scatter, and the size of the tensor for an
-    all-reduce. A direct exchange counts once. Groups of one rank count nothing.
+    Bytes are those received by an all-gather, those sent by a reduce-scatter, and the size of the tensor for an
+    all-reduce. A direct exchange counts once. Groups of one rank are not counted.
     """
     totals: dict[str, tuple[int, int]] = {}
     for comm in _communicators.values():
@@ -356,7 +356,7 @@ def reset_counters() -> None:
 
 
 def _wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
-    """Wait for all works, even if one fails; ``failure``: the error of one that could not start."""
+    """Wait for all works, even if one fails; ``failure``: the error of a work that could not start."""
     for work in works:
         try:
             work.wait()

@@ -3,7 +3,7 @@
 Inputs and outputs are in memory from ``allocate``. The engine copies into and out of it, so ``allocate`` may return the
 same memory every time.
 
-Source: PyTorch's FSDP2, for the interfaces; its own subclasses are accepted too.
+Source: the interfaces are those of PyTorch's FSDP2; its own subclasses are also accepted.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CustomReduce(Communicator):
         self._custom = custom
 
     def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
-        """As `Communicator.reduce_scatter`, in program order; fp16 travels divided by a power of 2."""
+        """See `Communicator.reduce_scatter`. Runs in program order; fp16 is sent divided by a power of 2."""
         self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
             return Transfer(result=bucket[0])
@@ -127,7 +127,7 @@ class GroupAllGather(AllGather):
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the backend need not copy from, or to."""
+        """Memory that the backend uses directly, without copies."""
         return _of_backend(self._group, size, dtype, device)
 
     def __call__(
@@ -144,7 +144,7 @@ class GroupReduceScatter(ReduceScatter):
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the backend need not copy from, or to."""
+        """Memory that the backend uses directly, without copies."""
         return _of_backend(self._group, size, dtype, device)
 
     def __call__(

@@ -1,6 +1,6 @@
 """Differences between CPU and CUDA: streams, events, memory figures. The only file that names ``torch.cuda``.
 
-On CPU a stream is the program itself: entering one does nothing, and waiting for one returns at once. Collectives,
+On CPU a stream is the program itself: entering one does nothing, and waiting for one returns immediately. Collectives,
 which are asynchronous there too, are waited for through their `fairshard.utils.collectives.Transfer`.
 """
 
@@ -21,10 +21,10 @@ _CGROUP_MEMORY = (  # version 2, version 1; "max" means no limit
 
 
 class Stream:
-    """An ordered queue of work on one device, at a given priority (negative is sooner).
+    """An ordered queue of work on one device, at a given priority (negative: sooner).
 
     Attributes:
-        is_asynchronous: whether the queue is another one than the program itself.
+        is_asynchronous: whether the queue is separate from the program itself.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -44,7 +44,7 @@ class Stream:
         return _NOTHING if self._cuda is None else torch.cuda.stream(self._cuda)
 
     def wait(self, event: "Event") -> None:
-        """Work given to this stream from now on starts after ``event``."""
+        """Make work queued on this stream from now on start after ``event``."""
         if self._cuda is not None and event.cuda is not None:
             self._cuda.wait_event(event.cuda)
 
@@ -67,7 +67,7 @@ class Event:
             torch.cuda.current_stream().wait_event(self.cuda)
 
     def has_passed(self) -> bool:
-        """Whether `synchronize` would return at once."""
+        """Whether `synchronize` would return immediately."""
         return self.cuda is None or bool(self.cuda.query())
 
     def synchronize(self) -> None:

@@ -33,7 +33,7 @@ def placed_as(source: Tensor, like: DTensor) -> DTensor:
     """``source`` as a DTensor placed like ``like``. **Collective** if it is a DTensor with another placement.
 
     Raises:
-        ValueError: the shapes differ, or ``source`` is a span tensor, which may lack elements that this rank needs.
+        ValueError: the shapes differ, or ``source`` is a span tensor: elements that this rank needs may be missing.
     """
     if source.shape != like.shape:
         raise ValueError(f"Shapes must be equal, but {tuple(source.shape)} would go into {tuple(like.shape)}.")

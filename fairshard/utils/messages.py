@@ -14,12 +14,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeo
 from fairshard.errors import FairshardError
 from fairshard.utils.watchdog import explained
 
-# Methods of the group, not functions of torch.distributed: those cost twice as much host time. Renamed in torch
+# Methods of the group, not functions of torch.distributed, which cost twice as much host time. Renamed in torch
 # 2.13; the old names can go with support for torch < 2.13.
 GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
 """The method of a group that gathers tensors into one."""
 SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
-"""The method of a group that sums tensors over ranks and leaves each rank its part."""
+"""The method of a group that sums tensors over ranks and gives each rank its part."""
 
 
 class GroupMessages:
@@ -72,7 +72,7 @@ class GroupMessages:
     def broadcast_tensors(self, tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int) -> None:
         """Broadcast rank 0's ``tensors``, which have equal shapes and dtypes on all ranks. **Collective.**
 
-        They may be on any device, and travel as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
+        They may be on any device, and are sent as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
         """
         values = [tensor for tensor in tensors if tensor.numel()]
         lines = [value.detach().contiguous() for value in values]
@@ -125,7 +125,7 @@ def group_of_one() -> ProcessGroup:
 
 
 def subgroup(ranks: list[int]) -> ProcessGroup:
-    """A new group of ``ranks``, counted as in the default group. **Collective** over them."""
+    """A new group of ``ranks``, numbered as in the default group. **Collective** over them."""
     group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
 
@@ -201,7 +201,7 @@ def gather_scalars(
 
 
 def _pairs(bucket: Tensor, lines: list[Tensor], start: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of runs: of ``bucket``, and of the bytes from ``start`` of ``lines`` laid end to end that go there."""
+    """Pairs of a run of ``bucket`` and its bytes in ``lines``, laid end to end and counted from byte ``start``."""
     pairs = []
     offset = -start  # of a line, from the bucket's start
     for line in lines:

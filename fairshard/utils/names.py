@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COMPILED = "_orig_mod"  # of torch.compile, which leaves it in state dicts, unlike torch's checkpoint wrapper
+COMPILED = "_orig_mod"  # from torch.compile, which leaves it in state dicts, unlike torch's checkpoint wrapper
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
 
 

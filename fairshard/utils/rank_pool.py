@@ -1,4 +1,4 @@
-"""Run a function of a test on several ranks, in reused worker processes.
+"""Run a test function on several ranks, in reused worker processes.
 
 A :class:`RankPool` keeps its worker processes, so that a test on two ranks costs tens of milliseconds and
 torch is imported once per worker. Each call gets a new default process group::
@@ -53,7 +53,7 @@ _MAX_COLLECTIONS = 4
 """Garbage collections after a call."""
 
 _MAX_THREADS = 120
-"""Threads of a worker before another takes its place: each group that something keeps has three, and they poll."""
+"""Threads of a worker before it is replaced: each group that is still referenced has three, which poll."""
 
 
 class RanksFailed(AssertionError):
@@ -90,7 +90,7 @@ class RankPool:
         ``fn``, its arguments and its results are pickled, so ``fn`` is a function of a module, or a
         ``partial`` of one.
         """
-        __tracebackhide__ = True  # pytest then shows the ranks' tracebacks only
+        __tracebackhide__ = True  # pytest then shows only the ranks' tracebacks
         self._num_calls += 1
         body = pickle.dumps((fn, args, kwargs))
         self.start(world_size)
@@ -111,7 +111,7 @@ class RankPool:
         return [waiting.results[rank] for rank in range(world_size)]
 
     def start(self, world_size: int) -> None:
-        """Start missing workers of ``0 .. world_size-1``, without waiting; :meth:`run` does so too."""
+        """Start missing workers of ``0 .. world_size-1``, without waiting; :meth:`run` calls this."""
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, worker in enumerate(self._workers[:world_size]):
@@ -198,7 +198,7 @@ class _Worker:
         self._is_up = False
 
     def num_threads(self) -> int:
-        """How many threads the process has; 0 where the system does not say."""
+        """Number of threads of the process; 0 if the system does not report it."""
         try:
             return len(os.listdir(f"/proc/{self.process.pid}/task"))
         except OSError:
@@ -218,7 +218,7 @@ class _Worker:
             self.pipe.send_bytes(pickle.dumps(call))
 
     def release(self) -> None:
-        """Tell the worker to destroy the call's group: all ranks have answered, so none still connects to it."""
+        """Tell the worker to destroy the call's group: all ranks have answered, so no rank is still connecting."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send_bytes(b"")
 
@@ -260,7 +260,7 @@ class _Waiting:
         self.failures: dict[int, str] = {}
 
     def receive(self) -> bool:
-        """Receive available answers; ``False`` if none is pending any more, or none arrived in time."""
+        """Receive available answers; ``False`` if no answer is pending any more, or no answer arrived in time."""
         ranks = {id(worker.pipe): rank for rank, worker in self.pending.items()}
         left = self.deadline - time.monotonic()
         ready = connection.wait([worker.pipe for worker in self.pending.values()], max(0.0, left))
@@ -299,7 +299,7 @@ def _serve(fd: int, port: int) -> None:
     pipe = connection.Connection(fd)
     store = TCPStore("127.0.0.1", port, is_master=False)
     num_modules = 0
-    pipe.send_bytes(b"")  # it is up
+    pipe.send_bytes(b"")  # ready
     try:
         while True:
             call = pickle.loads(pipe.recv_bytes())
@@ -317,9 +317,9 @@ def _serve(fd: int, port: int) -> None:
 
 
 def _leave_group() -> bool:
-    """Destroy the default group and what still refers to it; returns whether nothing does any more.
+    """Destroy the default group and the objects that refer to it; returns whether the group is gone.
 
-    What is frozen while a group lives keeps it for good, and each group has threads that poll.
+    Objects that ``gc.freeze`` freezes while the group lives keep it forever, and each group has threads that poll.
     """
     if not dist.is_initialized():
         gc.collect()
@@ -327,7 +327,7 @@ def _leave_group() -> bool:
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     _forget_meshes()
-    for _ in range(_MAX_COLLECTIONS):  # what one of them frees may leave a circle to the next
+    for _ in range(_MAX_COLLECTIONS):  # one collection may leave a cycle for the next
         gc.collect()
         if group() is None:
             return True
@@ -335,11 +335,11 @@ def _leave_group() -> bool:
 
 
 def _forget_meshes() -> None:
-    """Clear the caches of DTensor, which keep meshes, and these groups."""
+    """Clear DTensor's caches, because they keep meshes, and meshes keep groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     debug = importlib.import_module("torch.distributed.tensor.debug")
-    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):  # the latter in older torch
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):  # the second in older torch
         if hasattr(debug, name):
             getattr(debug, name)()
             return

@@ -1,8 +1,9 @@
 """Reduce-scatter of many small tensors as few large ones.
 
-There are two interfaces. `ReduceScatterBucketer.reduce_scatter_async` and ``flush``, fairscale's, accept chunks in any
-order: each is copied, and a partial flush copies once more. The engine plans: it lists the gradients beforehand, in
-order, each bucket is opened at its exact width, and gradients are written directly into the buffer that is sent::
+There are two interfaces. fairscale's, `ReduceScatterBucketer.reduce_scatter_async` and ``flush``, accepts chunks in any
+order: each chunk is copied, and a partial flush copies once more. The engine's is planned: the engine lists the
+gradients in order beforehand, each bucket is opened at its exact width, and gradients are written directly into the
+buffer that is sent::
 
     bucket [world_size, width]        | A: columns 0..a | B: columns a..a+b |
                               row 0   |  to rank 0      |  to rank 0        |
@@ -49,7 +50,7 @@ class GradSource(PlannedSource, Protocol):
     division: Division
     hook: Hook | None
     lands_at_once: bool
-    """Whether to wait for its mean right after sending, because a hook of the user may communicate."""
+    """Whether to wait for its mean right after sending, because a user's hook may communicate."""
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
         """The parts of ``columns`` ``[world_size, shard_numel]`` to which gradients are copied."""
@@ -58,7 +59,7 @@ class GradSource(PlannedSource, Protocol):
         """Copy the gradients into ``views``, which `bucket_views` has made."""
 
     def take_kept(self) -> Tensor | None:
-        """A tensor ``[shard_numel]`` to add to its sum before that over replicas; None from the second call on."""
+        """A tensor ``[shard_numel]`` to add to the sum before the sum over replicas; None from the second call on."""
 
     def accept_grad(self, reduced: Tensor) -> None:
         """Receive the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
@@ -176,9 +177,9 @@ class ReduceScatterBucketer:
     ) -> None:
         """Sum ``input_list[rank]`` over ranks, and call ``callback_fn(reduced)`` with this rank's sum, not the mean.
 
-        Inputs smaller than the cap wait until their bucket is full or `flush` is called; larger ones, and those of
-        exactly the cap, are sent at once, before those that wait. When this or `flush` returns, the callbacks of
-        all inputs sent so far have run.
+        Inputs smaller than the cap wait until their bucket is full or `flush` is called; other inputs are sent
+        immediately, before those that wait. When this or `flush` returns, the callbacks of all inputs sent so far have
+        run.
 
         **Collective**: every rank of ``group`` passes tensors of the same sizes, in the same order.
 
@@ -278,7 +279,7 @@ class ReduceScatterBucketer:
             bucket.close()
 
     def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
-        """Reduce by ``hook``, on the reduce stream; the hook does all averaging."""
+        """Reduce with ``hook``, on the reduce stream; the hook does all averaging."""
         bucket = Bucket([source])
         if self.drops:
             bucket.leave_empty(0)

@@ -1,4 +1,4 @@
-"""A tensor of which this process holds one run of elements; the values of a sharded state dict.
+"""A tensor of which this process holds one run of elements; sharded state dicts hold such tensors.
 
 It has the shape of the whole and the memory of the run. ``torch.distributed.checkpoint`` saves and loads it through
 the three methods at the end: each rank writes its run as boxes, and reads the saved pieces that overlap them.
@@ -50,7 +50,7 @@ class SpanTensor(torch.Tensor):
 
     @property
     def span(self) -> Span:
-        """The elements of the flattened whole that are here."""
+        """The elements of the flattened tensor that this process holds."""
         return Span(self.start, self.start + self.run.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -118,7 +118,7 @@ class SpanTensor(torch.Tensor):
 
 torch.serialization.add_safe_globals([SpanTensor])  # allowed by torch.load(weights_only=True)
 
-# Operators that give the run of the result when applied to the run.
+# Operators that return the run of the result when applied to the run.
 _ON_VALUES = {"clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_", "_pin_memory"}
 
 

@@ -17,7 +17,7 @@ def free_storage_(data: Tensor) -> None:
 
 
 def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
-    """Allocate memory of ``data`` for ``size`` elements (default: its own), uninitialised; no-op if it has it."""
+    """Allocate memory of ``data`` for ``size`` elements (default: its own), uninitialised; no-op if already done."""
     if size is None:
         size = data.size()
     numel = size if isinstance(size, int) else size.numel()

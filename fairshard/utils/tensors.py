@@ -44,7 +44,7 @@ def set_grad(param: Tensor, grad: Tensor | None) -> None:
         param.grad = grad
     elif param.dtype == grad.dtype:
         param.grad = grad
-    else:  # torch < 2.13 lacks `grad_dtype`, and compares dtypes only in this assignment; delete with its support
+    else:  # torch < 2.13 has no `grad_dtype`, and compares dtypes only in this assignment; delete with its support
         param.grad = torch.empty_like(param, requires_grad=False)
         param.grad.data = grad
 
@@ -63,7 +63,7 @@ def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Gener
 def add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
     """Add each of ``runs`` to its part of ``line``, ``numels`` elements wide; None adds nothing.
 
-    With any run, the sum is in fp32 or wider, in the memory of ``line`` if that already is.
+    If any run is not None, the sum is in fp32 or wider, and in place if ``line`` already has that dtype.
     """
     if any(run is not None for run in runs):
         line = line.to(torch.promote_types(line.dtype, torch.float32))

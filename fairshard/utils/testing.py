@@ -34,7 +34,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[ProcessGroup]:
-    """A default process group of ``world_size`` whose collectives return at once and transfer nothing.
+    """A default process group of ``world_size`` whose collectives return immediately and transfer nothing.
 
     For tests of structure (shapes, counts, order) at any world size in one process.
     """

@@ -7,7 +7,7 @@ Each rank has one thread beside its training, with its own connection to the sto
     rank 2   killed                        (silent)
 
 The thread reads the store only while training makes no progress, so it costs nothing in normal training. The ranks
-share nothing else: if the store is gone, with the rank or agent that kept it, a rank reports only what it knows.
+share nothing else: if the store is gone, with the rank or agent that hosted it, a rank reports only what it knows.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MAX_ENTERED = 4096
 class Place:
     """Position of one rank.
 
-    ``text`` follows "rank 3:" in a message. ``entered`` names the units that the rank ran in ``step``, in order; ranks
-    in the same step should agree on them as far as they got. ``is_final`` if the rank goes no further, because a
-    collective failed there or because its process ``has_ended``.
+    ``text`` follows "rank 3:" in a message. ``entered`` names the units that the rank ran in ``step``, in order;
+    ranks in the same step should name the same units, up to the point that each has reached. ``is_final`` if the rank
+    goes no further, because a collective failed there or because its process ``has_ended``.
     """
 
     text: str
@@ -111,7 +111,7 @@ class Watchdog:
         return CollectiveFailedError(f"{text}\nEnd this process and restart all ranks from the last checkpoint.")
 
     def leave(self, error: BaseException | None) -> None:
-        """Publish that this rank's process ends, by ``error`` if any, because other ranks may wait for it."""
+        """Publish that this rank's process ends, with ``error`` if any, because other ranks may wait for it."""
         if not self._thread.is_alive() or self._is_asking:
             return
         how = "its process has ended" + (f" by {type(error).__name__}: {_first_line(error)}," if error else "")
@@ -145,7 +145,7 @@ class Watchdog:
                 before = progress
             if self._last_word is not None:
                 self._publish(self._last_word)
-        except Exception:  # the type depends on the store's backend: its owner is gone
+        except Exception:  # the store's owner is gone; the type depends on its backend
             self._is_lost = True
         finally:
             self._has_report.set()
@@ -164,7 +164,7 @@ class Watchdog:
             time.sleep(0.02)
         self._read(0)
         self._store.set(f"{self._prefix}/read/{self._rank}", "")
-        # Rank 0 may own the store, and its process may end by this error: wait until the others have read.
+        # Rank 0 may own the store, and its process may end with this error: wait until the others have read.
         others = [rank for rank, place in self._places.items() if rank != self._rank and not place.has_ended]
         until = time.monotonic() + (_OTHERS_READ_WITHIN_S if self._rank == 0 else 0)
         while time.monotonic() < until:
@@ -201,7 +201,7 @@ class Watchdog:
 
 
 BEGINS_FORWARD, BEGINS_BACKWARD = "the beginning of a forward", "the beginning of a backward"
-"""What `Place.entered` says where a pass begins."""
+"""The entries of `Place.entered` at the beginning of a pass."""
 
 _MISSED_BACKWARD = (
     " A backward that reaches no unit of the model, or raises before it reaches one, does not count: let the loss of "
@@ -210,9 +210,9 @@ _MISSED_BACKWARD = (
 
 
 def first_difference(places: dict[int, list[Place]], to_the_end: bool = False) -> str:
-    """The first difference between the lowest rank and another in one step, as a sentence; empty if there is none.
+    """The first difference between the lowest rank and another in one step, as a sentence; empty if they agree.
 
-    ``to_the_end``: the steps are complete, so that a longer one differs too.
+    ``to_the_end``: the steps are complete, so a longer one also differs.
     """
     first, *others = sorted(places)
     for rank in others:

@@ -24,7 +24,7 @@ from fairshard.views.joint_gather import JointGather
 
 @dataclass(frozen=True)
 class Beside:
-    """A ``line`` beside a buffer, the parameters in it, and the copies that fill it, of ``sources`` to ``targets``."""
+    """A ``line`` beside a buffer, the parameters in it, and the copies from ``sources`` to ``targets`` that fill it."""
 
     line: Tensor
     params: list[Tensor]
@@ -45,7 +45,7 @@ class CopiedOut(Gathered):
         free_storage_(self._line)
 
     def share(self, joint: JointGather, together: Sequence[CopiedOut]) -> None:
-        """Share the gather ``joint`` with all of ``together``; `buffer` is some columns of its buffer."""
+        """Share the gather ``joint`` with all of ``together``; `buffer` is a block of columns of its buffer."""
         self._together = together
         self._storage, self._nbytes = joint.buffer.untyped_storage(), joint.buffer.nbytes
 
@@ -82,7 +82,7 @@ class CopiedOut(Gathered):
         self._own_storage.resize_(0)
 
     def gather_by(self, custom: AllGather | None) -> None:
-        """As `Gathered.gather_by`; a gather shared with others knows the user's itself."""
+        """See `Gathered.gather_by`. In addition, passes ``custom`` to a gather that several flat params share."""
         super().gather_by(custom)
         if isinstance(self._gather, JointGather):
             self._gather.custom = custom
@@ -93,7 +93,7 @@ class CopiedOut(Gathered):
         transfer.wait()
         self._own_storage.resize_(self._line_nbytes)
         if self._targets:
-            # Neither the line nor the buffer is known to autograd: no graph, whether or not grad is enabled.
+            # Autograd tracks neither the line nor the buffer: this makes no graph, even if grad is enabled.
             torch._foreach_copy_(self._targets, self._sources)
         if self is self._together[-1]:
             self._storage.resize_(0)

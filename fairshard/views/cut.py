@@ -32,7 +32,7 @@ class Cut:
         return tuple(num_rows if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def parts(self, whole: Tensor) -> Tensor:
-        """The ranks' parts of ``whole``, as a view ``[W, ...]``; ``dim`` must be another one than the first."""
+        """The ranks' parts of ``whole``, as a view ``[W, ...]``; ``dim`` must not be the first."""
         assert self.dim
         sizes = self.world_size, self.shape[self.dim] // self.world_size
         return torch.movedim(torch.unflatten(whole, self.dim, sizes), self.dim, 0)

@@ -1,4 +1,4 @@
-"""One gather for all flat params of a unit, if it has several: because of several dtypes or frozen parameters.
+"""One gather for all flat params of a unit that has several, because of several dtypes or frozen parameters.
 
 The rows of all flat params lie side by side in one buffer of bytes, aligned::
 
@@ -31,7 +31,7 @@ class Joined(Protocol):
 
 
 class JointGather(Transfer):
-    """Gathers the rows of ``flat_params`` at once, after the last of them was written."""
+    """Gathers the rows of all ``flat_params`` at once, after the last one was written."""
 
     __slots__ = ("_gather", "_transfer", "buffer", "columns", "custom")
 
@@ -70,5 +70,5 @@ class DeferredGather:
         self._joint = joint
 
     def start(self, tag: int) -> Transfer:
-        """Start nothing; the returned transfer is that of all flat params."""
+        """Return the transfer of all flat params; starts nothing."""
         return self._joint

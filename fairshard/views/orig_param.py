@@ -16,7 +16,7 @@ from fairshard.views.viewed_grad import OrigGrad
 
 
 class _Runs(Protocol):
-    """The registered parameters of a flat param: runs, or DTensors, which alone have `adopt`."""
+    """The registered parameters of a flat param: runs or DTensors; only DTensors have `adopt`."""
 
     def own_of(self, index: int) -> Tensor: ...
 
@@ -38,7 +38,7 @@ class OrigParam:
 
     def move_to(self, whole: FlatParam, index: int) -> None:
         """Become parameter ``index`` of ``whole``."""
-        self.__dict__.clear()  # drops the cached layout too
+        self.__dict__.clear()  # also drops the cached layout
         self._whole = whole
         self._shown = cast(_Runs, whole.shows)
         self._index = index
@@ -102,7 +102,7 @@ class OrigParam:
         return self._whole.line.shaped(self._index, flat)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """The number of the first element that this rank owns, and a view of ``values`` ``[shard_numel]``."""
+        """The index of the first element that this rank owns, and a view of ``values`` ``[shard_numel]``."""
         own = self.layout.pieces_of(self._whole.rank)
         return [(own[0].source.start if own else 0, values[:])]
 

@@ -1,7 +1,7 @@
 """Parameters that are each cut by rows, as DTensors are; converts whole values to rows and back.
 
 A row of the buffer ``[W, S]`` holds the rows of all parameters on one rank, side by side. Whole parameters are copied
-out of it into separate memory, in one copy. A unit of one parameter needs none, because its rows are contiguous.
+out of it into separate memory, in one copy. A unit of one parameter needs no copy: its rows are contiguous.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Rows(FlatLine):
     # ---- gradients
 
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
-        """For each parameter the blocks of ``columns`` ``[W, S]`` that hold its gradient; last, the unused ones."""
+        """For each parameter, the blocks of ``columns`` ``[W, S]`` with its gradient; the last entry: unused blocks."""
         views = []
         for index, each in enumerate(self.cuts):
             blocks = [block.of(columns) for block in self.layout.blocks[index]]
@@ -118,7 +118,7 @@ class Rows(FlatLine):
 
 
 def join_gathers(flat_params: Sequence[FlatParam]) -> None:
-    """Make all ``flat_params`` of one unit share one gather; those without elements take no part."""
+    """Make all ``flat_params`` of one unit share one gather; those without elements are left out."""
     joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
     if len(joined) < 2 or joined[0][1].layout.world_size == 1:
         return
@@ -131,4 +131,4 @@ def join_gathers(flat_params: Sequence[FlatParam]) -> None:
     for (each, _), gathered in zip(joined, together, strict=True):
         gathered.share(joint, together)
         each.gather_into(gathered)
-    free_storage_(joint.buffer)  # last: views of freed memory cannot be made
+    free_storage_(joint.buffer)  # last: freed memory cannot be viewed

@@ -52,7 +52,7 @@ class RowsGrad(ViewedGrad):
         """This rank's elements of ``grad``, which may be a tensor that the user has assigned.
 
         Raises:
-            ValueError: it is a DTensor with another placement than the parameter.
+            ValueError: it is a DTensor placed differently than the parameter.
         """
         param: Any = self._views[index]
         if isinstance(grad, DTensor) and (grad.placements, grad.device_mesh) != (param.placements, param.device_mesh):
@@ -71,8 +71,8 @@ class RowsGrad(ViewedGrad):
     def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
         """See `ViewedGrad.zeroed_since`.
 
-        If all parameters with elements on this rank were zeroed by writes that torch did not count, those without
-        elements count as zeroed too.
+        If all parameters with elements on this rank were zeroed by writes that torch did not count, parameters
+        without elements also count as zeroed.
         """
         counted, before = marks
         zeroed = set(super().zeroed_since(counted, names))

@@ -35,15 +35,15 @@ class ShownDTensors(ShownRuns):
         rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self.placed = SavedMesh(mesh)
         self.dims = list(dims)
-        # One rank has all rows: cut in the order of memory.
+        # One rank has all rows: cut in memory order.
         cut_dims = [dim and 0 for dim in dims] if world_size == 1 else dims
         cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, cut_dims, strict=True)]
         super().__init__(slots, Rows(cuts, rank, world_size), on_cpu)
-        self.versioned = (self.shard, *self.registered)  # a write through a DTensor is counted only there
+        self.versioned = (self.shard, *self.registered)  # only a DTensor counts writes through it
 
     @property
     def rank(self) -> int:
-        """This rank's place in the last dimension of the mesh."""
+        """This rank's index in the last dimension of the mesh."""
         return self.line.rank
 
     @property
@@ -52,7 +52,7 @@ class ShownDTensors(ShownRuns):
         return self.placed.mesh
 
     def connect(self, *groups: ProcessGroup) -> None:
-        """Give the DTensors ``groups``, one for each dimension of the mesh, if unpickling has left them without."""
+        """Set the DTensors' ``groups``, one for each dimension of the mesh, if they are missing after unpickling."""
         if not self.placed.is_connected:
             self.placed.connect(groups)
         if any(param._spec.mesh is not self.mesh for param in self.registered):  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ class ShownDTensors(ShownRuns):
     # ---- changes by users
 
     def _renew_shard(self, shard: Tensor) -> None:
-        """Use ``shard`` as the shard. Parameters on the meta device cannot get memory, so a new one is created then."""
+        """Use ``shard`` as the shard; a parameter on the meta device is replaced, because it cannot get memory."""
         if not self.shard.is_meta:
             super()._renew_shard(shard)
             return
@@ -121,7 +121,7 @@ class ShownDTensors(ShownRuns):
         """Adopt the values of ``param``, and its dtype and device unless ``is_fixed``; returns ``registered[index]``.
 
         Raises:
-            ValueError: ``param`` is cut in another way.
+            ValueError: ``param`` is cut differently.
             TypeError: ``is_fixed``, and ``param`` has another dtype or device.
         """
         own, fqn = self.registered[index], self.slots[index].fqn
@@ -148,7 +148,7 @@ class ShownDTensors(ShownRuns):
     def split(self, indexes: Sequence[int]) -> ShownDTensors:
         """The parameters ``indexes``, now of one dtype and device, with a separate shard.
 
-        The registered parameters stay the same objects, also for optimizers. Split off all other parameters too.
+        The registered parameters and their `OrigParam` objects stay the same. Split off all other parameters too.
         """
         part = type(self).__new__(type(self))
         part.__dict__.update(self.__dict__)
@@ -165,7 +165,7 @@ class ShownDTensors(ShownRuns):
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        # The modules copy the registered parameters, which have all elements: leave out the shard.
+        # Leave out the shard: the modules copy the registered parameters, which have all elements.
         shard = nn.Parameter(self.shard.detach().new_empty(0), requires_grad=self.shard.requires_grad)
         own = {"dims": self.dims, "placed": self.placed, "shard": shard, "versioned": ()}
         return {**super().__getstate__(), **own}

@@ -46,7 +46,7 @@ class ShownRuns(ShownShard):
         return tuple(nn.Parameter(run, requires_grad=self.shard.requires_grad) for _, run in runs)
 
     def own_of(self, index: int) -> Tensor:
-        """This rank's elements of ``registered[index]``, in the order of memory."""
+        """This rank's elements of ``registered[index]``, in memory order."""
         return self.elements_of(index, self.registered[index])
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class ShownRuns(ShownShard):
         self.registered[index].data = run
 
     def stepped_by(self, flat_param: Any) -> Sequence[OrigParam]:
-        """Each original parameter, as far as this rank owns it."""
+        """The `OrigParam` of each original parameter."""
         if not self._stepped:
             self._stepped = [OrigParam(flat_param, index) for index in range(len(self.slots))]
         return self._stepped
@@ -83,7 +83,7 @@ class ShownRuns(ShownShard):
         return [view.requires_grad for view in self.registered]
 
     def follow(self, trained: Sequence[bool]) -> Sequence[int]:
-        """Set ``requires_grad`` of each leaf to ``trained``; returns those whose kept gradients are void."""
+        """Set ``requires_grad`` of each leaf to ``trained``; returns indexes whose kept gradients are void."""
         self.shard.requires_grad_(any(trained))
         for slot, trains in zip(self.slots, trained, strict=True):
             slot.leaf.requires_grad_(trains)
@@ -99,7 +99,7 @@ class ShownRuns(ShownShard):
         """Adopt tensors assigned to ``.data`` of views, as ``module.to()`` does; then all views lie in the shard.
 
         Raises:
-            ValueError: a view has another size than this rank's run of the parameter.
+            ValueError: a view differs in size from this rank's run of the parameter.
             TypeError: views have several dtypes or devices, or ``is_fixed`` and these have changed.
         """
         runs = [run for _, run in self.line.runs_of(self.shard.detach())]
@@ -121,7 +121,7 @@ class ShownRuns(ShownShard):
         self.shard.data = shard
 
     def link(self) -> None:
-        """Make the registered parameters views of the shard, wherever that is now."""
+        """Make the registered parameters views of the shard's current memory."""
         for index, (_, run) in enumerate(self.line.runs_of(self.shard.detach())):
             self.set_view(index, run)
         self._addresses = self._own_addresses()

@@ -16,16 +16,16 @@ from fairshard.utils.storage import is_same_memory
 class ViewedGrad(ShardGrad):
     """The gradient of a shard, shown as ``.grad`` of the view of each original parameter.
 
-    The gradients on the views are authoritative: a view without one counts as zeros, a tensor that the user assigns is
-    copied into the shard's gradient, and if no view has one, the shard has none. Held gradients are kept here, not on
-    the views.
+    The gradients on the views are authoritative: a view without a gradient counts as zeros, a tensor that the user
+    assigns is copied into the shard's gradient, and the shard has no gradient if no view has one. Held gradients are
+    kept here, not on the views.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._views: Sequence[nn.Parameter] = ()
-        self._heads: list[int] = []  # the first element of each run that has any
-        self._sizes: list[int] = []  # sizes of gaps and runs, in turn
+        self._heads: list[int] = []  # the first element of each non-empty run
+        self._sizes: list[int] = []  # sizes of gaps and runs, alternating
         self._places: list[int] = []  # indexes of the runs in `_sizes`
         self._runs: list[Tensor] = []  # views of the gradient [S]; empty without one
         self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
@@ -34,7 +34,7 @@ class ViewedGrad(ShardGrad):
         self._were_none = bytearray()  # parameters whose gradient was None before the last one was added
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
-        """Show the gradient on ``views``, on each the elements of its span, and adopt gradients that they have already.
+        """Show the gradient of each of ``spans`` on its view, and adopt gradients that the views already have.
 
         The spans are in ascending order, and may leave gaps.
         """
@@ -54,11 +54,11 @@ class ViewedGrad(ShardGrad):
                 views[index].grad = show
 
     def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
-        """``runs`` in the form in which views have them as gradients."""
+        """``runs`` in the form of the views' gradients."""
         return runs
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
-        """This rank's elements of ``grad``, the gradient of view ``index``, in the order of memory."""
+        """This rank's elements of ``grad``, the gradient of view ``index``, in memory order."""
         return grad
 
     @property
@@ -119,7 +119,7 @@ class ViewedGrad(ShardGrad):
                 self.drop(index)
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient or overwrite it with zeros, and drop copies under way."""
+        """Drop the gradient or overwrite it with zeros, and discard copies in flight."""
         self.discard_flights()
         if set_to_none:
             self._set(None)
@@ -128,7 +128,7 @@ class ViewedGrad(ShardGrad):
                 run.zero_()
 
     def mark(self) -> Any:
-        """Record the present gradient of each parameter (zeros if missing) for `zeroed_since`."""
+        """Record the current gradient of each parameter (zeros if missing) for `zeroed_since`."""
         self.land()
         if not self._had_none:
             self._had_none = bytearray(len(self._views))
@@ -201,7 +201,7 @@ class ViewedGrad(ShardGrad):
         if reached is None:
             kept = self.value
             self._add_to(kept, grad)
-            if kept is not None:  # what is set is shown at once
+            if kept is not None:  # `_set` shows a new gradient itself
                 self._show()
         else:
             which = [bool(own) or not none for own, none in zip(reached, self._were_none, strict=True)]

@@ -1,4 +1,4 @@
-"""The two doors to the engine: `FullyShardedDataParallel` and `fully_shard`."""
+"""The two entry points of the engine: `FullyShardedDataParallel` and `fully_shard`."""
 
 from fairshard.engine.training_state import TrainingState
 from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method

@@ -1,4 +1,4 @@
-"""Methods of a sharded module, besides its forward, that run with the unit gathered."""
+"""Methods of a sharded module, other than its forward, that run with the unit gathered."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fairshard.nn.data_parallel.in_place.module import FSDPModule, run_gathered
 def register_forward_method(module: FullyShardedDataParallel | FSDPModule, method_name: str) -> None:
     """Run ``module.<method_name>(...)`` of the wrapped module with the unit gathered, like a forward.
 
-    For methods that read parameters without going through ``module(...)``: ``generate`` of Hugging Face's models,
+    For methods that read parameters without calling ``module(...)``, such as ``generate`` of Hugging Face's models or
     ``encode``. Inputs are cast and outputs hooked for the backward as in a forward; hooks of ``nn.Module`` do not run.
-    The call is **collective**. Units inside are gathered when they are called. Call it under ``torch.no_grad()`` if no
-    backward follows; otherwise the parameters stay gathered until the next pass.
+    The call is **collective**. Inner units are gathered when they are called. If no backward follows, call the method
+    under ``torch.no_grad()``; otherwise the parameters stay gathered until the next pass.
 
     Some methods first look for a parameter (``generate`` reads its device). While the method runs, as in a forward,
     ``self.parameters()`` yields the gathered parameters of the unit.
@@ -64,7 +64,7 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As `register_forward_method`; does nothing if ``module`` is not sharded.
+    """Like `register_forward_method`, but does nothing if ``module`` is not sharded.
 
     >>> import torch
     >>> from fairshard.nn import fully_shard, register_fsdp_forward_method
@@ -76,7 +76,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     >>> model.encode(torch.ones(2, 4)).sum().backward()
 
     Raises:
-        ValueError: ``module`` has no such method, or `FSDPModule` has it too.
+        ValueError: ``module`` has no such method, or `FSDPModule` has a method of that name.
         TypeError: the method is a generator or coroutine function.
 
     Source: PyTorch's function of the same name.

@@ -1,4 +1,4 @@
-"""Door 2: ``fully_shard``, in place, with PyTorch's names and defaults; parameters become DTensors."""
+"""``fully_shard`` shards a module in place, with PyTorch's names and defaults; parameters become DTensors."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def fully_shard(
     """Shard ``module`` in place: parameters, gradients and optimizer state; returns ``module``.
 
     Each parameter becomes a DTensor under its own name, with some of its rows on each rank. Optimizers, gradient
-    clipping, ``torch.distributed.checkpoint`` and its state dict functions accept it unchanged. Parameters are
-    gathered before the module computes, and freed after. Call it on inner modules first, and on the whole model last:
-    an outer call shards every parameter that no inner call has sharded.
+    clipping, ``torch.distributed.checkpoint`` and its state dict functions work unchanged. Parameters are gathered
+    before the module computes, and freed afterwards. Call ``fully_shard`` on inner modules first, and on the whole
+    model last: an outer call shards every parameter that no inner call has sharded.
 
     >>> import torch
     >>> from fairshard.nn import fully_shard
@@ -103,22 +103,22 @@ def fully_shard(
     >>> optimizer.step()
 
     Args:
-        module: the module to shard. A list is one unit: gathered at the first call of any of its modules, freed after
-            the last call of all of them.
+        module: the module to shard. A list is one unit: gathered at the first call of any of its modules, freed when
+            all of them have been called.
         mesh: 1-D: the ranks to shard over; 2-D: the first dimension holds replicas, the second shards. All ranks if
             None.
-        reshard_after_forward: free the whole parameters between forward and backward. A number, a divisor of the
-            number of ranks, keeps them sharded over that many. None means True, and False for the outermost module.
-        shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None is the first dimension.
-            The number of ranks must divide the size of any other dimension.
+        reshard_after_forward: free the whole parameters between forward and backward. A divisor of the number of ranks
+            keeps them sharded over that many ranks. None means False for the outermost module, and True for others.
+        shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None means the first dimension.
+            The size of any other dimension must be divisible by the number of ranks.
         mp_policy: dtypes of compute, gradients and outputs.
         offload_policy: whether shards, gradients and optimizer state are kept in host memory.
         ignored_params: parameters that are not sharded.
         dp_mesh_dims: must be None: parameters that are already DTensors are not supported.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
-            reduces each unit's on its own. The outermost module's value counts.
-        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are compared at the start of each backward
-            in any case.
+            reduces the gradients of each unit separately. The value of the outermost module applies.
+        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are always compared at the start of each
+            backward.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank.
 
     Raises:
@@ -126,7 +126,7 @@ def fully_shard(
             or has no forward.
         TypeError: an argument has the wrong type, or a parameter has a dtype that cannot be sharded.
 
-    Source: PyTorch's function of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
+    Source: PyTorch's function of the same name; the algorithm is ZeRO-3, Rajbhandari et al. 2020.
     """
     modules = _modules_of(module)
     policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
@@ -227,7 +227,7 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
 
 
 def _placing(placement: Placement | None, num_ranks: int) -> Callable[[ParamSlot], int]:
-    """A function that returns the dimension on which a parameter is cut."""
+    """A function that returns the dimension along which a parameter is cut."""
 
     def dim_of(slot: ParamSlot) -> int:
         found: Any = None if placement is None else placement(slot.leaf)

@@ -1,4 +1,4 @@
-"""Door 1: ``FullyShardedDataParallel``, a module wrapper with fairscale's names and defaults."""
+"""``FullyShardedDataParallel``, a module wrapper with fairscale's names and defaults."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers whole parameters before its module
-    computes, frees them after, and reduce-scatters the gradients, so that each rank's optimizer steps its own
-    shard. Wrap large submodules on their own, and the whole model last: an outer wrapper shards every parameter that
-    no inner wrapper has sharded.
+    computes, frees them afterwards, and reduce-scatters the gradients, so that each rank's optimizer steps its own
+    shard. Wrap large submodules separately, and the whole model last: an outer wrapper shards every parameter that no
+    inner wrapper has sharded.
 
     >>> import torch
     >>> from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -54,9 +54,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         process_group: the ranks to shard over; the default group if None. For hybrid strategies a pair: the ranks to
             shard over, and the ranks that hold the same shard.
         reshard_after_forward: free the whole parameters between forward and backward, and gather them again; a number
-            keeps them sharded over that many ranks. The outermost wrapper always keeps its own.
+            keeps them sharded over that many ranks. The outermost wrapper keeps its own; see
+            ``disable_reshard_on_root``.
         mixed_precision: gather and compute in ``compute_dtype``, fp16 by default, and cast floating inputs to it;
-            shards, gradients of shards and optimizer state stay fp32. Or a `MixedPrecision`.
+            shards, gradients of shards and optimizer state stay fp32. Also accepts a `MixedPrecision`.
         fp32_reduce_scatter: reduce gradients in fp32 under ``mixed_precision``.
         flatten_parameters: one flat parameter for the whole unit; False: a 1-D shard per parameter.
         cpu_offload: keep shards and optimizer state in host memory; gather from there.
@@ -65,7 +66,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             shards; the value of ``cpu_offload`` if None. False with ``cpu_offload`` keeps them on the compute device
             for `fairshard.optim.CPUOptimizer` to fetch.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
-            reduces each unit's on its own. The outermost wrapper's value counts.
+            reduces the gradients of each unit separately. The value of the outermost wrapper applies.
         device_mesh: instead of ``process_group``; 2-D (replicas, shards) for hybrid strategies.
         process_group_reduce_scatter: a second group of the same ranks, for gradients.
         sharding_strategy: what is sharded, and when it is freed; FULL_SHARD unless ``reshard_after_forward`` is False.
@@ -74,32 +75,32 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         backward_prefetch: when the backward starts to gather the next unit; None disables gathering ahead.
         forward_prefetch: False disables gathering the next unit ahead in the forward; None and True enable it.
         limit_all_gathers: accepted without effect; memory is always bounded.
-        gradient_predivide_factor: divide gradients by it before they are summed, and by the rest after.
-        disable_reshard_on_root: False makes the outermost wrapper free its parameters after the forward too.
-        state_dict_device: the CPU keeps state dicts in host memory; if None, the compute device. This and the next
-            option apply to all wrappers inside; `set_state_dict_type` overrides them.
+        gradient_predivide_factor: divide gradients by this before the sum, and by the remaining factor after it.
+        disable_reshard_on_root: False makes the outermost wrapper also free its parameters after the forward.
+        state_dict_device: where state dicts are kept: the CPU (host memory) or the compute device, the default. This
+            and the next option apply to all inner wrappers; `set_state_dict_type` overrides them.
         state_dict_on_rank_0_only: only rank 0 saves and loads state dicts; other ranks get an empty one.
         no_broadcast_optim_state: recorded in `local_metadata_dict`; the optimizer state of a unit on its own group
-            always stays with its ranks.
-        clear_autocast_cache: drop autocast's casts after each forward of this wrapper, even if it keeps parameters.
+            always stays on the ranks of that group.
+        clear_autocast_cache: clear autocast's cache after each forward of this wrapper, even if it stays gathered.
         verbose: show all settings in ``repr``.
-        move_params_to_cpu: the later name of ``cpu_offload``.
+        move_params_to_cpu: the newer name of ``cpu_offload``.
         param_init_fn: called with each module on the meta device to allocate and initialize its own parameters and
             buffers; if None, ``to_empty`` and the module's ``reset_parameters`` are used.
-        device_id: a GPU's number or a device: compute there, and move inputs there. Modules on the CPU are cut there.
-        compute_device: the same, without moving inputs.
-        sync_module_states: broadcast the parameters and buffers of rank 0 first. **Collective** if True.
-        allow_reset_parameters: ``reset_parameters()`` of the wrapper calls the module's, with whole parameters. Seed
-            all ranks alike first. **Collective**.
+        device_id: GPU number or device to compute on; inputs are moved to it. A module on the CPU is cut on the CPU.
+        compute_device: like ``device_id``, but inputs are not moved.
+        sync_module_states: broadcast rank 0's parameters and buffers before sharding. **Collective** if True.
+        allow_reset_parameters: ``reset_parameters()`` of the wrapper calls the module's, with whole parameters. Set the
+            same seed on all ranks first. **Collective**.
         ignored_modules: modules below ``module`` that stay whole on every rank; their gradients are not reduced.
         ignored_states: modules and parameters that stay whole, instead of the other two arguments.
         ignored_parameters: parameters that stay whole.
-        auto_wrap_policy: policy of `fairshard.nn.wrap`, or of PyTorch, that chooses modules inside to wrap with the
-            same arguments.
-        use_orig_params: register this rank's part of each original parameter, 1-D, under its own names: views of the
-            shards, for param groups by original parameter.
-        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are compared at the start of each backward
-            in any case. All wrappers of a model need the same value.
+        auto_wrap_policy: policy from `fairshard.nn.wrap` or PyTorch that chooses inner modules to wrap with the same
+            arguments.
+        use_orig_params: register this rank's part of each original parameter under its original names, as a 1-D view
+            of the shard, for param groups by original parameter.
+        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are always compared at the start of each
+            backward. All wrappers of a model need the same value.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank. All
             wrappers of a model need the same value.
 
@@ -107,7 +108,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         ValueError: there is no process group, the arguments contradict each other, or the module is already sharded.
         TypeError: a parameter has a dtype that cannot be sharded.
 
-    Source: fairscale's class of the same name; the method is ZeRO-3, Rajbhandari et al. 2020.
+    Source: fairscale's class of the same name; the algorithm is ZeRO-3, Rajbhandari et al. 2020.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """The parameters of `parameters` that have a gradient, on them or held by their unit."""
+        """The parameters that have a gradient, in ``.grad`` or held by their unit."""
         held = {shard for _, unit in units_below(self) for shard in unit.shard_grad}
         return [param for param in self.parameters() if param.grad is not None or param in held]
 
@@ -261,7 +262,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     # ---- nn.Module
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply ``fn`` to every module below and to this one, with whole parameters. **Collective.**"""
+        """Apply ``fn`` to this module and every module below it, with whole parameters. **Collective.**"""
         if is_shown(self._unit):
             return super().apply(fn)
         self._claimed()
@@ -281,9 +282,9 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, 1-D: ``<unit>.flat_param_<i>``, or original names without flattening or with ``use_orig_params``.
+        """The 1-D shards: ``<unit>.flat_param_<i>``, or original names with ``use_orig_params`` or without flattening.
 
-        Inside `summon_full_params`, original names and shapes.
+        Inside `summon_full_params`, whole parameters under their original names.
         """
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 

@@ -1,4 +1,4 @@
-"""A forward through a door: sets the model up on its first call, and gathers shared parameters with the unit."""
+"""The forward of a sharded module: sets up the model on its first call, and gathers shared parameters with the unit."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def refuse_tracing() -> NoReturn:
     )
 
 
-# As set by `torch.compiler.assume_constant_result`, without importing the compiler. Tracing then calls the function;
-# a plain `raise` would only end the graph, and the engine's functions would be traced one by one.
+# The flag that `torch.compiler.assume_constant_result` sets, without importing the compiler. Tracing then calls the
+# function; a plain `raise` would only break the graph, and the engine's functions would be traced one by one.
 refuse_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -30,19 +30,19 @@ from fairshard.views.shown_dtensors import ShownDTensors
 class CommMethods(nn.Module):
     """Methods of a sharded module that configure its gathers and reductions.
 
-    Call them between passes, or between a forward and its backward, with the same arguments on all ranks: ranks that
-    differ wait for each other.
+    Call them between passes, or between a forward and its backward, with the same arguments on all ranks;
+    otherwise the ranks deadlock.
     """
 
     # ---- sums over ranks
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: sum gradients over the shard group only, until it is True again; for meshes with replicas.
+        """False: sum gradients over the shard group only, until set to True again; for meshes with replicas.
 
-        Each rank holds the sum, in fp32 or wider. The next backward with True adds it before the sum over replicas,
-        and divides once, even if it does not reach this module. Until then missing gradients of parameters are zeros.
-        ``zero_grad`` discards the held sums too; after any other change to gradients the next backward raises. Without
-        replicas it has no effect.
+        Each rank holds the sum, in fp32 or wider. The next backward with True, even one that does not reach this
+        module, adds the held sum before the sum over replicas, and divides once. Until then, missing gradients of
+        parameters are zeros. ``zero_grad`` also discards the held sums; after any other change to gradients the next
+        backward raises. Without replicas the setting has no effect.
 
         Raises:
             ValueError: ``requires_all_reduce`` is not a bool.
@@ -55,7 +55,7 @@ class CommMethods(nn.Module):
                 flat_param.follow_route()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's gradients, over all ranks and replicas, by ``factor`` and nothing else.
+        """Divide the sum of this module's gradients, over all ranks and replicas, by ``factor`` only.
 
         Units inside the module keep their own divisors.
 
@@ -91,14 +91,14 @@ class CommMethods(nn.Module):
         """Call ``hook(mean)`` to change this module's reduced gradients before they are added to ``.grad``.
 
         ``mean`` ``[S]`` holds this rank's parts of the gradients end to end, each padded to the size of the first
-        rank's part. All sums (over replicas too) and the division are done; the dtype is that of the sum, which on
-        gloo is fp32 or wider. The hook changes ``mean`` in place. With parameters of several dtypes, each dtype has
-        its own call. The hook may communicate: all ranks call it at the same point, after the reduction of the
-        module's bucket and before the next one. On a GPU it runs on ``stream``, a CUDA stream, or on the stream of
-        reductions.
+        rank's part. All sums (including the sum over replicas) and the division are done; the dtype is that of the
+        sum, which on gloo is fp32 or wider. The hook changes ``mean`` in place, and is called once per dtype of the
+        parameters. The hook may communicate: all ranks call it at the same point, after the reduction of the module's
+        bucket and before the next one. On a GPU it runs on ``stream``, a CUDA stream, or by default on the stream that
+        reduces gradients.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
+            TypeError: ``hook`` is not callable.
             ValueError: ``stream`` is given on a mesh with replicas, whose sum has its own stream.
             TrainingStateError: in the middle of a pass.
         """
@@ -125,7 +125,7 @@ class CommMethods(nn.Module):
         check_flag("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """No effect: at most two buckets have memory at a time, see ``bucket_cap_mb`` of `fully_shard`.
+        """No effect: at most two buckets have memory at a time; see ``bucket_cap_mb`` of `fully_shard`.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an int.
@@ -142,10 +142,10 @@ class CommMethods(nn.Module):
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this module's parameters through ``comm`` in forward and backward, but not for state dicts.
 
-        ``comm`` is an `AllGather`, or has its two methods. Not called with one rank.
+        ``comm`` is an `AllGather`, or has the same two methods. It is not called if there is only one rank.
 
         Raises:
-            TypeError: ``comm`` lacks a method.
+            TypeError: a method of ``comm`` is missing.
             OptionsExcludeError: memory is allocated by the process group.
             TrainingStateError: in the middle of a pass.
         """
@@ -154,13 +154,13 @@ class CommMethods(nn.Module):
             flat_param.follow_route()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Sum this module's gradients over the shard group through ``comm``, in their own bucket.
+        """Sum this module's gradients over the shard group through ``comm``, in a separate bucket.
 
-        ``comm`` is a `ReduceScatter`, or has its two methods; the engine does the sum over replicas and the division.
-        Not called with one rank.
+        ``comm`` is a `ReduceScatter`, or has the same two methods. The engine sums over replicas and divides. ``comm``
+        is not called if there is only one rank.
 
         Raises:
-            TypeError: ``comm`` lacks a method.
+            TypeError: a method of ``comm`` is missing.
             OptionsExcludeError: memory is allocated by the process group.
             TrainingStateError: in the middle of a pass.
         """
@@ -236,7 +236,7 @@ class CommMethods(nn.Module):
         effect on CPU.
 
         Raises:
-            TypeError: ``event`` is not an event of a stream.
+            TypeError: ``event`` is not a ``torch.Event`` or ``torch.cuda.Event``.
             ValueError: ``event`` belongs to another type of device.
         """
         if not all(hasattr(event, name) for name in ("record", "wait", "query")):
@@ -277,7 +277,7 @@ def _routed(unit: Unit, method: str) -> list[FlatParam]:
 
 
 def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
-    """As `_routed`, after a check that ``comm`` can be used."""
+    """Like `_routed`, but first checks that ``comm`` can be used."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
     flat_params = _routed(unit, method)
@@ -298,7 +298,7 @@ _twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyD
 
 
 def _twin(group: ProcessGroup) -> ProcessGroup:
-    """A second group of the same ranks. **Collective** the first time."""
+    """A second group of the same ranks. **Collective** on the first call."""
     if group not in _twins:
         _twins[group] = subgroup(dist.get_process_group_ranks(group))
     return _twins[group]

@@ -1,8 +1,8 @@
 """Load whole tensors, and DTensors with other placements, into modules with DTensors.
 
-Also converts optimizer state of 0-dim parameters: ``set_optimizer_state_dict`` of torch treats 0-dim values as plain
-numbers and leaves the moments of such a parameter plain; the next step would mix them with DTensors, and torch would
-raise.
+Also converts optimizer state of 0-dim parameters: torch's ``set_optimizer_state_dict`` treats 0-dim values as plain
+numbers, and leaves the moments of such a parameter as plain tensors. The next step would mix them with DTensors, and
+torch would raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def accept_whole_values(modules: Iterable[nn.Module]) -> None:
     """Make ``load_state_dict`` of ``modules`` accept whole tensors as well as DTensors.
 
     Each rank copies its part of a whole tensor, without communication. Values are copied even with ``assign=True``,
-    into ignored parameters too, because optimizers hold the existing parameters, and shards share one buffer.
+    including those of ignored parameters, because optimizers hold the existing parameters, and shards share one buffer.
     """
     for module in modules:
         module.register_load_state_dict_pre_hook(_take_parts)
@@ -36,8 +36,8 @@ def accept_whole_values(modules: Iterable[nn.Module]) -> None:
 def _take_parts(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, _strict: Any, *problems: list[str]
 ) -> None:
-    """Copy values in ``state`` into the DTensors of ``module``, and replace them by these, which torch then keeps."""
-    messages = problems[-1]  # the list after missing and unexpected names
+    """Copy values of ``state`` into DTensors of ``module``, and put the DTensors in ``state`` for torch to keep."""
+    messages = problems[-1]  # follows the lists of missing and unexpected names
     for name, param in module._parameters.items():
         key = prefix + name
         value = state.get(key)
@@ -45,9 +45,9 @@ def _take_parts(
             copy_into(param, state, key, messages)
         if not isinstance(param, DTensor) or not isinstance(value, Tensor):
             continue
-        if not param.dim() and value.shape == torch.Size([1]):  # torch allows it too
+        if not param.dim() and value.shape == torch.Size([1]):  # torch also allows this
             value = value[0]
-        if value.shape != param.shape:  # torch reports it
+        if value.shape != param.shape:  # torch reports this
             continue
         state[key] = param
         if value.is_meta:
@@ -58,7 +58,7 @@ def _take_parts(
         except ValueError as error:
             messages.append(f"`{key}`: {error}")
             continue
-        if param.is_meta:  # torch assigns it, so it needs its own memory
+        if param.is_meta:  # torch assigns the value, which needs its own memory
             state[key] = part.clone()
         else:
             param.copy_(part)

@@ -1,4 +1,4 @@
-"""Methods of a module sharded in place: registered ones run gathered, for others errors explain what is missing."""
+"""Methods of a module sharded in place: registered ones run gathered; errors in others explain how to gather."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ForwardMethod:
 
 
 def explaining_methods(original: type[nn.Module]) -> dict[str, Any]:
-    """The public methods of ``original``, with errors about mixed DTensors that explain how to gather."""
+    """The public methods of ``original``, whose errors about mixed DTensors explain how to gather."""
     methods: dict[str, Any] = {}
     for base in original.__mro__[: original.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():

@@ -1,4 +1,4 @@
-"""`FSDPModule`, a base class of every module after `fully_shard`: control of gathering, resharding and gradients."""
+"""`FSDPModule`, base class of modules that `fully_shard` has sharded: controls gathering, resharding and gradients."""
 
 from __future__ import annotations
 
@@ -78,10 +78,11 @@ class FSDPModule(CommMethods):
     # ---- gathering
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module; with ``async_op`` only start to, and return a handle to wait for it.
+        """Gather the parameters of this module; with ``async_op`` only start the gather, and return a handle.
 
-        The next forward waits too. If weights change in between, it gathers them again, provided that torch counts the
-        write: after a write through ``.data`` or a ``torch._foreach_`` function call `reshard`. **Collective.**
+        The next forward also waits for the gather. If weights change in between and torch counts the write, the forward
+        gathers again. torch does not count writes through ``.data`` or ``torch._foreach_`` functions: call `reshard`
+        after those. **Collective.**
         """
         root = root_of(self)
         root.drop_interrupted()
@@ -124,7 +125,7 @@ class FSDPModule(CommMethods):
             unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free the parameters after each backward, or keep them for the next forward if no step comes in between.
+        """Free the parameters after each backward, or keep them for the next forward unless an optimizer steps first.
 
         Raises:
             ValueError: ``reshard_after_backward`` is not a bool.
@@ -161,7 +162,7 @@ class FSDPModule(CommMethods):
         _resolve_prefetch(self._fairshard_unit)
 
     def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
-        """False: as in PyTorch, the forward gathers ahead only modules of `set_modules_to_forward_prefetch`.
+        """False: as in PyTorch, the forward gathers ahead only modules set by `set_modules_to_forward_prefetch`.
 
         Raises:
             ValueError: ``enable`` is not a bool.
@@ -182,7 +183,7 @@ class FSDPModule(CommMethods):
         root_of(self).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: accumulate whole gradients on each rank, without communication, until it is True again.
+        """False: accumulate whole gradients on each rank, without communication, until set to True again.
 
         Raises:
             ValueError: ``requires_gradient_sync`` is not a bool.
@@ -210,7 +211,7 @@ class FSDPModule(CommMethods):
 
         Raises:
             TypeError: ``mesh`` is not a mesh.
-            ValueError: it has another number of dimensions than the module was sharded over, or lacks this rank.
+            ValueError: it does not have as many dimensions as the original mesh, or does not contain this rank.
             TrainingStateError: in the middle of a pass.
         """
         check_mesh(mesh)
@@ -265,7 +266,7 @@ class FSDPModule(CommMethods):
 
 
 def root_of(module: FSDPModule) -> Root:
-    """The root of the unit of ``module``, which becomes the root itself if no other has claimed it."""
+    """The root of the unit of ``module``; if it has none, `claim` makes ``module`` the outermost module."""
     return module._fairshard_unit.root or claim(module)
 
 
@@ -279,7 +280,7 @@ def _resolve_prefetch(unit: Unit) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted for models that are stages of a pipeline, without effect: each keeps its own streams.
+    """Accepted without effect for the stages of a pipeline: each model keeps its own streams.
 
     Raises:
         ValueError: ``modules`` holds something that is not an FSDPModule.

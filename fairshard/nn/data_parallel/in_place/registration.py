@@ -1,7 +1,7 @@
 """Parameters registered in a model after `fully_shard`: DTensors are adopted, other trainable parameters raise.
 
-torch calls these functions whenever a module of this process gets a parameter or a submodule, but not in
-``functional_call``, which replaces them for one call.
+torch calls these functions whenever a module of this process gets a parameter or a submodule, except in
+``functional_call``, which replaces parameters for one call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
     old = module._parameters.get(name)
     if param is old:
         return None
-    slot = None if old is None else slot_of(old)  # inside a forward the leaf is listed
+    slot = None if old is None else slot_of(old)  # inside a forward, `_parameters` holds the leaf
     old = old if slot is None else slot.registered
     stepped = stepped_of(old)
     if isinstance(stepped, OrigParam) and isinstance(old, DTensor):

@@ -18,7 +18,7 @@ from fairshard.settings.groups import MISSING, Groups
 
 
 class UnitAttributes(Forwarding):
-    """A module with a unit; its attributes under fairscale's names, including the wrapper's arguments."""
+    """A module with a unit, and its attributes under fairscale's names, including the wrapper's arguments."""
 
     config: UnitConfig
 
@@ -38,7 +38,7 @@ class UnitAttributes(Forwarding):
 
     @property
     def move_params_to_cpu(self) -> bool:
-        """The later name of ``cpu_offload``."""
+        """The newer name of ``cpu_offload``."""
         return self.config.cpu_offload
 
     @property
@@ -89,8 +89,8 @@ class UnitAttributes(Forwarding):
         """Share ``p``, a parameter owned by a sibling unit that was wrapped earlier, with a module of this unit.
 
         Tie the modules, wrap each, then call this on the second; ``p`` is the parameter of either module. The owning
-        unit is gathered whenever this one computes, and accumulates the gradients of all uses. Both must be inside one
-        outer wrapper, neither inside the other, and compute in the same dtype.
+        unit is gathered whenever this one computes, and accumulates the gradients of all uses. Both units must be in
+        one outer wrapper, but not inside each other, and compute in the same dtype.
 
         >>> from torch import nn
         >>> from fairshard.nn import FullyShardedDataParallel as FSDP

@@ -11,7 +11,7 @@ class Forwarding(nn.Module):
     """Forwards attributes, items, length and truth value to its ``module``."""
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes that the wrapper lacks in the module."""
+        """Look up attributes that the wrapper does not have on the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,4 +1,4 @@
-"""A wrapper's methods that change how gradients are reduced, and clip them."""
+"""A wrapper's methods to configure how gradients are reduced, and to clip them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class GradMethods(StateMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank without communication, for the backwards inside; may be nested.
+        """Accumulate gradients on each rank without communication inside the ``with`` block; may be nested.
 
-        The first backward outside reduces the sum. Until then every rank holds whole gradients, and missing gradients
-        of shards are zeros. ``zero_grad`` discards the held gradients too; after any other change to gradients the
-        next backward raises. With SHARD_GRAD_OP whole parameters are kept from a backward inside to the next forward;
-        changes of weights in between through ``.data`` are not detected. Only on the outermost wrapper.
+        The first backward outside the block reduces the sum. Until then every rank holds whole gradients, and missing
+        gradients of shards are zeros. ``zero_grad`` also discards the held gradients; after any other change to
+        gradients the next backward raises. With SHARD_GRAD_OP, parameters stay gathered from a backward inside the
+        block to the next forward; weight changes through ``.data`` in between are not detected. Only on the outermost
+        wrapper.
         """
         root = self._require_root("no_sync")
         root.assert_idle("no_sync")
@@ -41,13 +42,13 @@ class GradMethods(StateMethods):
                 unit.sync = sync
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the original norm.
 
         **Collective**, on the outermost wrapper, between backward and step. ``norm_type`` may be ``math.inf``. The
         norm is 0-d fp32, on the compute device, equal on all ranks.
 
         Raises:
-            MixedGroupsError: inner wrappers use other process groups.
+            MixedGroupsError: inner wrappers use different process groups.
             NotRootError: this is an inner wrapper.
         """
         root = self._require_root("clip_grad_norm_")
@@ -65,8 +66,8 @@ class GradMethods(StateMethods):
         Raises:
             NotRootError: this is an inner wrapper.
             RuntimeError: a hook is already registered, or a forward has run.
-            ValueError: the sharding is hybrid.
-            TypeError: ``hook`` cannot be called.
+            ValueError: the sharding strategy is hybrid.
+            TypeError: ``hook`` is not callable.
         """
         if not callable(hook):
             raise TypeError(f"`hook` must be callable, but is {hook!r}.")
@@ -90,7 +91,7 @@ class GradMethods(StateMethods):
                 flat_param.hook = _in_place(hook, state) if in_place else _into_shard(hook, state)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by ``factor`` instead of the number of ranks, for this unit and those below.
+        """Divide the sum of gradients by ``factor`` instead of the number of ranks, for this unit and all units below.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -100,8 +101,8 @@ class GradMethods(StateMethods):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
         """Divide gradients by ``pre`` before they are summed over ranks, and the sum by ``post``.
 
-        Also for all units below if ``recursive``. Gradients accumulated by `no_sync` use the factors set when they are
-        reduced.
+        If ``recursive``, applies to all units below. Gradients accumulated by `no_sync` use the factors set when they
+        are reduced.
 
         Raises:
             ValueError: a factor is not positive.
@@ -115,7 +116,7 @@ class GradMethods(StateMethods):
                 flat_param.divide_by(Division(float(pre), float(post)))
 
 
-_LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's have the same names
+_LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's hooks have the same names
 
 
 def _into_shard(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:

@@ -32,21 +32,21 @@ class JoinMethods(StateMethods):
     ) -> Iterator[None]:
         """Context in which ranks may run out of batches at different times, in training or evaluation. **Collective.**
 
-        A rank that reaches the end of the block takes part in the collectives of the others until all have: it
+        A rank that reaches the end of the block takes part in the collectives of the other ranks until all are done: it
         gathers, contributes zero gradients, clips, and steps its shards. The sum of gradients is divided by the number
-        of all ranks, or, without ``divide_by_initial_world_size``, of the ranks that still compute. With
+        of all ranks, or, without ``divide_by_initial_world_size``, by the number of ranks that still compute. With
         ``throw_on_early_termination`` all ranks raise as soon as one is done and another continues. ``enable=False``
         does nothing. Only on the outermost wrapper.
 
-        ``stateful``, equal on each rank, holds objects for a rank that is done: optimizers that may not have stepped
-        yet; and schedulers and the like, which get the last rank's state. Once a rank is done, the only collective
-        method allowed in the block is ``clip_grad_norm_``.
+        ``stateful``, the same list on each rank, holds objects that a rank needs when it is done: optimizers that may
+        not have stepped yet, and objects such as schedulers, which get the state of the last rank. Once a rank is done,
+        the only collective method allowed in the block is ``clip_grad_norm_``.
 
         Raises:
             NotRootError: this is an inner wrapper.
             ValueError: the units use several process groups.
             TypeError: an object in ``stateful`` has no state.
-            FairshardError: on all ranks, because one raised, or because a rank that is done cannot follow.
+            FairshardError: on all ranks, if one raised, or if a rank that is done cannot follow.
         """
         if not enable:
             yield
@@ -59,7 +59,7 @@ class JoinMethods(StateMethods):
             optimizers.close()
             join.close()
 
-    # ---- for torch.distributed.algorithms.Join, which must get only this wrapper
+    # ---- for torch.distributed.algorithms.Join, which must be given this wrapper alone
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Hook that PyTorch's ``Join([model])`` calls on a rank that is done; keywords are those of `join`."""
@@ -73,7 +73,7 @@ class JoinMethods(StateMethods):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """Process group of that count."""
+        """Process group over which these ranks are counted."""
         return self._unit.group.resolve()
 
     def _configure_join(self, config: Any) -> None:
@@ -108,7 +108,7 @@ Joinable.register(JoinMethods)
 
 
 class _Hook(JoinHook):
-    """Join hook of a rank that is done in PyTorch's ``Join``."""
+    """Hook that PyTorch's ``Join`` runs on a rank that is done."""
 
     def __init__(self, optimizers: JoinedOptimizers, join: Join) -> None:
         self._optimizers = optimizers

@@ -24,11 +24,11 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
 
 class OptimStateMethods(UnitAttributes):
-    """Optimizer state dicts of a sharded model under original names, whole or sharded, and loading them.
+    """Saves and loads optimizer state of a sharded model under original names, whole or sharded.
 
     *Whole* state equals that of the same optimizer over the unwrapped model, keyed by name; `rekey_optim_state_dict`
-    gives it that optimizer's keys. All methods are **collective** over the ranks of the model, and gather or scatter
-    one shard's state at a time.
+    converts it to that optimizer's keys. All methods are **collective** over the ranks of the model, and gather or
+    scatter one shard's state at a time.
     """
 
     # ---- in the form set for the model
@@ -42,7 +42,7 @@ class OptimStateMethods(UnitAttributes):
     ) -> dict[str, Any]:
         """The state of ``optim`` in the form set for ``model`` (see ``state_dict_type``).
 
-        ``optim_state_dict`` is the result of ``optim.state_dict()``, called if None.
+        ``optim_state_dict`` is the result of ``optim.state_dict()``; if None, that is called.
 
         Raises:
             ValueError: the state differs across ranks, or is not elementwise.
@@ -72,8 +72,9 @@ class OptimStateMethods(UnitAttributes):
     ) -> dict[str, Any]:
         """Convert the result of `optim_state_dict`, in the form set for ``model``, for ``optim.load_state_dict``.
 
-        With ``FullOptimStateDictConfig(rank0_only=True)`` rank 0 passes it, and other ranks pass ``{}``. The order
-        ``(optim_state_dict, model, optim)`` of older examples works too. ``load_directly`` also loads it.
+        With ``FullOptimStateDictConfig(rank0_only=True)`` rank 0 passes the state, and other ranks pass ``{}``.
+        The order ``(optim_state_dict, model, optim)`` of older examples is also accepted. ``load_directly`` also loads
+        the result.
         """
         arguments: Any = (model, optim, optim_state_dict)
         if isinstance(model, Mapping):
@@ -127,7 +128,7 @@ class OptimStateMethods(UnitAttributes):
         optim: Optimizer | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """As `shard_full_optim_state_dict`, with state from rank 0; arguments of other ranks are ignored."""
+        """Like `shard_full_optim_state_dict`, but with state from rank 0; arguments of other ranks are ignored."""
         _check_group(model, group)
         groups = OptimParams(model).groups_of(optim, optim_input)
         return ShardedOptimState(model, Source.FIRST_RANK).make(full_optim_state_dict, groups)
@@ -138,8 +139,8 @@ class OptimStateMethods(UnitAttributes):
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None, *, optim_input: OptimInput | None = None
     ) -> dict[str, Any]:
-        """State by name with this rank's runs; ``torch.distributed.checkpoint`` saves it unchanged."""
-        if group is not None and not isinstance(group, ProcessGroup):  # torch 1.13 had `optim_input` third
+        """State by name with this rank's parts; ``torch.distributed.checkpoint`` saves it unchanged."""
+        if group is not None and not isinstance(group, ProcessGroup):  # `optim_input` was third in torch 1.13
             group, optim_input = None, group
         _check_group(model, group)
         _look_at_input(model, optim_input)
@@ -155,7 +156,7 @@ class OptimStateMethods(UnitAttributes):
     ) -> dict[str, Any]:
         """Convert the result of `sharded_optim_state_dict`, for the same wrapping, for ``optim.load_state_dict``.
 
-        The order ``(sharded_optim_state_dict, model, optim_input, optim)`` of torch 1.13 works too.
+        The order ``(sharded_optim_state_dict, model, optim_input, optim)`` of torch 1.13 is also accepted.
         """
         if not isinstance(optim, Optimizer):
             optim_input = optim_input if optim is None else optim
@@ -171,10 +172,10 @@ class OptimStateMethods(UnitAttributes):
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict`` keyed by names instead of numbers, or back; ``model`` is the unwrapped one.
+        """Convert keys of ``optim_state_dict`` from numbers to names, or back; ``model`` is the unwrapped one.
 
         Raises:
-            ValueError: the keys are of both kinds, or one belongs to no parameter.
+            ValueError: the keys mix names and numbers, or a key belongs to no parameter.
         """
         return rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
 
@@ -217,7 +218,7 @@ def _from_first(config: Any) -> bool:
 
 
 def _look_at_input(model: nn.Module, optim_input: Any) -> None:
-    """Check ``optim_input``, which is otherwise ignored: the optimizer has its own groups."""
+    """Check ``optim_input``, which is otherwise ignored because the optimizer has its own groups."""
     if optim_input is not None:
         OptimParams(model).groups_of(None, optim_input)
 

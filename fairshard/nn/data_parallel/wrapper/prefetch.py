@@ -17,7 +17,7 @@ class PrefetchMethods(UnitAttributes):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules``, wrappers of the same model, when this one's forward starts; an empty list undoes it.
 
-        They replace the unit that followed in the last pass. All ranks must name the same ones.
+        They replace the unit that followed in the last pass. All ranks must name the same modules.
 
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
@@ -29,7 +29,7 @@ class PrefetchMethods(UnitAttributes):
         """Gather ``modules``, wrappers of the same model, when the backward reaches this one; an empty list undoes it.
 
         They replace the unit that the backward would reach next. They are gathered before this one computes its
-        gradients, or with ``BACKWARD_POST`` after. All ranks must name the same ones.
+        gradients, or after it with ``BACKWARD_POST``. All ranks must name the same modules.
 
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
@@ -45,7 +45,7 @@ class PrefetchMethods(UnitAttributes):
 
         Raises:
             TypeError: ``is_last_backward`` is not True or False.
-            TrainingStateError: there has been no forward.
+            TrainingStateError: no forward has run.
         """
         if not isinstance(is_last_backward, bool):
             raise TypeError(f"`is_last_backward` must be True or False, but is {is_last_backward!r}.")

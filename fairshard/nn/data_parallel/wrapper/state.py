@@ -45,21 +45,21 @@ class StateMethods(UnitAttributes):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The model's state under unwrapped names, in the dtype of the shards, in the form set for the model.
 
-        Whole by default: every rank gets all of it, in new tensors, which load into the unwrapped module and back. See
-        `state_dict_type` for the other forms. Inside `summon_full_params` it is whole and includes what was written
-        there. **Collective**, except for the local and sharded forms.
+        By default every rank gets the whole state in new tensors, which the unwrapped module can load, and vice versa.
+        See `state_dict_type` for the other forms. Inside `summon_full_params` the state is whole and includes values
+        written there. **Collective**, except for the local and sharded forms.
 
         Raises:
             TrainingStateError: inside a forward or backward.
             RuntimeError: the units' forms differ.
         """
-        if args:  # nn.Module still takes them by position
+        if args:  # nn.Module still accepts them by position
             positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
             destination = positional.get("destination", destination)
             prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         self._assert_idle("state_dict", or_shown=True)
         check_whole_inside((unit for _, unit in units_below(self)), "state_dict")
-        # Only the outermost wrapper compares the units: comparing in each one would cost a walk of the tree each.
+        # Only the outermost wrapper compares the units: comparing in each wrapper would walk the tree every time.
         settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             state = {} if destination is None else destination
@@ -80,8 +80,8 @@ class StateMethods(UnitAttributes):
         ranks pass ``{}`` and receive their shards unit by unit. Sharded values must hold this rank's part, or be
         whole.
 
-        ``assign=True`` copies too: the parameters that optimizers hold stay, in their dtype and on their device. Only
-        an ignored parameter or a buffer on the meta device, which has no memory yet, is replaced by the value.
+        ``assign=True`` also copies: optimizers hold the parameters, which keep their dtype and device. Only an ignored
+        parameter or a buffer on the meta device, which has no memory yet, is replaced with the value.
         """
         self._assert_idle("load_state_dict", or_shown=True)
         check_loads_inside(unit for _, unit in units_below(self))
@@ -99,7 +99,7 @@ class StateMethods(UnitAttributes):
         """Load the result of `local_state_dict` on this rank; returns missing and unexpected keys.
 
         Raises:
-            RuntimeError: it does not fit; nothing has changed.
+            RuntimeError: ``state_dict`` does not match; nothing has changed.
         """
         return load_local_state_dict(self, state_dict, strict)
 
@@ -116,11 +116,11 @@ class StateMethods(UnitAttributes):
     ) -> dict[str, Tensor]:
         """The whole state dict, in host memory, from every rank's `local_state_dict` and `local_metadata_dict`.
 
-        Accepts fairscale's own too. Buffers are rank 0's. Needs no process group and no model. ``strict=False`` leaves
-        out parameters that the weights lack.
+        Also accepts fairscale's shards. Buffers are rank 0's. Needs no process group and no model. ``strict=False``
+        leaves out parameters that are missing from the weights.
 
         Raises:
-            ValueError: there is not one description per rank.
+            ValueError: the numbers of weights and descriptions differ.
             CheckpointError: they are not the shards of all ranks of one model, in order.
         """
         state, buffers = consolidate(shard_weights, shard_metadata, strict)
@@ -148,7 +148,7 @@ class StateMethods(UnitAttributes):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form and configs of the wrappers in ``module``; the defaults without wrappers.
+        """The form and configs of the wrappers in ``module``; the defaults if there are no wrappers.
 
         Raises:
             AssertionError: the wrappers' settings differ.
@@ -163,7 +163,7 @@ class StateMethods(UnitAttributes):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` for the ``with`` block; the end restores the previous form."""
+        """`set_state_dict_type` for the ``with`` block; restores the previous form at its end."""
         with forms.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
             yield
 
@@ -181,8 +181,8 @@ class StateMethods(UnitAttributes):
     ) -> Iterator[None]:
         """Show whole parameters under their own names and shapes inside the ``with`` block. **Collective.**
 
-        Also as ``FullyShardedDataParallel.summon_full_params(module)`` for a module that contains wrappers, and on
-        an inner wrapper. With ``writeback`` each rank keeps the changes to its own part; ``volatile=True`` is
+        Can be called on an inner wrapper, or as ``FullyShardedDataParallel.summon_full_params(module)`` for a module
+        that contains wrappers. With ``writeback`` each rank keeps the changes to its own part; ``volatile=True`` is
         fairscale's ``writeback=False``; with one rank all changes are always kept. ``rank0_only`` shows the parameters
         on rank 0 only, ``offload_to_cpu`` in host memory. ``with_grads`` also shows the reduced gradients, and writes
         them back like parameters.
@@ -224,7 +224,7 @@ class StateMethods(UnitAttributes):
         self._loading.begin(self, state_dict, prefix, assigns=is_assigned(rest[0]))
 
     def _assert_idle(self, what: str, or_shown: bool = False) -> None:
-        """Check that no unit from here down is in a pass or, unless ``or_shown``, shown whole."""
+        """Check that neither this unit nor any below it is in a pass or, unless ``or_shown``, shown whole."""
         root = self._claimed()
         units = [unit for _, unit in units_below(self)]
         if root.units[0] is self._unit:
@@ -232,7 +232,7 @@ class StateMethods(UnitAttributes):
         root.assert_idle(what, [unit for unit in units if not (or_shown and is_shown(unit))])
 
     def _claimed(self) -> Root:
-        """The root of this unit, which becomes the root itself if no other has claimed it."""
+        """The root of this unit; if it has none, `claim` makes this wrapper the outermost."""
         return self._unit.root or claim(self)
 
     def _require_root(self, what: str) -> Root:
