@@ -113,7 +113,7 @@ class OrderCheck:
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
 
-    def differ(self, state: str) -> NoReturn:
+    def raise_difference(self, state: str) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**
 
         Args:

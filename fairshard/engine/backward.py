@@ -34,7 +34,7 @@ from fairshard.params.listing import Listing
 from fairshard.params.versions import check_unchanged
 from fairshard.utils.autograd import at_end_of_task
 
-_MAX_ARRIVING = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
+_MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
 
 _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
@@ -65,7 +65,7 @@ class Backward:
         self._cursor = 0
         self._passed = -1
         self._recomputed: dict[int, int] = {}  # number of calls recomputed so far, by segment
-        self._arriving: deque[Unit] = deque()
+        self._only_served: deque[Unit] = deque()
         self._sent: set[Unit] = set()
         self.touched: set[Unit] = set()
         self._used: set[Unit] = set()  # units that this rank has computed with since their gather
@@ -74,9 +74,9 @@ class Backward:
         self._is_serving = False  # True after an exception: no mark stops the walk
         self._is_broken = False
         self.task: Callable[[], object] = _no_task
-        self._go_through([first])
+        self._set_models([first])
 
-    def _go_through(self, models: Sequence[Model]) -> None:
+    def _set_models(self, models: Sequence[Model]) -> None:
         self.models = sorted(models, key=lambda model: model.number)
         self._plan = Planner(self.models)
         self.units = self._plan.units
@@ -139,7 +139,7 @@ class Backward:
         for model in others:
             model.begin_backward(self)
         if others:
-            self._go_through([*self.models, *others])
+            self._set_models([*self.models, *others])
 
     # ---- events
 
@@ -205,7 +205,7 @@ class Backward:
     def _use(self, unit: Unit) -> None:
         """Compute with ``unit`` on this rank from now on; gather it first if the schedule did not."""
         self._used.add(unit)
-        if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._arriving):
+        if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._only_served):
             self._gather(unit, is_listed=False)
         unit.wait_unshard(attach=not unit.is_whole)  # gives leaves their shapes even if they have no memory
         unit.begin_backward()
@@ -240,16 +240,16 @@ class Backward:
         self._is_broken = is_broken
 
     def _gather(self, unit: Unit, from_part: bool = True, is_listed: bool = True) -> None:
-        if self._arriving:
+        if self._only_served:
             self._forget_arriving(unit)
-            while len(self._arriving) > _MAX_ARRIVING:
-                self._arriving.popleft().reshard()
+            while len(self._only_served) > _MAX_ONLY_SERVED:
+                self._only_served.popleft().reshard()
         self._plan.model_of[unit].note(unit)
         unit.unshard(in_backward=True, from_part=from_part, force=is_listed)
 
     def _forget_arriving(self, unit: Unit) -> None:
-        if unit in self._arriving:
-            self._arriving.remove(unit)
+        if unit in self._only_served:
+            self._only_served.remove(unit)
             unit.reshard()
 
     def _send(self, unit: Unit) -> None:
@@ -268,7 +268,7 @@ class Backward:
         elif unit in self._used or not unit.is_under_way:
             unit.finish_pass()
         else:
-            self._arriving.append(unit)  # only served: freed after its gather has arrived
+            self._only_served.append(unit)  # only served: freed after its gather has arrived
         self._used.discard(unit)
 
     # ---- the end
@@ -297,8 +297,8 @@ class Backward:
                 start = stop
 
     def _finish(self) -> None:
-        while self._arriving:
-            self._arriving.popleft().reshard()
+        while self._only_served:
+            self._only_served.popleft().reshard()
 
     def lists(self, unit: Unit) -> bool:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
@@ -323,7 +323,7 @@ class Backward:
                 for bucketer in bucketers:
                     bucketer.drain()
                     bucketer.drops = False
-        self._arriving.clear()
+        self._only_served.clear()
 
 
 def _no_task() -> None:

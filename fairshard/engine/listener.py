@@ -35,7 +35,7 @@ class OrderListener(Training, Protocol):
     def forget(self) -> None:
         """A pass was interrupted."""
 
-    def differ(self, state: str) -> NoReturn:
+    def raise_difference(self, state: str) -> NoReturn:
         """Raise, because ranks have run different things; ``state`` describes this rank in words. **Collective.**"""
 
 

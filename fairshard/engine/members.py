@@ -41,6 +41,6 @@ class Members:
         self._left = set()
 
     @property
-    def are_awaited(self) -> bool:
+    def has_uncalled(self) -> bool:
         """Whether some, but not all, modules have been called: the unit stays gathered for the others."""
         return bool(self._left)

@@ -43,7 +43,7 @@ class Model(Protocol):
     def before_send(self, unit: Unit) -> None:
         """The gradients of ``unit`` are sent next."""
 
-    def differ(self) -> NoReturn:
+    def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""
 
     def end_backward(self, backward: Any) -> None:

@@ -128,7 +128,7 @@ class Planner:
         self.stops = self._own_marks(own)
         self.listed = {self.units[step.unit] for step in self.schedule.steps}
         self.is_assumed = 1 in agreed.assumed
-        self.from_parts = [not uncut for uncut in agreed.uncut]
+        self.from_parts = [not no_part for no_part in agreed.no_part]
         for model in self._models:
             model.record.keep([one for one, lives in zip(passes, agreed.alive, strict=True) if lives])
             model.shared.bucketer.plan(self._bucketed(model))
@@ -216,7 +216,7 @@ class Planner:
         own = Reach(alive=lives, assumed=bytearray(len(units)))
         own.reaches_inputs = bytearray([bracket.reaches_inputs for bracket in self.brackets])
         own.missing = bytearray([not (unit.is_gathered or unit.is_held) or unit.stamp is None for unit in units])
-        own.uncut = bytearray([unit.parts is None or not unit.has_parts for unit in units])
+        own.no_part = bytearray([unit.parts is None or not unit.has_parts for unit in units])
         unsure: set[Unit] = set()
         for unit in units:
             for flat_param in unit.flat_params:
@@ -284,7 +284,7 @@ class Planner:
         """Raise on every rank if ranks have run different things, or one has a problem. **Collective** in that case."""
         if not verdict.agree:
             for model in self._models:
-                model.differ()
+                model.raise_difference()
         if verdict.has_problem:
             comms = [peers.comm for peers in self._peers]
             texts = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
@@ -349,7 +349,7 @@ class Planner:
             for flat_param in unit.flat_params:
                 leaves += flat_param.contributed
         none = bytearray(len(self.units))
-        found = Reach(leaves=leaves, missing=none, uncut=bytearray(none), assumed=bytearray(none))
+        found = Reach(leaves=leaves, missing=none, no_part=bytearray(none), assumed=bytearray(none))
         peers = [replace(one, calls=(), alive=()) for one in self._peers]
         agree_on(Question(found, peers, [0] * len(peers), False, [self._models[0].number], is_final=True))
         return found.leaves

@@ -3,7 +3,7 @@
 Each rank sends a hash of what it has run, and one bit for each question that ranks may answer differently::
 
     header                                   units                                    forwards
-    hash | flags | n | numbers of models     leaves | missing | uncut | assumed       calls | reaches_inputs | alive
+    hash | flags | n | numbers of models     leaves | missing | no_part | assumed       calls | reaches_inputs | alive
 
 The result is the union: a bit is set if any rank has set it. The first message has the same size for all models, so
 ranks that have run different things notice it before the first gather of the backward. Answers that do not fit are
@@ -39,7 +39,7 @@ class Reach:
         alive: for each forward, whether a later backward could reach it.
         leaves: for each parameter, whether it has a gradient to send.
         missing: for each unit, whether it must be gathered before use.
-        uncut: for each unit, whether it cannot be gathered from kept parts; see `KeptParts`.
+        no_part: for each unit, whether it cannot be gathered from kept parts; see `KeptParts`.
         assumed: for each unit, whether its leaves count as reached because a checkpoint has not shown yet which are.
     """
 
@@ -48,7 +48,7 @@ class Reach:
     alive: bytearray = field(default_factory=bytearray)
     leaves: bytearray = field(default_factory=bytearray)
     missing: bytearray = field(default_factory=bytearray)
-    uncut: bytearray = field(default_factory=bytearray)
+    no_part: bytearray = field(default_factory=bytearray)
     assumed: bytearray = field(default_factory=bytearray)
 
 
@@ -109,7 +109,7 @@ def agree_on(question: Question) -> Verdict:
 def _swap(question: Question, peers: Peers, number: int, flags: int, models: set[int]) -> tuple[int, set[int]]:
     """The union of all ranks' flags and models; if nothing is wrong, sets ``question.reach`` to that of the answers."""
     reach = question.reach
-    fields = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.uncut, peers.units)]
+    fields = [(reach.leaves, peers.leaves), (reach.missing, peers.units), (reach.no_part, peers.units)]
     fields += [(reach.assumed, peers.units), (reach.calls, peers.calls), (reach.reaches_inputs, peers.calls)]
     fields += [(reach.alive, peers.alive)]
     answers = _pack(fields)

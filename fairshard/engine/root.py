@@ -181,7 +181,7 @@ class Root:
 
     def _keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after the call that is ending."""
-        awaited = unit.members is not None and unit.members.are_awaited
+        awaited = unit.members is not None and unit.members.has_uncalled
         return self.backward is not None or awaited or self.keeps_after_forward(unit)
 
     def keeps_after_forward(self, unit: Unit) -> bool:
@@ -316,11 +316,12 @@ class Root:
         self.backward = None
         self.order_check.end_backward(False, True)
 
-    def differ(self) -> NoReturn:
+    def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync]
         listed = ", ".join(unsynced[:3]) or "none"
-        self.order_check.differ(f"{self.num_interrupted} backwards have raised; units under no_sync: {listed}")
+        state = f"{self.num_interrupted} backwards have raised; units under no_sync: {listed}"
+        self.order_check.raise_difference(state)
 
     def before_send(self, unit: Unit) -> None:
         """The gradients of ``unit`` are sent next."""

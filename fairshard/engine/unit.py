@@ -211,7 +211,7 @@ class Unit:
         self.is_held = True
         self.is_pinned = self.is_pinned or for_good
 
-    def keep_as_it_is(self) -> None:
+    def keep_gathered(self) -> None:
         """Stay gathered between passes, until the shards change."""
         self.is_kept = True
         self.stamp = num_steps(), versions_of(self.flat_params)
@@ -270,7 +270,7 @@ class Unit:
     def finish_pass_whole(self) -> None:
         """Like `finish_pass`, but the parameters stay gathered."""
         self._stop_computing()
-        self.keep_as_it_is()
+        self.keep_gathered()
 
     def end_backward(self, keep: bool) -> None:
         """The backward is over; ``keep`` gathered parameters for another backward."""

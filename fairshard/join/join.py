@@ -121,17 +121,17 @@ class Join:
 
     def begin_pass(self) -> None:
         """A forward begins."""
-        self._say(_FORWARD, torch.is_grad_enabled())
+        self._send_message(_FORWARD, torch.is_grad_enabled())
 
     def end_pass(self) -> None:
         """The forward is over."""
         if self.is_short:
-            self._say(_END_FORWARD)
+            self._send_message(_END_FORWARD)
 
     def announce(self, unit: Unit) -> None:
         """``unit`` is gathered next."""
         if self.is_short and not self.is_done:
-            self._say(_FIRST + self._units[unit])
+            self._send_message(_FIRST + self._units[unit])
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
         """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule."""
@@ -147,7 +147,7 @@ class Join:
     def end_backward(self, ends_step: bool) -> bool:
         """A backward is over; ``ends_step``: it has reduced gradients. Returns whether all ranks have computed it."""
         if self.is_short:
-            self._say(_END_STEP if ends_step else _END_BACKWARD)
+            self._send_message(_END_STEP if ends_step else _END_BACKWARD)
         self._root.finish_grads()
         self._restore_divisions()
         self._grads.note()
@@ -159,7 +159,7 @@ class Join:
         Raises:
             FairshardError: on all ranks.
         """
-        self._say(_CALL, with_grad=call == "backward")
+        self._send_message(_CALL, with_grad=call == "backward")
         if self.is_short:
             self._comm.gather_objects((call, arguments(), self._grads.states()))
             self.agree("")
@@ -192,7 +192,7 @@ class Join:
 
     def check_all_compute(self, what: str) -> None:
         """Raise on all ranks if ``what``, which needs all of them, is called while some are done."""
-        self._say(_OTHER)
+        self._send_message(_OTHER)
         if self.is_short:
             self._fail(
                 f"`{what}` must not be called inside of `join` once a rank has run out of batches. Call it outside of "
@@ -203,7 +203,7 @@ class Join:
 
     def follow_pass(self) -> None:
         """Take part in a whole forward, backward or call, once the ranks that compute have been counted."""
-        self._obey()
+        self._handle_message()
         while self._is_inside and self._follow():
             pass
 
@@ -213,11 +213,11 @@ class Join:
         total = self._count(0)
         if total:
             self._is_one_done(total)
-            self._obey()
+            self._handle_message()
         return total > 0
 
     @torch.no_grad()
-    def _obey(self) -> None:
+    def _handle_message(self) -> None:
         self.is_done = self.has_followed = self.is_short = self.was_short = True
         message = self._exchange()
         self._check(message)
@@ -321,7 +321,7 @@ class Join:
 
     # ---- messages
 
-    def _say(self, subject: int, with_grad: bool = False) -> None:
+    def _send_message(self, subject: int, with_grad: bool = False) -> None:
         total = self._count(1)
         num_failed, self._num_active = divmod(total, _FAILED)
         self.is_short = self._is_one_done(total)

@@ -54,7 +54,7 @@ def _check_not_hidden(module: nn.Module) -> None:
             )
 
 
-def taken_from(module: nn.Module) -> str | None:
+def sharded_param_of(module: nn.Module) -> str | None:
     """The fqn of a parameter of ``module`` itself that a unit has sharded; otherwise None."""
     for shown in module.__dict__.values():
         if isinstance(shown, ShardedParameter):

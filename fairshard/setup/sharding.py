@@ -14,7 +14,7 @@ from fairshard.engine.tree import units_below, walk
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot, slot_of, taken_from
+from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
@@ -163,7 +163,7 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
     for fqn, part in walk(module):
         if id(part) not in skipped:
             _check_module(fqn, part)
-            taken = None if id(part) in inner else taken_from(part)
+            taken = None if id(part) in inner else sharded_param_of(part)
             if taken is not None:
                 raise ValueError(
                     f"Inner modules must be sharded before outer ones, but parameter `{taken}` of this module has "

@@ -89,7 +89,7 @@ class FSDPModule(CommMethods):
         unit = self._fairshard_unit
         unit.unshard()
         if root.is_between_passes:
-            unit.keep_as_it_is()
+            unit.keep_gathered()
         handle = UnshardHandle(unit)
         if async_op:
             return handle

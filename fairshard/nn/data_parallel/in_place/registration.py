@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.tree import unit_of, walk
 from fairshard.errors import FairshardError
-from fairshard.params.slot import slot_of, taken_from
+from fairshard.params.slot import sharded_param_of, slot_of
 from fairshard.setup.late_changes import refusal_of_new
 from fairshard.utils.names import join
 from fairshard.views.orig_param import OrigParam
@@ -67,7 +67,7 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
 def _place_of(module: nn.Module) -> str | None:
     """The fqn of ``module`` if `fully_shard` has sharded parameters of it; otherwise None."""
     is_in_place = any(isinstance(param, DTensor) and stepped_of(param) for param in module._parameters.values())
-    fqn = taken_from(module) if is_in_place else None
+    fqn = sharded_param_of(module) if is_in_place else None
     return None if fqn is None else fqn.rpartition(".")[0]
 
 
