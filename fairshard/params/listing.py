@@ -68,15 +68,14 @@ class Listing:
         """Register the leaves, which show gathered memory, whether or not they are attributes already."""
         self.is_on = True
         for params, attributes, name, registered, leaf, placeholder in self._places:  # few calls, to save host time
-            if name not in params:  # the user has deleted it
-                if registered is None:
-                    attributes[name] = leaf
-            elif params[name] is registered:
+            if name not in params:
+                continue  # the user has deleted it
+            if params[name] is registered:
                 params[name] = leaf
-                if name in attributes:
-                    del attributes[name]
-            elif attributes.get(name) is leaf is not None:  # it would hide what a user put there
-                _set_or_delete(attributes, name, placeholder)
+            elif name not in attributes or (attributes[name] is not leaf and attributes[name] is not placeholder):
+                continue
+            if name in attributes:  # it would hide the leaf, or what the user has put there
+                del attributes[name]
 
     def hide(self) -> None:
         """Register the shards again, and make the leaves attributes; no-op if off."""
@@ -95,12 +94,3 @@ class Listing:
                 params[name] = registered
                 if placeholder is not None:
                     attributes[name] = placeholder
-            elif attributes.get(name) is leaf is not None:
-                _set_or_delete(attributes, name, placeholder)
-
-
-def _set_or_delete(attributes: dict[str, Any], name: str, placeholder: object) -> None:
-    if placeholder is None:
-        del attributes[name]
-    else:
-        attributes[name] = placeholder

@@ -192,13 +192,10 @@ class ParamSlot:
         leaf = self.leaf
         for module, name in self.owners:
             params = module._parameters
-            shown = params[name] if name in params else None  # noqa: SIM401 (host time)
-            if shown is self.registered:
+            if name in params and params[name] is self.registered:
                 module.__dict__[name] = leaf
-            elif shown is not leaf and module.__dict__.get(name) is leaf:  # it would hide the user's tensor
-                module.__dict__.pop(name)
-                if self._placeholder is not None:
-                    module.__dict__[name] = self._placeholder
+            else:
+                self._uncover(module, name)
 
     def clear(self) -> None:
         """Empty the leaf."""
@@ -215,18 +212,25 @@ class ParamSlot:
             params, shown = module._parameters, module.__dict__
             if placeholder is not None and name in params and params[name] is self.registered:
                 shown[name] = placeholder
-            elif name in shown:
-                del shown[name]
+            else:
+                self._uncover(module, name)
+
+    def _uncover(self, module: nn.Module, name: str) -> None:
+        """Delete the attribute if it is ours: it would hide what the user has put in the parameter's place."""
+        shown = module.__dict__.get(name)
+        if shown is not None and (shown is self.leaf or shown is self._placeholder):
+            del module.__dict__[name]
 
     def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
-        """Register ``full``, the whole parameter or None, under every name; the returned function undoes this."""
-        for module, name in self.owners:
+        """Register ``full``, the whole parameter or None, under its names; the returned function undoes this."""
+        owners = [(module, name) for module, name in self.owners if name in module._parameters]  # others: deleted
+        for module, name in owners:
             module.__dict__.pop(name, None)
             module._parameters[name] = full
 
         def conceal() -> None:
-            replaced = any(module._parameters.get(name) is not full for module, name in self.owners)
-            for module, name in self.owners:
+            replaced = any(module._parameters.get(name) is not full for module, name in owners)
+            for module, name in owners:
                 module._parameters[name] = self.registered
             self.detach()
             if replaced:

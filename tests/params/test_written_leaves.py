@@ -1,5 +1,7 @@
 """What a forward writes to its own gathered parameters would be lost: it raises, by name."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,3 +82,27 @@ def test_a_backward_inside_the_forward_writes_nothing(door):
         with torch.no_grad():
             model(randn(3, 4))
         model(randn(3, 4)).sum().backward()
+
+
+class ForcesOfBackward(Forces):
+    """Ends with `backward`, which frees the parameters before the forward returns."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            self.energy(self.scale(x)).sum().backward()
+        return x.grad
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", ["wrapper", "orig_params", "fully_shard"])
+def test_parameters_that_a_backward_inside_the_forward_freed_are_unwritten(door):
+    """A forward that ends with `backward` returns the plain module's forces, twice in a row."""
+    torch.manual_seed(0)
+    plain = ForcesOfBackward().to(rank_device())
+    model = copy.deepcopy(plain)
+    model.is_unit = True
+    model = shard(model, door)
+    for step in range(2):
+        x = randn(3, 4, key=step)
+        assert torch.equal(model(x), plain(x))
