@@ -1,9 +1,9 @@
-"""Compare ways to save and load a training run: GB/s, stall of the training thread, memory; beside the raw disk.
+"""Compare ways to save and load a training run (GB/s, stall of the training thread, memory) with the raw disk.
 
     python benchmarks/checkpoint.py                            # gpt-109m, 1.3 GB over 2 ranks, about 8 minutes
-    python benchmarks/checkpoint.py --model gpt-5m --repeat 1  # does it all still run?
+    python benchmarks/checkpoint.py --model gpt-5m --repeat 1  # a quick check that everything runs
 
-First every engine must load, bit for bit, what it saved. See README.md beside this file for what is measured.
+Every engine must first load, bit for bit, what it saved. See README.md beside this file for what is measured.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NEXT_STEP = "steady next step"
 OURS, PEER = "fairshard save", "fsdp2 + dcp save"
 
 Rows = dict[str, list[list[dict[str, Any]]]]
-"""``[name][repeat][rank]``: what `checkpoint_worker.Sample` has, less name and repeat."""
+"""``[name][repeat][rank]``: the fields of `checkpoint_worker.Sample` without name and repeat."""
 
 
 def runs_of(ranks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Bring together what the ranks measured at the same time: ``{"name", "repeat", "ranks"}``."""
+    """Group what the ranks measured at the same time: ``{"name", "repeat", "ranks"}``."""
     runs = []
     for samples in zip(*(rank["samples"] for rank in ranks), strict=True):
         common = {key: samples[0][key] for key in ("name", "repeat")}
@@ -55,7 +55,7 @@ def slowest(rows: Rows, name: str, part: str | None = None) -> list[float]:
 
 
 def speed_table(rows: Rows) -> str:
-    """GB/s of everything that moves all bytes, and over both readings of dd in the same repeat."""
+    """GB/s of everything that moves all bytes, and its ratio to both readings of dd in the same repeat."""
     table = [
         ["", "s", "CPU s a rank", "GB/s", *(f"over {name}" for name in DISK), f"over {PEER}", "peak extra MiB a rank"]
     ]
@@ -73,7 +73,7 @@ def speed_table(rows: Rows) -> str:
 
 
 def stall_table(rows: Rows) -> str:
-    """How long a background save holds training, and over a copy of the same bytes in memory."""
+    """How long a background save stalls training, and its ratio to a copy of the same bytes in memory."""
     header = [
         "",
         "memcpy ms",
@@ -92,18 +92,18 @@ def stall_table(rows: Rows) -> str:
 
 
 def speed_over(rows: Rows, name: str, other: str) -> report.Spread:
-    """How many times as fast as ``other``, repeat by repeat."""
+    """Speed as a multiple of the speed of ``other``, repeat by repeat."""
     return report.Spread.of(b / a for a, b in zip(slowest(rows, name), slowest(rows, other), strict=True))
 
 
 def stall_over_memcpy(rows: Rows, name: str) -> report.Spread:
-    """The stall of a steady save over the copy that was made just before, repeat by repeat."""
+    """The ratio of a steady save's stall to the copy made just before it, repeat by repeat."""
     stalls, copies = (slowest(rows, name, part) for part in ("steady stall", "memcpy"))
     return report.Spread.of(stall / copy for stall, copy in zip(stalls, copies, strict=True))
 
 
 def verdicts(rows: Rows, full: dict[str, int]) -> str:
-    """What was aimed at, and whether it was reached: by the medians, against the better reading of dd."""
+    """Say of each target whether the medians reach it, against the better reading of dd."""
     disk = min(speed_over(rows, OURS, other).median for other in DISK)
     peer = speed_over(rows, OURS, PEER).median
     need = 1.0 if disk >= MIN_OF_DD else 1.2

@@ -49,7 +49,7 @@ class Job:
     threads: int
     repeat: int
     folder: str
-    """On the disk that is measured."""
+    """A folder on the disk under test."""
     rank: int
     store: str
     result: str
@@ -57,13 +57,13 @@ class Job:
 
 @dataclass
 class Sample:
-    """One measurement on one rank. ``parts`` are seconds of what it consists of, where that is of interest."""
+    """One measurement on one rank. ``parts`` are the seconds of its parts, where these matter."""
 
     name: str
     repeat: int
     seconds: float
     cpu_seconds: float
-    """Of all threads and children, the disk's own left out."""
+    """Of all threads and child processes; the kernel's write-back is not counted."""
     nbytes: int
     peak_extra_bytes: int
     parts: dict[str, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Subject:
             engine.step()
 
     def tensors(self) -> list[Tensor]:
-        """All that this rank keeps: shards, then optimizer state."""
+        """Everything that this rank keeps: shards, then optimizer state."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         state = [value for param in params for _, value in sorted(self.optimizer.state[param].items())]
         return [_local(value) for value in [*params, *state] if isinstance(value, Tensor)]
@@ -110,7 +110,7 @@ class FSDP2(Subject):
         super().__init__(engines.build("fsdp2", gpt, gpt.blocks, engines.Options()), job)
 
     def state(self, **options: Any) -> dict[str, Any]:
-        """The state dict as torch's guide to DCP makes it."""
+        """The state dict, made as in torch's guide to DCP."""
         chosen = peer_state.StateDictOptions(**options)
         model = peer_state.get_model_state_dict(self.model, options=chosen)
         optimizer = peer_state.get_optimizer_state_dict(self.model, self.optimizer, options=chosen)
@@ -148,7 +148,7 @@ class Comparison:
         self.offloaded = Ours(job, cpu_offload=True)
         self.fsdp2 = FSDP2(job)
         self.nbytes = sum(tensor.nbytes for tensor in self.ours.tensors())
-        self._mirror = torch.zeros(self.nbytes + (1 << 20), dtype=torch.uint8)  # warm: its pages are there
+        self._mirror = torch.zeros(self.nbytes + (1 << 20), dtype=torch.uint8)  # warm: its pages are allocated
         self.kept = {"fairshard": f"{job.folder}/kept-fairshard", "fsdp2": f"{job.folder}/kept-fsdp2"}
         self.acts: dict[str, Callable[[str], dict[str, float] | None]] = {
             "dd, one stream": self._dd_one,
@@ -164,7 +164,7 @@ class Comparison:
         }
 
     def check(self) -> None:
-        """Require of every engine that what it loads is what it saved, bit for bit."""
+        """Require that every engine loads what it saved, bit for bit."""
         for name, subject in (("fairshard", self.ours), ("fsdp2", self.fsdp2), ("offloaded", self.offloaded)):
             folder = self.kept.get(name, f"{self.job.folder}/checked")
             subject.save(folder)
@@ -172,14 +172,14 @@ class Comparison:
         checkpointer = fairshard.checkpoint.Checkpointer(f"{self.job.folder}/checked-async")
         for subject in (self.ours, self.offloaded):
             checkpointer.save(1, subject.model, subject.optimizer)
-            checkpointer.wait()  # for what comes next changes parameters without an optimizer
+            checkpointer.wait()  # because the next check changes parameters without an optimizer
             _require_restored(
                 "async", subject, lambda subject=subject: checkpointer.load_latest(subject.model, subject.optimizer)
             )
         self._settle()
 
     def full_state_dict(self) -> dict[str, int]:
-        """The most memory that the full state dict takes on rank 0, with what it may take: result and one unit."""
+        """The peak memory of the full state dict on rank 0, and its limit: the result and one unit."""
         config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
         with _peak() as peak, FSDP.state_dict_type(self.ours.model, StateDictType.FULL_STATE_DICT, config):
             result = self.ours.model.state_dict()
@@ -190,7 +190,7 @@ class Comparison:
         return {"peak_extra": peak[0], "result": nbytes, "unit": max(block, root)}
 
     def measure(self) -> None:
-        """Time everything once per repeat, each repeat starting with another."""
+        """Time everything once per repeat, starting each repeat with another entry."""
         names = list(self.acts)
         for repeat in range(self.job.repeat):
             first = repeat % len(names)
@@ -215,7 +215,7 @@ class Comparison:
                 file.unlink()
 
     def _settle(self) -> None:
-        """Let the disk finish what it has to do for others, and meet."""
+        """Wait until the disk has finished other writes, and all ranks are here."""
         gc.collect()
         dist.barrier()
         if self.job.rank == 0:
@@ -230,13 +230,13 @@ class Comparison:
         _dd(f"{work}.dd{self.job.rank}", self.nbytes)
 
     def _async(self, subject: Ours, work: str) -> dict[str, float]:
-        """A first save, which makes its buffers, and a second; each followed by what a step right then waits for."""
+        """Time a first save, which creates the buffers, and a second; after each, time what the next step waits for."""
         parts: dict[str, float] = {}
-        idle = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # steps nothing, but every save hears of it
+        idle = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # steps nothing, but triggers the hooks of saves
         with fairshard.checkpoint.Checkpointer(work, keep_last=1) as checkpointer:
             for step, name in enumerate(("first", "steady")):
                 self._settle()
-                parts["memcpy"] = self._memcpy(subject)  # that beside the steady one is kept
+                parts["memcpy"] = self._memcpy(subject)  # the copy before the steady save is kept
                 parts[f"{name} stall"] = _seconds(
                     lambda step=step: checkpointer.save(step, subject.model, subject.optimizer)
                 )
@@ -259,7 +259,7 @@ class Comparison:
         return parts
 
     def _memcpy(self, subject: Subject) -> float:
-        """Seconds for a copy of everything into warm memory, all ranks at the same time."""
+        """Seconds to copy everything into warm memory, on all ranks at the same time."""
         sources = subject.tensors()
         targets, start = [], 0
         for source in sources:
@@ -303,8 +303,8 @@ def _require_restored(name: str, subject: Subject, load: Callable[[], Any]) -> N
 
 @contextlib.contextmanager
 def _peak() -> Iterator[list[int]]:
-    """Append the most memory held in the block beyond what was held before it."""
-    ctypes.CDLL(None).malloc_trim(0)  # else what comes next would be served from memory freed before
+    """Append the peak memory of the block beyond the memory held before it."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the block would reuse memory freed before
     before = measure.resident_bytes()
     measure.reset_peak_resident()
     peak: list[int] = []
@@ -318,7 +318,7 @@ def _dd(file: str, nbytes: int) -> None:
 
 
 def _drop_from_cache(folder: str) -> None:
-    """Let the next reader of these files wait for the disk."""
+    """Drop these files from the page cache, so that their next reader waits for the disk."""
     for file in Path(folder).iterdir():
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

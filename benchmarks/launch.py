@@ -20,7 +20,7 @@ class RunFailed(RuntimeError):
 
 
 class World(NamedTuple):
-    """One engine's ranks: what each is handed, and where fairshard comes from: ``tree``, or else this checkout."""
+    """One engine's ranks: the job of each, and the source of fairshard: ``tree``, or by default this checkout."""
 
     job: Mapping[str, Any]
     tree: Path | None = None
@@ -29,21 +29,21 @@ class World(NamedTuple):
 def launch(
     script: str, job: Mapping[str, Any], world: int, timeout_s: float, tree: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Run ``script`` on ``world`` ranks of a gloo group on this machine and return one result a rank.
+    """Run ``script`` on ``world`` ranks of a gloo group on this machine and return one result per rank.
 
     fairshard comes from ``tree``; without one, from the checkout that this file is in, whatever is installed.
-    Each rank is handed ``job`` as JSON, with its ``rank``, the ``store`` to meet at and the path of its
-    ``result``. What the ranks print (torch's warnings, mostly) is shown only as the reason of a failure.
+    Each rank gets ``job`` as JSON, with its ``rank``, the ``store`` to meet at and the path of its ``result``.
+    What the ranks print (torch's warnings, mostly) is shown only as the reason for a failure.
     """
     return launch_in_turns(script, [World(job, tree)], world, timeout_s)[0]
 
 
 def launch_in_turns(script: str, worlds: Sequence[World], world: int, timeout_s: float) -> list[list[dict[str, Any]]]:
-    """Run ``script`` for all ``worlds`` at once, as `launch` does; return one list of results for each.
+    """Run ``script`` for all ``worlds`` at the same time, as `launch` does; return one list of results for each.
 
-    With more than one, each job has its ``turn`` too: the pipe that rank 0 reads a byte from before each step, and the
-    one that it writes a byte to after the step. So one world computes at a time, and what slows the machine for a
-    while meets all of them.
+    With several worlds each job also has a ``turn``: the pipe from which rank 0 reads a byte before each step, and the
+    pipe to which it writes a byte after the step. So one world computes at a time, and a temporary slowdown of the
+    machine affects all of them.
     """
     with tempfile.TemporaryDirectory(prefix="fairshard-bench-") as root:
         folders = [Path(root, str(number)) for number in range(len(worlds))]
@@ -51,7 +51,7 @@ def launch_in_turns(script: str, worlds: Sequence[World], world: int, timeout_s:
             folder.mkdir()
             os.mkfifo(folder / "turn")
         pipes = [str(folder / "turn") for folder in folders]
-        first_turn = os.open(pipes[0], os.O_RDWR)  # held open: what is in a pipe is lost when nobody has it open
+        first_turn = os.open(pipes[0], os.O_RDWR)  # held open: a pipe that no process has open loses its bytes
         os.write(first_turn, b".")
         ranks, logs, results = [], [], []
         for number, (folder, (job, tree)) in enumerate(zip(folders, worlds, strict=True)):
@@ -79,10 +79,10 @@ def launch_in_turns(script: str, worlds: Sequence[World], world: int, timeout_s:
 def _start(script: str, job: Mapping[str, Any], log: Path, tree: Path | None) -> subprocess.Popen[bytes]:
     paths = [str(tree or HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
-        # A rank must not look for its peers beyond this machine, nor take the other rank's core.
+        # A rank must not look for its peers beyond this machine, or use the other rank's core.
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(job["threads"]),
-        # Warnings are work on the host, and some peers raise torch's deprecation warnings all the time.
+        # Warnings cost time on the host, and some peers raise torch's deprecation warnings all the time.
         "PYTHONWARNINGS": "ignore",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

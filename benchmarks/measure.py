@@ -24,7 +24,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> None:
-    """Let the peak start from what is held now (Linux: 5 is the high-water mark's number, see proc(5))."""
+    """Reset the peak to the memory held now (Linux: 5 is the high-water mark's number, see proc(5))."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -36,7 +36,7 @@ def _status(field: str) -> int:
 
 
 def loaded_module(name: str, attribute: str) -> ModuleType | None:
-    """Find a module of fairshard by its last name and something in it; None where fairshard does not run.
+    """Find a module of fairshard by its last name and one of its attributes; None where fairshard does not run.
 
     Files move from commit to commit, and a benchmark must measure the same on both sides of a move.
     """

@@ -84,7 +84,7 @@ def build_gpt(config: GPTConfig) -> GPT:
 
 
 def random_batches(config: GPTConfig, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``(tokens, targets)``, each ``[batch, context]``: other data per rank, equal for all engines."""
+    """Yield ``(tokens, targets)``, each ``[batch, context]``: different data per rank, the same for all engines."""
     generator = torch.Generator().manual_seed(1000 + rank)
     while True:
         text = torch.randint(config.vocab, (config.batch, config.context + 1), generator=generator)

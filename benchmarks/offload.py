@@ -40,7 +40,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train every variant once per repeat, interleaved; the first repeat also decides who has failed."""
+    """Train every variant once per repeat, interleaved; the first repeat also decides which variants have failed."""
     runs: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     for repeat in range(options.repeat):
@@ -67,7 +67,7 @@ def by_variant(runs: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def require_equal_losses(runs: dict[str, list[Any]], precision: str) -> None:
-    """Raise SystemExit where a variant's losses are not the reference's."""
+    """Raise SystemExit if a variant's losses differ from the reference's."""
     expected = [rank["losses"] for rank in runs[REFERENCE][0]]
     for name, repeats in runs.items():
         for ranks in repeats:
@@ -82,7 +82,7 @@ def require_equal_losses(runs: dict[str, list[Any]], precision: str) -> None:
 
 
 def tables(runs: dict[str, list[Any]]) -> str:
-    """Medians and spreads of every variant, and the step over the reference's."""
+    """Medians and spreads of every variant, and the ratio of its step to the reference's."""
     rows = [["variant", "step ms", f"over {REFERENCE}", "optimizer ms", "peak MiB", "device idle"]]
     base = [_step_ms(ranks) for ranks in runs[REFERENCE]]
     for name, repeats in runs.items():

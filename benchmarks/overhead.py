@@ -1,7 +1,7 @@
 """Host overhead: microseconds and calls that an engine adds to each of many tiny units, with fake collectives.
 
 ``python overhead.py JOB``, with `Job` as JSON; started by `launch`. The process group is torch's fake one, so
-that a single process stands for a rank of 8 and what is left to measure is Python.
+a single process acts as one rank of 8, and only Python is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORLD_SIZE = 8
 NUM_UNITS = 200
 WARMUP = 5
 PLAIN = "plain"
-"""The engine's name for torch alone, whose time is what is subtracted."""
+"""The name of torch alone, whose time is subtracted from that of the engines."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _tiny_unit() -> nn.Module:
 def _time_pass(model: nn.Module, turn: Turn | None) -> tuple[float, float]:
     """Time one forward and backward: CPU and wall seconds. Gradients are dropped outside the clocks.
 
-    Nothing here waits, so that both agree on a quiet machine; CPU time also holds on a busy one.
+    Nothing here waits, so both agree on a quiet machine; CPU time is also valid on a busy one.
     """
     inputs = torch.ones(2, 8)
     if turn is not None:

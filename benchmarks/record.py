@@ -1,4 +1,4 @@
-"""What a benchmark measured, as a file: a header, then one run a line. Nothing else writes or reads results.
+"""The results of a benchmark as a file: a header, then one run per line. Nothing else writes or reads results.
 
     {
      "generated_by": "python benchmarks/run.py --repeat 5",

@@ -13,7 +13,7 @@ PHASES = ("forward", "backward", "optimizer")
 FIGURES = ("step ms", *(f"{phase} ms" for phase in PHASES), "CPU ms", "peak MiB")
 
 LOSS_STEPS = 3
-"""Losses are compared over the first steps only: later, rounding differences grow through the optimizer."""
+"""Losses are compared over the first steps only, because the optimizer amplifies rounding differences later."""
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative. fp32: equal to 4 digits. bf16: DDP runs under autocast, so its norms and residuals are fp32."""
 
@@ -26,7 +26,7 @@ Figures = dict[str, dict[int, dict[str, float]]]
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with what it is the median of, at its extremes."""
+    """A median, with the least and the greatest of its values."""
 
     median: float
     low: float
@@ -74,7 +74,7 @@ def by_engine(runs: Sequence[Run], warmup: int) -> Figures:
 
 
 def ratio(measured: Figures, peer: str, figure: str, engine: str = "fairshard") -> Ratio | None:
-    """Compare ``engine`` with ``peer`` repeat by repeat, so that what slows the whole machine cancels."""
+    """Compare ``engine`` with ``peer`` repeat by repeat, so that slowdowns of the whole machine cancel."""
     ours = measured.get(engine, {})
     ratios = []
     for variant in engines.variants(peer):
@@ -86,7 +86,7 @@ def ratio(measured: Figures, peer: str, figure: str, engine: str = "fairshard") 
 
 
 def loss_difference(run: Run, reference: Run, precision: str) -> str | None:
-    """Say where ``run`` first leaves the losses of ``reference``, rank by rank; None where it does not."""
+    """Say where ``run`` first differs from the losses of ``reference``, rank by rank; None if it does not."""
     tolerance = LOSS_TOLERANCE[precision]
     for index, (rank, expected_rank) in enumerate(zip(run["ranks"], reference["ranks"], strict=True)):
         losses = list(zip(rank["losses"], expected_rank["losses"], strict=False))[:LOSS_STEPS]
@@ -117,7 +117,7 @@ def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequen
 
 
 OVERHEADS = {"us per unit": "us_per_unit", "calls per unit": "calls_per_unit"}
-"""What is added to plain torch, and its name in what overhead.py wrote."""
+"""What an engine adds to plain torch, and its name in the output of overhead.py."""
 
 
 def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequence[str]) -> str:

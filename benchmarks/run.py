@@ -3,8 +3,8 @@
     python benchmarks/run.py                                  # gpt-29m, all engines, 9 repeats
     python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
     python benchmarks/run.py --overhead                       # host overhead only
-    python benchmarks/run.py --engines fairshard,fairshard-fully-shard --against v0.1.0    # with fairshard as it was
-    python benchmarks/run.py ... --against v0.1.0 --turns     # on a restless machine: step by step, not run by run
+    python benchmarks/run.py --engines fairshard,fairshard-fully-shard --against v0.1.0    # with a former fairshard
+    python benchmarks/run.py ... --against v0.1.0 --turns     # on a noisy machine: step by step, not run by run
     python benchmarks/run.py --show benchmarks/results/FILE   # the tables of a former run
 
 See README.md beside this file for what is measured and how to read it.
@@ -63,7 +63,7 @@ class Session:
                 print(f"{engine}: losses agree with {REFERENCE}'s", flush=True)
 
     def measure_training(self) -> None:
-        """Time every engine once per repeat, so that what else the machine does meets all of them."""
+        """Time every engine once per repeat, so that other load on the machine affects all of them."""
         if self.options.turns:
             self._measure_in_turns()
             return
@@ -154,7 +154,7 @@ class Session:
     def _launch_in_turns(
         self, script: str, jobs: Sequence[Mapping[str, Any]], world: int
     ) -> list[tuple[str, list[dict[str, Any]]]]:
-        """Launch all ``jobs`` at once; one that fails ends the benchmark, for the others wait for their turns."""
+        """Launch all ``jobs`` at the same time; one failure ends the benchmark, because the others wait for turns."""
         worlds = [World(job, self.trees.get(job["engine"])) for job in jobs]
         measured = launch_in_turns(script, worlds, world, self.options.timeout)
         return [(job["engine"], ranks) for job, ranks in zip(jobs, measured, strict=True)]

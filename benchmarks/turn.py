@@ -1,4 +1,4 @@
-"""Engines that run at once, and compute one at a time; see `launch.launch_in_turns`."""
+"""Engines that run at the same time but compute one at a time; see `launch.launch_in_turns`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Turn:
 
     @classmethod
     def open(cls, paths: Sequence[str]) -> Turn:
-        """Open the pipes; for reading and writing both, so that neither opening waits for the other side."""
+        """Open the pipes, both for reading and writing, so that neither call waits for the other side."""
         return cls(*(os.open(path, os.O_RDWR) for path in paths))
 
     def wait(self) -> None:

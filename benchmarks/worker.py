@@ -32,7 +32,7 @@ class Job:
     store: str
     result: str
     turn: Sequence[str] = ()
-    """Pipes by which several engines take turns; see `launch.launch_in_turns`."""
+    """Pipes through which several engines take turns; see `launch.launch_in_turns`."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[flo
 
 
 def _count_collectives(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job) -> dict[str, Any]:
-    """Run one step under `measure.CommCounter`; fairshard's own counters, where it runs, stand beside it."""
+    """Run one step under `measure.CommCounter`, and add fairshard's own counters where it runs."""
     own = measure.loaded_module("collectives", "reset_counters")
     if own is not None:
         own.reset_counters()

@@ -1,9 +1,9 @@
-"""Print the size of the house: files, floors, imports, and the classes at its centre.
+"""Print figures of the architecture: files, floors, imports, and the central classes.
 
     python -m tests.architecture_figures                 # of this checkout
-    python -m tests.architecture_figures ../before       # of another one, at any commit since 45ec958
+    python -m tests.architecture_figures ../before       # of another checkout, at any commit since 45ec958
 
-Only reads the source. Imports for types count, as in ``tests/test_architecture.py``.
+Only reads the source. Type-only imports count, as in ``tests/test_architecture.py``.
 """
 
 import ast
@@ -105,7 +105,7 @@ class House:
         return {attribute: sorted(methods) for attribute, methods in sorted(written.items()) if len(methods) > 1}
 
     def depth(self, name):
-        """Classes of the package from ``name`` up, itself included."""
+        """Length of the chain of package classes that ``name`` inherits from, itself included."""
         bases = [base.id for base in self.classes[name].bases if isinstance(base, ast.Name)]
         return 1 + max((self.depth(base) for base in bases if base in self.classes), default=0)
 

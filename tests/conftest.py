@@ -1,4 +1,4 @@
-"""Options and markers of the whole test run, what it skipped, and the end of the pool of ranks."""
+"""Options and markers of the test run, its skipped tests, and the shutdown of the rank pool."""
 
 import hypothesis
 import pytest
@@ -46,8 +46,8 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(config, items):
-    """With ``--device cuda``, skip what needs more GPUs than there are or speaks of the CPU."""
-    items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: it looks back
+    """With ``--device cuda``, skip tests that need more GPUs than there are or are about the CPU."""
+    items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: checks others
     if config.getoption("--device") == "cpu":
         return
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Let the ranks import torch while the first tests run."""
+    """Start the ranks now, so that they import torch while the first tests run."""
     sizes = [item.callspec.params.get("world_size", 0) for item in session.items if hasattr(item, "callspec")]
     if not session.config.option.collectonly:
         default_pool().start(min(max(sizes, default=0), 3))

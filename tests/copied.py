@@ -1,4 +1,4 @@
-"""Ways in which a model is copied, and the training that shows whether the copy is right."""
+"""Ways to copy a model, and the training that shows whether the copy is right."""
 
 import io
 import pickle
@@ -11,12 +11,12 @@ from tests.reference import sgd
 
 
 def by_pickle(model):
-    """``model``, through a pickle."""
+    """Copy ``model`` through a pickle."""
     return pickle.loads(pickle.dumps(model))
 
 
 def by_torch_save(model):
-    """``model``, saved and loaded."""
+    """Copy ``model`` by saving and loading it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

@@ -32,7 +32,7 @@ def covering_array(axes, seed=0, num_candidates=30):
 
 
 def random_cells(axes, num_cells, seed=0):
-    """So many cells of a matrix that has too many to run them all, drawn with ``seed``."""
+    """``num_cells`` random cells, drawn with ``seed``, of a matrix too big to run in full."""
     rng = random.Random(seed)
     return [{name: rng.choice(values) for name, values in axes.items()} for _ in range(num_cells)]
 

@@ -1,7 +1,7 @@
-"""Event orders as short lines, and the models whose orders the tests of both doors state.
+"""Event orders as short lines, and the models that the event-order tests of both APIs use.
 
 A line has ``+unit`` where a gather is issued, ``-unit`` where a unit is freed and ``!unit`` where its gradients are in
-their bucket; layers go by their number, names that belong together are joined by ``&``.
+their bucket. Layers are written as their number; the names of one event are joined by ``&``.
 """
 
 import contextlib
@@ -74,13 +74,13 @@ class ExpertBlock(nn.Module):
 
 
 def tokens():
-    """What a `Stack` takes."""
+    """Input of a `Stack`."""
     return torch.zeros(2, 5, dtype=torch.long)
 
 
 @contextlib.contextmanager
 def order(model, expected):
-    """Check that what happens in the context has the ``expected`` order, and each event its phase."""
+    """Check that events inside the context come in the ``expected`` order, each with the right phase."""
     events = []
     with observe(model, events.append):
         yield
@@ -93,12 +93,12 @@ def order(model, expected):
 
 
 def short(fqn):
-    """The unit's name without what all names have, and without the wrappers of checkpoints."""
+    """The unit's name without the ``layers.`` prefix and without checkpoint wrappers."""
     assert "module" not in fqn.replace(CHECKPOINTED, "")
     names = [name.replace(f".{CHECKPOINTED}", "").removeprefix("layers.") for name in fqn.split(", ")]
     return "&".join(names) or "root"
 
 
 def without_unshards(line):
-    """The line of a backward for which everything is gathered already."""
+    """``line`` without its gathers: a backward that finds everything gathered."""
     return " ".join(word for word in line.split() if not word.startswith("+"))

@@ -1,4 +1,4 @@
-"""Ranks that tests let die: forked, to start fast, and noting what they do where no kill can take it back."""
+"""Ranks that tests kill: forked, to start fast; the notes they write survive the kill."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ class Notes:
 
 
 def fork(play):
-    """The pid of a new process that runs ``play()``, which does not return."""
+    """Fork a process that runs ``play()``, which does not return; return its pid."""
     sys.stdout.flush()
     pid = os.fork()
     if not pid:

@@ -1,4 +1,4 @@
-"""Small models with what is hard for sharding: uneven sizes, tied weights, modules that run twice."""
+"""Small models that are hard to shard: uneven sizes, tied weights, modules that run twice."""
 
 import itertools
 import zlib
@@ -31,7 +31,7 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Embedding tied to the output layer, two blocks, and between them a Linear that is called twice.
 
-    ``checkpointing`` is None, ``"reentrant"`` or ``"not_reentrant"``: what is recomputed, never the result.
+    ``checkpointing`` is None, ``"reentrant"`` or ``"not_reentrant"``: it changes what is recomputed, never the result.
     """
 
     def __init__(self, checkpointing=None):
@@ -60,7 +60,7 @@ class Tiny(nn.Module):
 
 
 class SavedTransposed:
-    """A module saves and loads its ``weight`` in its own way."""
+    """Mixin of a module that saves and loads its ``weight`` in its own way."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -78,7 +78,7 @@ def tiny(checkpointing=None, seed=1):
 
 
 def wrap_tiny(model, **kwargs):
-    """Units inside units: a Linear of the first block, both blocks, the shared Linear, and the rest."""
+    """Wrap units inside units: a Linear of the first block, both blocks, the shared Linear, and the whole."""
     model.first.up = FullyShardedDataParallel(model.first.up, **kwargs)
     model.first = FullyShardedDataParallel(model.first, **kwargs)
     model.second = FullyShardedDataParallel(model.second, **kwargs)
@@ -116,7 +116,7 @@ def mlp(*widths, seed=1):
 
 
 def wrap_each(model, **kwargs):
-    """Every Linear of a Sequential a unit of its own, and the whole another."""
+    """Make every Linear of a Sequential a unit, and the Sequential itself another."""
     for index, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
             model[index] = FullyShardedDataParallel(layer, **kwargs)

@@ -27,12 +27,12 @@ class Body:
 
 @functools.cache
 def _explain_asserts():
-    """Let this worker import test modules as pytest does, so that a failed assert shows its values."""
+    """Make this worker import test modules as pytest does, so that a failed assert shows its values."""
     install_importhook(get_config())
 
 
 def in_full(world_size):
-    """So many ranks for `on_ranks`, but in ``make test-all`` only."""
+    """A value to parametrize with, such as a world size, that runs only in ``make test-all``."""
     return pytest.param(world_size, marks=pytest.mark.full)
 
 
@@ -40,7 +40,7 @@ def on_ranks(*world_sizes, timeout=60.0):
     """Run the decorated function on that many ranks, once for each of ``world_sizes``.
 
     The arguments that ``pytest.mark.parametrize`` and fixtures give it are pickled.
-    Without ``world_sizes``, parametrize ``world_size`` too.
+    Without ``world_sizes``, ``world_size`` must be parametrized.
     """
 
     def decorate(function):

@@ -13,9 +13,9 @@ from fairshard.utils.testing import rank_device
 
 
 def mean_over_ranks(tensor, group=None, num_shards=None):
-    """The sum over ranks, taken in rank order in fp32 (or wider), then divided by their number.
+    """Sum over ranks, in rank order and in fp32 (or wider), divided by the number of ranks.
 
-    With ``num_shards``, over so many consecutive ranks first, then over the sums of these.
+    With ``num_shards``, each run of ``num_shards`` consecutive ranks is summed first, then those sums.
     """
     wide = torch.promote_types(tensor.dtype, torch.float32)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -27,7 +27,7 @@ def mean_over_ranks(tensor, group=None, num_shards=None):
 
 
 def means_of(grads, mean):
-    """The ``mean`` over ranks of each of ``grads``, as their elements laid end to end have it: few messages."""
+    """The ``mean`` of each of ``grads``; all of one dtype are concatenated, to send few messages."""
     found = dict.fromkeys(range(len(grads)))
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         own = [number for number, grad in enumerate(grads) if grad.dtype == dtype]
@@ -38,7 +38,7 @@ def means_of(grads, mean):
 
 
 def average_grads_(params, group=None, keeps_none=False):
-    """Replace every gradient by its `mean_over_ranks`; a missing one counts as zeros, or stays if it ``keeps_none``."""
+    """Replace every gradient by its `mean_over_ranks`; a missing one is zeros, or None with ``keeps_none``."""
     params = [param for param in params if param.requires_grad and not (keeps_none and param.grad is None)]
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     means = means_of(grads, functools.partial(mean_over_ranks, group=group))
@@ -49,11 +49,11 @@ def average_grads_(params, group=None, keeps_none=False):
 class Reference:
     """A replica with fp32 masters, computing in ``compute_dtype`` and reducing in ``reduce_dtype``.
 
-    Term by term: masters are cast, the local gradient is in the compute dtype, it is cast to the reduce
-    dtype, summed over ranks in rank order in fp32, divided by their number, added to the master's gradient.
+    Step by step: masters are cast; the local gradient is computed in the compute dtype, cast to the reduce dtype,
+    summed over ranks in rank order in fp32, divided by the number of ranks, and added to the master's gradient.
 
-    ``mean`` takes another one over the ranks. The submodules named in ``alone`` are neither cast nor reduced. With
-    ``keeps_none`` a parameter without a gradient, on all ranks, keeps none, as where each parameter has its own.
+    ``mean`` replaces the mean over ranks. The submodules named in ``alone`` are neither cast nor reduced. With
+    ``keeps_none``, a parameter that has no gradient on any rank keeps None, as when shards are not flat.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Reference:
         return self.replica(*(x.to(self.compute_dtype) if x.is_floating_point() else x for x in inputs))
 
     def keep_grads(self):
-        """The end of a backward under ``no_sync``: gradients stay local, in the wider of the two dtypes."""
+        """End a backward under ``no_sync``: gradients stay local, in the wider of the two dtypes."""
         wide = torch.promote_types(self.reduce_dtype, self.compute_dtype)
         if wide != self.compute_dtype:
             for master, replica in self._pairs:
@@ -92,7 +92,7 @@ class Reference:
                 replica.grad = None
 
     def reduce_grads(self):
-        """The end of any other backward; a missing gradient counts as zeros."""
+        """End any other backward: reduce the gradients; a missing one counts as zeros."""
         if self._kept:
             self.keep_grads()
         pairs = self._pairs
@@ -111,7 +111,7 @@ class Reference:
     def grad_norm(self, norm_type):
         """The norm of all gradients as one vector, in fp64.
 
-        Of those that each rank has alone counts the mean of what they add to the power.
+        Gradients of the ``alone`` submodules differ per rank: their sums of powers are averaged over ranks.
         """
         norm = _norm([master.grad for master, _ in self._pairs if master.grad is not None], norm_type)
         alone = _norm([param.grad for param in self._alone if param.grad is not None], norm_type)
@@ -153,7 +153,7 @@ def assert_same_step(plain, wrapped):
 
 
 def train_alike(model, wrap, loss_of, **how):
-    """`train_both` ``wrap(model)`` and a plain replica; returns the wrapped one.
+    """Run `train_both` on a plain replica and ``wrap(model)``; return the wrapped model.
 
     ``model`` may also be a function that builds it, for modules that cannot be copied.
     """
@@ -166,8 +166,8 @@ def train_alike(model, wrap, loss_of, **how):
 def train_both(plain, wrapped, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=0.0, atol=0.0):
     """Train a plain model and its wrapped twin side by side; losses and final state agree.
 
-    ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. SGD with momentum, which shows
-    a wrong constant factor. With ``num_micro`` > 1 each step sums that many backwards, and each is reduced.
+    ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. The optimizer is SGD with momentum, which
+    reveals a wrong constant factor. With ``num_micro`` > 1 each step sums that many backwards, each of them reduced.
     """
     of_plain, of_wrapped = (sgd(m, momentum=momentum) for m in (plain, wrapped))
     for step in range(num_steps):
@@ -186,7 +186,7 @@ def train_both(plain, wrapped, loss_of, *, num_steps=3, num_micro=1, momentum=0.
 
 
 def sgd(model, lr=0.1, momentum=0.9):
-    """SGD with momentum over what ``model.parameters()`` gives and wants a gradient."""
+    """SGD with momentum over the parameters of ``model`` that require a gradient."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
 
 
@@ -197,7 +197,7 @@ def randn(*shape, key=()):
 
 
 def backward_that_raises_on(rank, loss):
-    """Run the backward of ``loss``; on ``rank`` a hook at its start raises, and the exception ends here."""
+    """Run the backward of ``loss``; on ``rank`` a hook at its start raises, and the exception is caught here."""
     if dist.get_rank() == rank:
 
         def fail(*_):

@@ -21,26 +21,26 @@ MAX_LINES, MAX_LINES_OF_CORE = 400, 3000
 
 UTILS = "fairshard.utils"
 
-# The path that a reader must know, bottom up.
+# The modules that a reader must know, bottom up.
 CORE = [
     *(f"{UTILS}.{name}" for name in ("span", "layout", "device", "collectives", "reduce_scatter_bucketer")),
     *(f"fairshard.params.{name}" for name in ("leaves", "flat_param")),
     *(f"fairshard.engine.{name}" for name in ("unit", "schedule", "backward", "root")),
 ]
 
-# Bottom to top: what stands right below fairshard/. An import points to the own floor or to a lower one.
+# Floors, bottom to top: the modules directly below fairshard/. A module imports from its own floor or a lower one.
 FLOORS = [
     *("errors", "utils", "settings", "params", "engine", "views", "checks", "observe", "join", "setup", "state"),
     *("plan", "optim", "checkpoint", "nn", "cli"),
 ]
 
-# Imports that still point up, by the file that has them.
+# Imports that still point up, by importing module.
 EXCEPTIONS: dict[str, set[str]] = {}
 
-# Files that still import each other, by whatever way.
+# Files that still import each other, directly or not.
 CIRCLES: list[set[str]] = []
 
-# Old paths, each a file that finds its names in the new one, which may lie above. They go with the next release.
+# Old paths: each file takes its names from the new path, which may be on a higher floor. Removed in the next release.
 OLD_PATHS = {
     "fairshard.nn.data_parallel.options": "fairshard.settings.fsdp1",
     "fairshard.nn.data_parallel.policies": "fairshard.settings.fsdp2",
@@ -101,7 +101,7 @@ KNOWN = {module_name(file): file for file in FILES}
 
 
 def imports(path):
-    """``(line, module)`` of every import of a module of fairshard, those for types included."""
+    """``(line, module)`` of every import of a fairshard module, type-only imports included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -115,13 +115,13 @@ def imports(path):
 
 
 def floor_of(name):
-    """The number of the floor of module ``name``; the package itself, which has a version and an error, is lowest."""
+    """Number of the floor of module ``name``; the package itself, with a version and an error, is on the lowest."""
     return FLOORS.index(name.split(".")[1]) if "." in name else 0
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_point_down(path):
-    """A module imports from its own floor and from those below, never from above, not even a type."""
+    """A module imports from its own floor and the floors below, never from above, not even for types."""
     name = module_name(path)
     up = {target: line for line, target in imports(path) if floor_of(target) > floor_of(name)}
     excepted = EXCEPTIONS.get(name, set())
@@ -131,7 +131,7 @@ def test_imports_point_down(path):
 
 
 def circles(graph):
-    """The sets of nodes of ``graph`` that reach each other, of two or more."""
+    """The sets of two or more nodes of ``graph`` that reach each other."""
     reached = {start: {start} for start in graph}
     for start, found in reached.items():
         waiting = [start]
@@ -144,13 +144,13 @@ def circles(graph):
 
 
 def test_circles_are_found():
-    """Two nodes and three that reach each other, by whatever way, are two circles; what hangs on them is in none."""
+    """A circle of two nodes and one of three are found; nodes that only lead into or out of a circle are in none."""
     graph = {"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"e"}, "e": {"c", "f"}, "f": set(), "g": {"a"}}
     assert circles(graph) == {frozenset("ab"), frozenset("cde")}
 
 
 def test_no_two_files_import_each_other():
-    """There is no circle of files, by whatever way and types included: each can be read after those it imports."""
+    """No imports form a circle, type-only imports included: each file can be read after those it imports."""
     graph = {name: {target for _, target in imports(file)} & KNOWN.keys() - {name} for name, file in KNOWN.items()}
     assert circles(graph) == {frozenset(names) for names in CIRCLES}
 
@@ -166,7 +166,7 @@ def test_old_paths_hold_no_code(old, new):
 
 
 def test_only_old_paths_reach_up_by_name():
-    """`moved`, which imports a module that no import statement names, is called at old paths alone."""
+    """`moved`, which imports a module without an import statement, is called only at old paths."""
     for name, path in KNOWN.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and dotted(node.func) == "moved":
@@ -194,7 +194,7 @@ def test_utils_have_never_heard_of_modules():
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_files_are_short(path):
-    """No file has more lines than one can keep in mind."""
+    """No file has more lines than a reader can keep in mind."""
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
@@ -216,7 +216,7 @@ def dotted(node):
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_cuda_is_named_in_one_file(path):
-    """``torch.cuda`` stands in ``utils/device.py`` only."""
+    """``torch.cuda`` appears only in ``utils/device.py``."""
     if module_name(path) == f"{UTILS}.device":
         return
     for node in ast.walk(ast.parse(path.read_text())):
@@ -244,7 +244,7 @@ def test_collectives_are_called_in_two_files(path):
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_private_autograd_is_used_in_one_file(path):
-    """Private names of autograd stand in ``utils/autograd.py`` only."""
+    """Private names of autograd appear only in ``utils/autograd.py``."""
     if module_name(path) == f"{UTILS}.autograd":
         return
     for node in ast.walk(ast.parse(path.read_text())):
@@ -262,7 +262,7 @@ TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad"}
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_nothing_is_stuck_on_parameters(path):
-    """What is assigned on a parameter is one of torch's own attributes: state has one owner."""
+    """Code assigns only torch's own attributes on a parameter: state has one owner."""
     for node in ast.walk(ast.parse(path.read_text())):
         targets = []
         if isinstance(node, ast.Assign):
@@ -278,7 +278,7 @@ def test_nothing_is_stuck_on_parameters(path):
 
 
 def test_no_function_takes_a_state_first():
-    """Methods, not free functions with a ``state``, change state; comm hooks are torch's own form."""
+    """Methods change state, not free functions with a ``state`` argument; comm hooks follow torch's signature."""
     for path in FILES:
         if module_name(path).endswith(".comm_hooks"):
             continue
@@ -288,13 +288,12 @@ def test_no_function_takes_a_state_first():
                 assert first not in ("state", "_state"), f"{path}:{node.lineno}: {node.name}({first}, ...)"
 
 
-# A wrapped module's own dictionary may gain the names of its parameters: the leaf while gathered, a
-# placeholder while not. Where shards are registered no placeholder can hide them: a hook before the forward refuses to
-# compute with them. Nothing else.
+# A wrapped module's own dictionary may gain only the names of its parameters: the leaf while gathered, otherwise a
+# placeholder. No placeholder can hide registered shards: a pre-forward hook refuses to compute with them.
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_wrapping_and_training_leave_no_attributes(flatten):
-    """After a wrap and a step, parameters have no new attributes, modules only their parameters' names, and a guard."""
+    """A wrap and a step add no attributes to parameters; modules gain only their parameters' names and a guard."""
     model = tiny()
     modules = dict(model.named_modules())
     before = {name: set(vars(module)) for name, module in modules.items()}
@@ -347,14 +346,14 @@ def public_members(prefix, cls):
 
 
 def test_every_public_name_has_a_docstring():
-    """What has no underscore says what it is for; what overrides a method of torch inherits its docstring."""
+    """Every name without an underscore has a docstring; a method that overrides torch's may inherit it."""
     silent = [name for name, value in public_objects() if not inspect.getdoc(value)]
     inherited = {name for name in silent if name.rsplit(".", 1)[-1] in dir(nn.Module)}
     assert not set(silent) - inherited
 
 
 def test_python_is_clean_of_debugging():
-    """No ``print`` outside of the command line, no ``breakpoint``, no empty ``except``."""
+    """No ``print`` outside the command line, no ``breakpoint``, no empty ``except``."""
     for path in FILES:
         in_cli = module_name(path).startswith("fairshard.cli")
         for node in ast.walk(ast.parse(path.read_text())):

@@ -13,7 +13,7 @@ from tests.covering import all_cells, covered, covering_array
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
 @settings(max_examples=25)
 def test_every_pair_of_values_meets_in_a_cell(sizes):
-    """For any two axes, every pair of their values stands together in at least one cell of the array."""
+    """For any two axes, every pair of their values appears together in at least one cell of the array."""
     axes = {f"axis{i}": [f"{i}.{j}" for j in range(size)] for i, size in enumerate(sizes)}
     met = set().union(*(covered(cell) for cell in covering_array(axes)))
     for one, other in itertools.combinations(axes, 2):
@@ -37,6 +37,6 @@ def test_the_same_seed_gives_the_same_cells():
 
 @pytest.mark.parametrize("values", [[None, 2, math.inf], [0, 0.001, 25], ["x", "y"]])
 def test_values_of_any_type_are_kept_as_they_are(values):
-    """Cells hold the very values of the axes."""
+    """Cells hold the values of the axes unchanged."""
     cells = covering_array({"a": values, "b": [1, 2]})
     assert {id(cell["a"]) for cell in cells} == {id(value) for value in values}

@@ -1,4 +1,4 @@
-"""The code in the docs and in public docstrings runs as it is printed."""
+"""The code in the docs and in public docstrings runs as printed."""
 
 import doctest
 import importlib
@@ -22,7 +22,7 @@ def blocks(page):
 
 
 def run_page(page):
-    """Run the blocks of one page in order, in one namespace, as a script would; the ranks' group is there already."""
+    """Run the blocks of one page in order, in one namespace, as a script would; the process group exists already."""
     names = {"__name__": page}
     with (
         mock.patch.object(torch.distributed, "init_process_group"),

@@ -1,4 +1,4 @@
-"""docs/features.md says of every name in the five seed documents what became of it, and which test shows it."""
+"""docs/features.md says what became of every name in the five seed documents, and which test shows it."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ PAGE = ROOT / "docs" / "features.md"
 PYTORCHS_TESTS = ROOT / "docs" / "notes" / "fully-shard-tests.md"
 NAMES = ROOT / "tests" / "data" / "seed_names.txt"
 
-# Of the file that tests/data/make_seed_names.py wrote.
+# Number of names and checksum of the file that tests/data/make_seed_names.py writes.
 NUM_NAMES = 359
 SHA256 = "b9c8ab8859a1813934e54d1390b8b0165a8b8837d30c10290ac12d14cdb27eec"
 
-# Rows that wait for a version; ``pytest --strict-features`` fails while there are any. One that names its test
-# fails as soon as the test is there: then the row is due.
+# Number of rows that wait for each version; ``pytest --strict-features`` fails while there are any. A row that names
+# its test fails as soon as the test exists: the row must then be updated.
 NUM_NOT_YET = {}
 
 FSDP = "FullyShardedDataParallel"
@@ -51,7 +51,7 @@ sys.exit(status)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: its cells, and where they stand."""
+    """One line of a table: its cells and its line number."""
 
     line: int
     name: str
@@ -60,7 +60,7 @@ class Row:
     shown_by: str
 
     def names(self):
-        """``(name, own)`` of each name in the row, arguments apart; ``own`` unless it only stands before them."""
+        """``(name, own)`` of each name in the row, arguments separately; not ``own`` if the name has arguments."""
         for code in re.findall(r"`([^`]+)`", self.name):
             owner, _, arguments = code.rstrip(")").partition("(")
             owner = re.sub(r"^FSDP(?=\.|$)", FSDP, owner)
@@ -89,20 +89,20 @@ ROWS = rows()
 
 
 def seed_names():
-    """{name: the documents that have it}, of the five seeds."""
+    """{name: the documents that contain it}, for the five seed documents."""
     lines = [line.split() for line in NAMES.read_text().splitlines()]
     return {name: set(documents) for name, *documents in lines}
 
 
 def test_the_names_are_those_that_the_script_found():
-    """Nobody has edited the list by hand."""
+    """The list of names was not edited by hand."""
     text = NAMES.read_bytes()
     assert len(text.splitlines()) == NUM_NAMES
     assert hashlib.sha256(text).hexdigest() == SHA256
 
 
 def test_every_name_is_in_a_row():
-    """No name of a seed is passed over."""
+    """Every name of a seed document is in a row."""
     told = {name for row in ROWS for name, _ in row.names()}
     assert not sorted(seed_names().keys() - told)
 
@@ -125,7 +125,7 @@ def test_every_cell_is_filled(row):
 
 
 def test_every_test_exists_and_runs(tmp_path):
-    """What the rows name is collected, in a run without options, and is neither skipped nor expected to fail."""
+    """Every test that a row names is collected in a run without options, and neither skipped nor expected to fail."""
     shown_by = {match[1]: row for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
     awaited = {match[2]: row for row in ROWS if (match := re.fullmatch(NOT_YET, row.shown_by)) and match[2]}
     restated = re.findall(TEST, PYTORCHS_TESTS.read_text())
@@ -134,7 +134,7 @@ def test_every_test_exists_and_runs(tmp_path):
     for name in restated:
         file, function = name.split("::")
         assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), name
-        assert found.get(name, True), f"{name} is skipped"  # it is not found if `make test-all` alone runs it
+        assert found.get(name, True), f"{name} is skipped"  # not found if only `make test-all` runs it
     missing = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if name not in found]
     skipped = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if found.get(name) is False]
     due = [f"{PAGE.name}:{row.line}: {name}" for name, row in awaited.items() if name in found]
@@ -144,7 +144,7 @@ def test_every_test_exists_and_runs(tmp_path):
 
 
 def test_each_of_pytorchs_tests_has_one_of_ours():
-    """Its classes, the models in it and its functions, each in a row that names ours."""
+    """Every class, model and function of PyTorch's test file is in a row that names our test."""
     told = set()
     for line in PYTORCHS_TESTS.read_text().splitlines():
         if line.startswith("| `"):
@@ -181,7 +181,7 @@ def test_is_skipped_in_part(x): ...
 
 
 def test_marks_that_skip_are_seen(tmp_path):
-    """The check above can fail: whatever keeps a test from running, or its failure from counting, is found."""
+    """The check above can fail: it finds every mark that skips a test or keeps its failure from counting."""
     (tmp_path / "test_marked.py").write_text(MARKED)
     found = collected([str(tmp_path / "test_marked.py")], tmp_path / "collected.json")
     assert {name.rpartition("::")[2] for name, runs in found.items() if runs} == {
@@ -193,7 +193,7 @@ def test_marks_that_skip_are_seen(tmp_path):
 
 
 def collected(files, out):
-    """{node id without parameters: whether some parameters of it run} of the tests in ``files``."""
+    """{node id without parameters: whether it runs with any parameters} of the tests in ``files``."""
     env = {**os.environ, "PYTEST_ADDOPTS": ""}
     there = [file for file in files if (ROOT / file).exists()]
     command = [sys.executable, "-c", COLLECT, str(out), *there]
@@ -203,7 +203,7 @@ def collected(files, out):
 
 
 def test_no_test_of_a_row_was_skipped_while_it_ran(request):
-    """The tests decide some skips themselves, as they run; this one runs last, and sees them."""
+    """No test that a row names skipped itself while it ran; this test runs last, to see all skips."""
     if request.config.getoption("--device") == "cpu":
         shown_by = {match[1] for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
         skipped = {name.partition("[")[0] for name in request.config.skipped_tests}

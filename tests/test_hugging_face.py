@@ -1,4 +1,4 @@
-"""Models of Hugging Face, with random weights: wrapped by class they train as under DDP, are saved, and generate."""
+"""Hugging Face models with random weights, wrapped by class, train as under DDP, can be saved, and generate."""
 
 import copy
 import os
@@ -33,7 +33,7 @@ SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token
 
 
 def gpt2():
-    """A GPT-2 of two blocks, whose embedding is its output layer."""
+    """A GPT-2 of two blocks, whose embedding is tied to its output layer."""
     sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **SPECIAL)), GPT2Block
@@ -90,7 +90,7 @@ def test_it_trains_as_under_ddp(name, options):
 
 
 def _train_and_save(name, folder):
-    """Train sharded and save; what the sharded model says of some tokens, and how it goes on with them."""
+    """Train sharded and save; return the sharded model's logits for a prompt and the tokens it generates."""
     model, block = built(name)
     wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}))
     train(wrapped)
@@ -106,7 +106,7 @@ def _train_and_save(name, folder):
 
 @names
 def test_what_is_consolidated_is_loaded_by_from_pretrained(name, tmp_path):
-    """``fairshard consolidate`` writes what Hugging Face reads: the same logits, and the same text, without shards."""
+    """Hugging Face loads what ``fairshard consolidate`` writes: logits and text equal those of the sharded model."""
     sharded = run_ranks(2, _train_and_save, name, str(tmp_path))
     command = [sys.executable, "-m", "fairshard.cli.main", "consolidate", str(tmp_path / "step"), str(tmp_path / "out")]
     options = ["--format", "safetensors", "--config", str(tmp_path / "config")]

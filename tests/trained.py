@@ -1,4 +1,4 @@
-"""Models and optimizers that have been trained a little, for tests of what is saved of them and loaded again."""
+"""Briefly trained models and optimizers, for tests that save and load their state."""
 
 import torch
 import torch.distributed as dist
@@ -33,24 +33,24 @@ WRAPPINGS = {
 
 
 def _wrap_blocks(model, **kwargs):
-    """Units in a plain module, which keeps parameters of its own."""
+    """Wrap the blocks of a plain module, which keeps parameters of its own."""
     model.first = FSDP(model.first, **kwargs)
     model.second = FSDP(model.second, **kwargs)
     return model
 
 
 def layout_of(flatten):
-    """The arguments that one of `FLATTEN` stands for: flattened, not flattened, or with original parameters."""
+    """Wrapper arguments for a value of `FLATTEN`: flattened, not flattened, or with original parameters."""
     return {"use_orig_params": True} if flatten == "orig" else {"flatten_parameters": flatten}
 
 
 def another(flatten):
-    """The next of `FLATTEN`."""
+    """The next value in `FLATTEN`."""
     return FLATTEN[(FLATTEN.index(flatten) + 1) % len(FLATTEN)]
 
 
 def settings_of(cell):
-    """The arguments that a cell of a matrix asks for."""
+    """Wrapper arguments for a cell of a matrix."""
     return {
         **layout_of(cell["flatten"]),
         **PRECISIONS[cell["precision"]],
@@ -59,7 +59,7 @@ def settings_of(cell):
 
 
 def train(model, optimizer, steps):
-    """Train with this rank's batches of ``steps``; what is not sharded has its gradients averaged over the ranks."""
+    """Train with this rank's batches of ``steps``; gradients of unsharded parameters are averaged over the ranks."""
     shards = {shard for part in model.modules() if isinstance(part, FSDP) for shard in part.params}
     for step in steps:
         *inputs, targets = tiny_batch(dist.get_rank(), step)
@@ -77,14 +77,14 @@ def trained(model, optimizer_of, num_steps=2):
 
 
 def wrapped_tiny(cell, wrapping, seed=1):
-    """A wrapped `Tiny` as a cell of a matrix asks for."""
+    """A `Tiny` wrapped with the settings of a cell of a matrix."""
     if wrapping == "inner" and cell["precision"] != "fp32":
-        wrapping = "whole"  # what is not wrapped would not be cast
+        wrapping = "whole"  # unwrapped parameters would not be cast
     return WRAPPINGS[wrapping](tiny(seed=seed), **settings_of(cell))
 
 
 class Odd(nn.Module):
-    """What is hard to shard and to name: one element, no elements, no dimension, buffers, tied and frozen weights."""
+    """Hard to shard and to name: one element, no elements, no dimension, buffers, tied and frozen weights."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def odd(seed=1):
 
 
 def wrap_odd(model, **kwargs):
-    """A unit inside a unit."""
+    """Wrap an `Odd` as a unit with a unit inside."""
     model.frozen = FSDP(model.frozen, **kwargs)
     return FSDP(model, **kwargs)
 
@@ -133,10 +133,10 @@ def stepped(optimizer_class=torch.optim.AdamW, wrap=wrap_each, **kwargs):
 
 
 def full_of(model, optimizer):
-    """Whole state, on every rank."""
+    """Full optimizer state, on every rank."""
     return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
 
 
 def shard(state, model, optimizer):
-    """What ``optimizer`` loads of whole state."""
+    """The part of the full ``state`` that ``optimizer`` loads on this rank."""
     return FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)

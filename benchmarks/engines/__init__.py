@@ -1,4 +1,4 @@
-"""The engines under test: an adapter a file, each a function ``build(model, units, options) -> Engine``.
+"""The engines under test: one adapter per file, each a function ``build(model, units, options) -> Engine``.
 
 ``units`` is the container (in ``model``, or ``model`` itself) whose children are sharded one by one before
 the root.
@@ -23,13 +23,13 @@ ADAPTERS = {
 }
 
 OURS = ("fairshard", "fairshard-fully-shard")
-"""Both doors; what is not ours is a peer."""
+"""The wrapper and ``fully_shard``; all other engines are peers."""
 
 VARIANTS = {
     "fsdp2": ("fsdp2", "fsdp2-prefetch"),
     "fsdp1": ("fsdp1", "fsdp1-prefetch"),
 }
-"""Peers with explicit prefetch settings run both ways and are compared at the better one."""
+"""Peers with explicit prefetch settings are measured with both, and compared at the better one."""
 
 
 def variants(engine: str) -> tuple[str, ...]:
@@ -43,13 +43,13 @@ def at_commit(engine: str, revision: str) -> str:
 
 
 def adapter_of(variant: str) -> str:
-    """Return the name in `ADAPTERS` of the engine that ``variant`` is a setting or a former commit of."""
+    """Return the name in `ADAPTERS` of the engine of ``variant``, which is a setting or a former commit of it."""
     engine = variant.partition("@")[0]
     return engine if engine in ADAPTERS else engine.partition("-")[0]
 
 
 def can_compare(ours: str, peer: str) -> bool:
-    """Tell whether a ratio of the two means something: a door is compared with its own former commits only."""
+    """Tell whether the ratio of the two is meaningful: our engines are compared with their own former commits only."""
     return adapter_of(peer) not in OURS or adapter_of(peer) == ours
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engines.engine import Engine, Options, fused_adamw
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-import deepspeed  # it reads the variable while it is imported
+import deepspeed  # reads the variable while it is imported
 
 
 class _ZeRO3(Engine):

@@ -20,11 +20,11 @@ class Options:
     prefetch: bool = False
     """Use the engine's explicit prefetch settings in place of its defaults."""
     batch: int = 1
-    """Sequences a rank feeds per step; DeepSpeed wants to know."""
+    """Sequences per rank and step, which DeepSpeed must know."""
 
 
 class Engine:
-    """A wrapped model with its optimizer; an adapter overrides what its engine does in a way of its own."""
+    """A wrapped model with its optimizer; an adapter overrides what its engine does differently."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
         self.model = model

@@ -23,7 +23,7 @@ def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
 
 
 def _prefetch_neighbours(in_forward_order: list[nn.Module]) -> None:
-    """Let each unit start the gather of the one that runs after it, in forward and in backward."""
+    """Make each unit start the gather of the unit that runs after it, in forward and in backward."""
     for earlier, later in itertools.pairwise(in_forward_order):
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])

@@ -5,8 +5,8 @@
 
 "alone" is the exchange as the engine issues it, each time from a barrier. "in a backward" is the same call within the
 backward of a small model, whose units take a few microseconds each: it also waits for ranks that arrive later.
-"planning" is all of `Planner.plan`: reading the graph, packing, the exchange, and the schedule. Each figure is of the
-slowest rank, exchange by exchange; the least and the median over all steps.
+"planning" is all of `Planner.plan`: reading the graph, packing, the exchange, and the schedule. Each figure is that of
+the slowest rank, exchange by exchange: the minimum and the median over all steps.
 """
 
 from __future__ import annotations

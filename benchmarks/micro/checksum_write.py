@@ -1,8 +1,8 @@
-"""Time a checksum and a write of the same bytes, by blocks of several sizes: what a checkpoint's file costs the CPU.
+"""Time a checksum and a write of the same bytes in blocks of several sizes: the CPU cost of a checkpoint's file.
 
     python benchmarks/micro/checksum_write.py --folder /on/the/disk
 
-Each size in turn, interleaved over the repeats. As in fairshard/checkpoint/writer.py write-back is started every
+The sizes are interleaved over the repeats. As in fairshard/checkpoint/writer.py, write-back is started every
 16 MiB, and the file is synced at the end.
 """
 
@@ -27,7 +27,7 @@ WRITE_BACK_NBYTES = 1 << 24
 
 
 def write(views: Sequence[memoryview], path: str, block_nbytes: int) -> tuple[float, float]:
-    """CPU seconds and seconds of one file."""
+    """CPU seconds and wall seconds of one file."""
     os.sync()
     cpu, start = time.thread_time(), time.perf_counter()
     with open(path, "wb", buffering=0) as file:

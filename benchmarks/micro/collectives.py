@@ -53,7 +53,7 @@ class Buffers:
         self.row = torch.zeros(numel)
 
     def fill(self) -> None:
-        """Write what this rank contributes, everywhere: its number plus one."""
+        """Fill the buffer with what this rank contributes: its number plus one."""
         self.whole.fill_(self.rank + 1)
         self.received.zero_()
         self.row.fill_(self.rank + 1)
@@ -65,7 +65,7 @@ def gather_builtin(buffers: Buffers) -> None:
 
 
 def gather_exchange(buffers: Buffers) -> None:
-    """Write the own row in place, send it to everyone, receive straight into the other rows."""
+    """Copy this rank's row in place, send it to every rank, and receive the other rows directly."""
     own = buffers.received[buffers.rank]
     own.copy_(buffers.row)
     works = [dist.isend(own, peer) for peer in buffers.peers]
@@ -75,7 +75,7 @@ def gather_exchange(buffers: Buffers) -> None:
 
 
 def reduce_builtin(buffers: Buffers) -> None:
-    """Reduce-scatter ``whole`` into ``row`` with gloo's own."""
+    """Reduce-scatter ``whole`` into ``row`` with gloo's reduce-scatter."""
     REDUCE_SCATTER(buffers.row, buffers.whole.view(-1))
 
 
@@ -86,13 +86,13 @@ def reduce_all_reduce(buffers: Buffers) -> None:
 
 
 def reduce_all_to_all(buffers: Buffers) -> None:
-    """Exchange rows with the built-in all-to-all, then add them up in rank order."""
+    """Exchange rows with the built-in all-to-all, then add them in rank order."""
     dist.all_to_all_single(buffers.received.view(-1), buffers.whole.view(-1))
     _add_in_order(list(buffers.received), buffers.row)
 
 
 def reduce_exchange(buffers: Buffers) -> None:
-    """Send each row to its owner, receive everyone's part of the own row, add up in rank order."""
+    """Send each row to its owner, receive all parts of this rank's row, and add them in rank order."""
     works = [dist.isend(buffers.whole[peer], peer) for peer in buffers.peers]
     works += [dist.irecv(buffers.received[peer], peer) for peer in buffers.peers]
     for work in works:
@@ -133,7 +133,7 @@ def measure_rank(rank: int, world_size: int, sizes: tuple[int, ...], folder: str
             _check(way, call, buffers)
         seconds[size] = {way: [] for way in WAYS}
         for _ in range(max(MIN_CALLS, min(MAX_CALLS, BYTES_PER_ROUND // size))):
-            for way, call in WAYS.items():  # interleaved: what else the machine does meets all ways alike
+            for way, call in WAYS.items():  # interleaved: other load on the machine affects all ways alike
                 seconds[size][way].append(_time(call, buffers))
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seconds))
     dist.barrier()

@@ -1,10 +1,10 @@
-"""The CPU step alone: nanoseconds an element of AdamW over shards, beside torch's fused call on one flat tensor.
+"""The CPU step alone: nanoseconds per element of AdamW over shards, beside torch's fused call on one flat tensor.
 
     python benchmarks/micro/cpu_adamw.py                     # this machine as it is
     python benchmarks/micro/cpu_adamw.py --busy              # with one core kept busy by another process
 
 `CPUOptimizer` steps the shards of a wrapped model in a group of one rank; DeepSpeedCPUAdam is measured where it is
-installed. All are timed in turn, repeat by repeat; the medians of their ratios are what to read.
+installed. All are timed in turn, repeat by repeat; read the medians of their ratios.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ CANDIDATES = {
 
 
 def measure(threads: int, repeat: int) -> dict[str, list[float]]:
-    """Nanoseconds an element of each candidate, in each repeat."""
+    """Nanoseconds per element of each candidate, in each repeat."""
     torch.set_num_threads(threads)
     steps = {}
     for name, build in CANDIDATES.items():

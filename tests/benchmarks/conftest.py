@@ -1,4 +1,4 @@
-"""Scripts of the benchmarks import each other by bare names, from the folder that they lie in."""
+"""Let tests import the benchmarks' scripts, which import each other by bare names from their own folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Benchmarks of fairshard beside fairshard at another commit."""
+"""Benchmarks of fairshard against fairshard at another commit."""
 
 import ast
 import itertools
@@ -25,7 +25,7 @@ def imported(path):
 
 
 def test_benchmarks_import_public_modules_only():
-    """A file of fairshard may move between two commits, and both are still measured by the same benchmark."""
+    """Benchmarks import public modules only, so one benchmark measures two commits between which files have moved."""
     files = sorted(HERE.rglob("*.py"))
     named = {(path.name, name) for path in files for name in imported(path) if name.partition(".")[0] == "fairshard"}
     assert {name for _, name in named} >= {"fairshard.nn", "fairshard.optim", "fairshard.checkpoint"}
@@ -34,7 +34,7 @@ def test_benchmarks_import_public_modules_only():
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory):
-    """A copy of fairshard that has its engine and its utilities in other folders."""
+    """A copy of fairshard with its engine and its utilities in other folders."""
     tree = tmp_path_factory.mktemp("tree")
     package = tree / "fairshard"
     shutil.copytree(HERE.parent / "fairshard", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -53,7 +53,7 @@ def moved(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("door", engines.OURS)
 def test_both_layouts_are_measured_alike(moved, door):
-    """Losses, collectives and calls are the same wherever the files lie, and memory and times are there."""
+    """Losses, collectives and calls are the same wherever the files are, and memory and times are measured."""
     training = {"model": "gpt-5m", "precision": "fp32", "world": 2, "threads": 1, "steps": 3, "count": True}
     now = launch("worker.py", {**training, "engine": door}, 2, 120)
     former = launch("worker.py", {**training, "engine": engines.at_commit(door, "v0")}, 2, 120, moved)
@@ -69,7 +69,7 @@ def test_both_layouts_are_measured_alike(moved, door):
 
 
 def test_each_door_is_compared_with_its_own_former_commit():
-    """Two doors against a commit make two ratios, and peers are compared with both doors."""
+    """Two engines of ours against a commit give two ratios, and peers are compared with both engines."""
     door, other = engines.OURS
     variants = [door, other, engines.at_commit(door, "v-0"), engines.at_commit(other, "v-0"), "fsdp2"]
     assert [engines.adapter_of(name) for name in variants] == [door, other, door, other, "fsdp2"]
@@ -80,7 +80,7 @@ def test_each_door_is_compared_with_its_own_former_commit():
 
 
 def test_against_adds_the_former_commit_of_each_door(tmp_path):
-    """``--against`` measures each of our engines twice, and needs one."""
+    """``--against`` measures each of our engines twice, and raises without one of them."""
     arguments = ["--against", "v0", "--out", str(tmp_path / "out.json")]
     options = run.parse(["--engines", ",".join(["fsdp2", *engines.OURS]), *arguments])
     assert options.engines[3:] == [engines.at_commit(door, "v0") for door in engines.OURS]
@@ -89,7 +89,7 @@ def test_against_adds_the_former_commit_of_each_door(tmp_path):
 
 
 def test_a_rank_takes_fairshard_from_this_checkout_or_from_the_tree(tmp_path):
-    """Neither what is installed nor what the caller's PYTHONPATH names is measured by mistake."""
+    """A rank imports neither an installed fairshard nor the one on the caller's PYTHONPATH."""
     script = tmp_path / "where.py"
     script.write_text(
         "import fairshard, json, sys\n"
@@ -122,7 +122,7 @@ open(job["result"], "w").write(json.dumps(spans))
 
 
 def test_worlds_that_take_turns_step_one_at_a_time(tmp_path):
-    """All run at once; none begins a step before the one whose turn it was has ended its own."""
+    """All worlds run at the same time, but each step begins after the step of the previous world has ended."""
     script = tmp_path / "steps.py"
     script.write_text(STEPS.format(here=str(HERE)))
     measured = launch_in_turns(str(script), [World({"threads": 1})] * 3, 2, 60)

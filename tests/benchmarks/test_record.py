@@ -16,7 +16,7 @@ HEADER = {"generated_by": "python benchmarks/run.py", "settings": {"repeat": 2}}
 
 
 def a_run(engine, repeat, seconds):
-    """One rank, four steps: the first is for warming up, the others take the same time."""
+    """One rank, four steps: the first is a warm-up, the others take the same time."""
     times = {part: [9.0, seconds, seconds, seconds] for part in (*report.PHASES, "cpu")}
     ranks = [{"losses": [8.5] * 4, "times": times, "peak_bytes": 3 * 2**20, "collectives": None}]
     return {"engine": engine, "repeat": repeat, "ranks": ranks}
@@ -36,7 +36,7 @@ def test_a_run_is_a_line(tmp_path):
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
-    """Floats keep six significant digits; all else is exact, also big integers, None and non-ASCII text."""
+    """Floats keep six significant digits; everything else is exact, even big integers, None and non-ASCII text."""
     exact = {"bytes": 2**53 + 1, "none": None, "yes": True, "name": "Größe", "nested": [{"a": []}], "whole": 600.0}
     floats = [0.0, 1 / 3, -2e-9 / 3, 123456.789, 1e300, 8.638504028320312]
     record.write(tmp_path / "out.json", HEADER, runs=[{**exact, "floats": floats}])
@@ -48,7 +48,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
 
 
 def test_a_file_says_first_what_wrote_it(tmp_path):
-    """Neither a record without its command is written nor any other JSON is read."""
+    """A record without its command is not written, and other JSON is not read."""
     with pytest.raises(ValueError, match="generated_by"):
         record.write(tmp_path / "out.json", {"date": "today", **HEADER}, runs=[])
     (tmp_path / "other.json").write_text("{}")
@@ -70,7 +70,7 @@ def test_a_header_names_no_folder_of_this_machine(tmp_path):
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
 def test_committed_results_have_this_form(path, tmp_path):
-    """Written again, a committed file stays as it is, byte by byte."""
+    """A committed file that is written again stays the same, byte for byte."""
     content = record.read(path)
     lists = {key: value for key, value in content.items() if key in ("runs", "loss_checks", "overhead")}
     record.write(tmp_path / "again.json", {key: content[key] for key in content if key not in lists}, **lists)
@@ -80,7 +80,7 @@ def test_committed_results_have_this_form(path, tmp_path):
 
 @pytest.mark.parametrize("path", OF_RUN, ids=lambda path: path.name)
 def test_committed_results_can_be_shown(path, capsys):
-    """``--show`` prints a row of each engine that was measured."""
+    """``--show`` prints a row for each measured engine."""
     content = record.read(path)
     assert run.main(["--show", str(path)]) == 0
     first_words = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
@@ -88,7 +88,7 @@ def test_committed_results_can_be_shown(path, capsys):
 
 
 def test_shown_figures_are_those_of_the_runs(tmp_path, capsys):
-    """Three phases of 0.25 s are a step of 750 ms; the peer's of 0.5 s make the ratio 0.50."""
+    """Three phases of 0.25 s are a step of 750 ms; the peer's phases of 0.5 s make the ratio 0.50."""
     peer = engines.at_commit("fairshard", "v0")
     runs = [a_run(name, repeat, seconds) for repeat in range(2) for name, seconds in (("fairshard", 0.25), (peer, 0.5))]
     header = {**HEADER, "settings": {"engines": ["fairshard", peer], "warmup": 1}, "failures": {"fsdp1": "why not"}}
@@ -101,13 +101,13 @@ def test_shown_figures_are_those_of_the_runs(tmp_path, capsys):
 
 
 def test_only_results_of_run_can_be_shown(tmp_path):
-    """The records of other benchmarks are refused with their command."""
+    """Records of other benchmarks are refused with their command."""
     record.write(tmp_path / "out.json", {"generated_by": "python benchmarks/offload.py"}, runs=[])
     with pytest.raises(SystemExit, match=r"must be of run\.py, but is of `python benchmarks/offload\.py`"):
         run.main(["--show", str(tmp_path / "out.json")])
 
 
 def test_results_are_marked_as_generated():
-    """Reviews and statistics of the repository leave them out."""
+    """Reviews and statistics of the repository exclude result files."""
     lines = (record.ROOT / ".gitattributes").read_text().splitlines()
     assert "benchmarks/results/*.json linguist-generated=true -diff" in lines

@@ -1,4 +1,4 @@
-"""A model and its optimizer, compared with what was saved of them."""
+"""Comparison of a model and its optimizer with their saved state."""
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.reference import assert_same_state

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share."""
+"""Fixtures that the checkpoint tests share."""
 
 import shutil
 from pathlib import Path
@@ -11,18 +11,18 @@ from tests.checkpoint.saved_steps import save_steps
 
 @pytest.fixture
 def shared_folder(tmp_path):
-    """A folder that all ranks of a test see, as text."""
+    """Path, as a string, of a folder that all ranks of a test see."""
     return str(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A root with steps 3 and 6; and the last model."""
+    """A root with checkpoints of steps 3 and 6, and the state dict of the last."""
     root = tmp_path_factory.mktemp("run") / "root"
     return root, run_ranks(2, save_steps, str(root))[0]
 
 
 @pytest.fixture
 def root(written, tmp_path):
-    """A copy of it, to be damaged."""
+    """A copy of that root, which a test may damage."""
     return Path(shutil.copytree(written[0], tmp_path / "root"))

@@ -2,13 +2,13 @@
 
     python -m tests.checkpoint.kill_loop --kills 200 --seed 0
 
-A *life* is a run with up to four kills. After each the folder must hold a whole checkpoint, no older than the last save
-that a rank saw end; the next start must go on from there; and the last one must end with the weights of a run that
-was never killed, bit for bit. It may wait for its last save or just exit, and leaves the last checkpoints and nothing
-else; or it destroys the process group under its last save, and ends all the same.
+A *life* is a run with up to four kills. After each kill the folder must hold a complete checkpoint, no older than the
+last save that any rank finished; the next start must resume from it; and the last start must end with the weights of a
+run that was never killed, bit for bit. A run that waits for its last save or just exits must leave only the newest
+checkpoints; a run that destroys the process group during its last save must still end.
 
-Half of the kills are at a named point inside a save (`killed_run.POINTS`, in turn), the others at any time. This
-process forks the ranks: so torch is imported once. It starts no thread.
+Half of the kills are at a named point inside a save (`killed_run.POINTS`, in turn), the others at a random time. This
+process forks the ranks, so torch is imported only once; it starts no threads.
 """
 
 import argparse
@@ -36,12 +36,12 @@ LONGEST_DELAY_S = 1.0
 
 
 class Broken(Exception):
-    """What must hold after a kill does not."""
+    """Something that must hold after a kill does not."""
 
 
 @dataclass(frozen=True)
 class AnyTime:
-    """Kill ``rank``, or all if it is None, so long after training began."""
+    """Kill ``rank``, or all ranks if it is None, ``delay_s`` after training began."""
 
     delay_s: float
     rank: int | None
@@ -49,7 +49,7 @@ class AnyTime:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: by rank its exit code, -9 for a killed one, and its notes; how long the survivors took to."""
+    """How a run ended: each rank's exit code (-9 if killed) and notes, and how long survivors took to exit."""
 
     codes: tuple[int, ...]
     notes: tuple[tuple[str, ...], ...]
@@ -62,16 +62,16 @@ class Ending:
 
     @property
     def is_final(self):
-        """Whether it came to its end."""
+        """Whether every rank finished training."""
         return all(any(note.startswith("final") for note in own) for own in self.notes)
 
     def values(self, word):
-        """What was noted after ``word``, by any rank."""
+        """What any rank noted after ``word``."""
         return [note.removeprefix(f"{word} ") for own in self.notes for note in own if note.startswith(f"{word} ")]
 
     @property
     def point(self):
-        """Where in a save the kill was; None outside."""
+        """Point of the save at which the kill came; None outside a save."""
         if self.values("kill"):
             return self.values("kill")[0]
         saves = [note for note in self.notes[0] if note.startswith("save ")]
@@ -79,12 +79,12 @@ class Ending:
 
     @property
     def durable(self):
-        """The last step whose save a rank saw end, 0 if none did."""
+        """Last step whose save any rank finished, or 0."""
         return max((int(text.split()[0]) for text in self.values("save") if text.endswith("ends")), default=0)
 
 
 class Life:
-    """One run in ``folder``, started again until it ends."""
+    """One run in ``folder``, restarted until it ends."""
 
     def __init__(self, folder, run):
         self._folder = folder
@@ -94,11 +94,11 @@ class Life:
 
     @property
     def root(self):
-        """Where its checkpoints are."""
+        """Folder of its checkpoints."""
         return Path(self._run.root)
 
     def start(self, kill=None):
-        """Play it to its end or to ``kill``, a `Kill` or an `AnyTime`. What must hold then is checked."""
+        """Run to the end or to ``kill`` (a `Kill` or an `AnyTime`), then check what must hold."""
         newest = None if self._run.root is None else self._newest()
         ending = self._play(kill)
         if ending.values("resumed") and set(ending.values("resumed")) != {str(newest)}:
@@ -114,7 +114,7 @@ class Life:
         return ending
 
     def _newest(self):
-        """The step that a start must resume from. No checkpoint may be under its name that is not whole."""
+        """The step that a start must resume from. Every checkpoint under its final name must be complete."""
         steps = {path.name: int(path.name.removeprefix("step-")) for path in self.root.glob("step-*")}
         for name in steps:
             manifest = json.loads((self.root / name / "fairshard.json").read_text())
@@ -167,7 +167,7 @@ class Life:
 
 
 class Loop:
-    """Lives until there were ``num_kills``; a line for each kill."""
+    """Lives, one after another; prints a line for each kill."""
 
     def __init__(self, folder, seed):
         self._folder = folder
@@ -181,16 +181,16 @@ class Loop:
 
     @property
     def num_kills(self):
-        """How many there were."""
+        """Number of kills so far."""
         return sum(self.victims.values())
 
     @property
     def num_inside(self):
-        """How many of them were inside a save."""
+        """Number of kills inside a save."""
         return self.num_kills - self.points[None]
 
     def live(self, num_kills):
-        """One life with up to so many kills."""
+        """Run one life with up to ``num_kills`` kills."""
         seed = f"{self._seed}-{self.num_lives}"
         chance = random.Random(seed)
         async_save, cpu_offload = self.num_lives % 2 == 0, chance.random() < 0.5
@@ -225,7 +225,7 @@ class Loop:
             point = next(self._turn)
             rank = chance.randrange(WORLD_SIZE) if point in ANY_RANK else 0
             who = chance.choice(("own", "other", "all"))
-            if point == "set aside":  # there must be one that `latest` did not come to name, but an older one
+            if point == "set aside":  # needs a published step that `latest` does not name yet
                 yield Kill("pointer", 2, 0, chance.choice(("own", "all")))
                 yield Kill(point, 1, rank, who)
             else:
@@ -233,7 +233,7 @@ class Loop:
             yield AnyTime(chance.uniform(0, LONGEST_DELAY_S), chance.choice((0, 1, None)))
 
     def _final(self, cpu_offload):
-        """Digest at the end of a run that saves nothing and is not killed."""
+        """Digest of the weights at the end of a run that saves nothing and is not killed."""
         if cpu_offload not in self._finals:
             folder = _made(self._folder / f"unbroken-{cpu_offload}")
             (found,) = set(Life(folder, Run(None, "", "", False, cpu_offload)).start().values("final"))
@@ -251,7 +251,7 @@ class Loop:
         print(f"kill {self.num_kills}: {of}, {victims}, {where}; durable: {latest}", flush=True)
 
     def summary(self):
-        """All in a few lines."""
+        """The result of all lives in a few lines."""
         inside = [f"  {self.points[point]:3} {text}" for point, text in POINTS.items() if self.points[point]]
         return "\n".join(
             [

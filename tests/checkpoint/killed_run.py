@@ -1,7 +1,7 @@
 """One rank of a training run that gets killed: it trains, saves, and notes what it does.
 
-A kill inside of a save comes from within: an audit hook sees each change of a file or folder *before* it is made, and
-at the chosen one the process is gone. So the disk is left as a crash between any two system calls would leave it.
+A kill inside a save comes from the saving process: an audit hook sees each change to a file or folder *before* it
+happens and kills at the chosen one. The disk is left as a crash between any two system calls would leave it.
 """
 
 import datetime
@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy.random  # noqa: F401 (this and the next are imported late else, by each process that is forked)
+import numpy.random  # noqa: F401 (otherwise each forked process would import this and torch._dynamo late)
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from tests.models import DIM, VOCAB, Block
 WORLD_SIZE, NUM_STEPS, EVERY, KEEP_LAST = 2, 36, 3, 2
 GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 
-# In the order in which a save comes by them. Those of _ANY_RANK are reached on every rank, the others on rank 0.
+# In the order in which a save reaches them. Every rank reaches those in ANY_RANK; only rank 0 reaches the others.
 POINTS = {
     "folder": "before the temporary folder is made",
     "half a piece": "with half of a block of a rank's file written",
@@ -50,7 +50,7 @@ ANY_RANK = ("folder", "half a piece", "piece written")
 
 @dataclass(frozen=True)
 class Kill:
-    """Who dies where: in the ``save``-th save of this run, or a later one, ``rank`` gets to ``point``; -9 for ``who``.
+    """Kill ``who`` with -9 when ``rank`` reaches ``point`` in the ``save``-th save of this run or a later one.
 
     ``who`` is ``"own"`` (that rank), ``"other"`` or ``"all"``.
     """
@@ -63,9 +63,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the program. ``root`` None trains without saving.
+    """One start of the program; without ``root`` it trains without saving.
 
-    At the ``end`` it may ``"wait"`` for its last save, or just ``"exit"``, or ``"destroy"`` the process group first.
+    At the ``end`` it may ``"wait"`` for its last save, or just ``"exit"``, or ``"destroy"`` the process group and exit.
     """
 
     root: str | None
@@ -78,7 +78,7 @@ class Run:
 
 
 class Model(nn.Module):
-    """Embedding, blocks, dropout: what is random must go on where it was."""
+    """Embedding, blocks, dropout: random numbers must continue where they stopped."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Model(nn.Module):
 
 
 class Data:
-    """Random tokens, other ones on every rank; its state is its position."""
+    """Random tokens, different on every rank; its state is its position."""
 
     def __init__(self, rank):
         self._random = torch.Generator().manual_seed(1000 + rank)
@@ -105,11 +105,11 @@ class Data:
         return torch.randint(VOCAB, (2, 2, 6), generator=self._random)
 
     def state_dict(self):
-        """Where it is."""
+        """The current position."""
         return {"random": self._random.get_state()}
 
     def load_state_dict(self, state):
-        """Go on there."""
+        """Continue at a saved position."""
         self._random.set_state(state["random"])
 
 
@@ -155,7 +155,7 @@ def main(rank, run):
 
 
 def play(rank, run, log):
-    """`main` in a process that was just forked, with the end that Python gives a program. Does not return."""
+    """Run `main` in a process that was just forked, then exit as Python would. Does not return."""
     code = 1
     try:
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -167,22 +167,22 @@ def play(rank, run, log):
         sys.excepthook(*sys.exc_info())
     finally:
         try:
-            threading._shutdown()  # as at the end of a program: it waits for a save in the background
+            threading._shutdown()  # as at the end of a program: waits for a background save
         finally:
             sys.stderr.flush()
             os._exit(code)
 
 
 class _Killer:
-    """Sees every change of the checkpoints' folder coming, and kills at one of them."""
+    """Sees every change to the checkpoint folder before it happens, and kills at one of them."""
 
     def __init__(self, run, rank, pids, note):
         self._root = run.root
         self._kill = run.kill
         self._is_ours = run.kill is not None and run.kill.rank == rank
         self._rank, self._pids, self._note = rank, pids, note
-        self._num_removed = None  # since a checkpoint began to be removed
-        self._renamed = None  # what was renamed last, to what
+        self._num_removed = None  # files removed since the removal of a checkpoint began
+        self._renamed = None  # source and target of the last rename
         self.num_saves = 0
         if self._is_ours:
             sys.addaudithook(self._hook)
@@ -244,7 +244,7 @@ class _Killer:
             self.reach("half pruned")
 
     def wrote(self, stream, block):
-        """Write half of the block, when it is time to."""
+        """Write half of the block and kill, if the kill is due."""
         kill = self._kill
         if self._is_ours and kill.point == "half a piece" and self.num_saves >= kill.save and len(block) > 1:
             stream._raw.write(memoryview(block).cast("B")[: len(block) // 2])

@@ -1,4 +1,4 @@
-"""A run with two checkpoints, and what must be true of it when something fails."""
+"""A run with two checkpoints, and checks of what must hold when something fails."""
 
 import os
 from unittest import mock
@@ -16,7 +16,7 @@ FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "fairshard.json")
 
 
 def train(model, optimizer, *steps):
-    """Steps on batches that are the same on every rank."""
+    """Train on batches that are the same on every rank."""
     for step in steps:
         *inputs, targets = tiny_batch(step)
         tiny_loss(model(*inputs), targets).backward()
@@ -33,7 +33,7 @@ def trained(seed=1, **kwargs):
 
 
 def memory_of(model, optimizer):
-    """Bits of all that a load may change on this rank."""
+    """Copies of everything that a load may change on this rank."""
     tensors = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     return [tensor.detach().clone() for tensor in tensors], [dict(g, params=None) for g in optimizer.param_groups]
@@ -46,7 +46,7 @@ def is_same(memory, other):
 
 
 def attempt(fn):
-    """What ``fn()`` raised on this rank: its type and its text."""
+    """The type and text of what ``fn()`` raises on this rank, or None."""
     try:
         fn()
     except Exception as error:
@@ -55,7 +55,7 @@ def attempt(fn):
 
 
 def save_steps(root, steps=(3, 6), seed=1, **kwargs):
-    """A run that saves after each of ``steps``; each rank's whole state dict of the last."""
+    """Train and save after each of ``steps``; return the full state dict of the last."""
     model, optimizer = trained(seed)
     kept = Checkpointer(root, **kwargs)
     for step in steps:
@@ -66,14 +66,14 @@ def save_steps(root, steps=(3, 6), seed=1, **kwargs):
 
 
 def load_latest(root):
-    """Resume; the step and the whole state dict."""
+    """Resume; return the step and the full state dict."""
     model, optimizer = trained(seed=7)
     step = Checkpointer(root).load_latest(model, optimizer)
     return step, model.state_dict()
 
 
 def try_to_load(target, how):
-    """What loading ``target`` raises, and whether all memory is as it was."""
+    """Return what loading ``target`` raises, and whether memory is unchanged."""
     model, optimizer = trained(seed=7)
     before = memory_of(model, optimizer)
     if how == "load":
@@ -84,7 +84,7 @@ def try_to_load(target, how):
 
 
 def failing(name, error):
-    """Let ``name`` raise ``error``."""
+    """Make ``name`` raise ``error``."""
     return mock.patch(name, side_effect=error)
 
 
@@ -92,7 +92,7 @@ def failing(name, error):
 
 
 def assert_agreed(raised, *words):
-    """Every rank raised the same `CheckpointError`, which has ``words`` in it."""
+    """Every rank raised the same `CheckpointError`, which contains ``words``."""
     for kind, text in raised:
         assert kind == "CheckpointError"
         assert text == raised[0][1]
@@ -101,7 +101,7 @@ def assert_agreed(raised, *words):
 
 
 def assert_resumes_from(root, step, state=None):
-    """The checkpoint of ``step`` is the newest, and whole; nothing unfinished lies about."""
+    """The checkpoint of ``step`` is the newest and complete; nothing unfinished is left."""
     assert not [name for name in os.listdir(root) if name.startswith(".")], os.listdir(root)
     found, loaded = run_ranks(2, load_latest, str(root))[0]
     assert found == step
@@ -110,7 +110,7 @@ def assert_resumes_from(root, step, state=None):
 
 
 def fail_to_save(root, step=9, again=False, **kwargs):
-    """What saving raises; with ``again`` a second save must work."""
+    """Return what saving raises."""
     model, optimizer = trained()
     kept = Checkpointer(root, async_save=False, **kwargs)
     return attempt(lambda: kept.save(step, model, optimizer))

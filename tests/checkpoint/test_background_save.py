@@ -1,4 +1,4 @@
-"""What is saved in the background is of the moment when the save began."""
+"""A background save holds the state of the moment when the save began."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ from tests.trained import OPTIMIZERS, train, trained
     ],
 )
 def test_a_background_save_is_of_its_moment(shared_folder, kind, placement):
-    """The writer is held back while steps, early ones too, change what it has not read: what is saved is older."""
+    """Steps, early ones included, change values that a delayed writer has not read yet: it saves the old values."""
     held = {"cpu_offload": True, "move_grads_to_cpu": False}
     settings = {"device": {}, "offload": {"cpu_offload": True}, "held": held}
     model = wrap_tiny(tiny(), **settings[placement])
@@ -73,7 +73,7 @@ class _HeldWriter:
         self._read, self._count = Snapshot.read, 0
 
     def read(self, snapshot, part):
-        """What stands in for `Snapshot.read`."""
+        """Replaces `Snapshot.read`."""
         self._count += 1
         if self._count == 3:
             self._reached.set()
@@ -81,11 +81,11 @@ class _HeldWriter:
         return self._read(snapshot, part)
 
     def wait(self):
-        """Until the writer has come there."""
+        """Wait until the writer reaches that box."""
         assert self._reached.wait(60)
 
     def release(self):
-        """Let it go on."""
+        """Let the writer continue."""
         self._released.set()
 
 
@@ -98,7 +98,7 @@ def _held_writer():
 
 @on_ranks(2)
 def test_an_edit_during_a_background_save_is_noticed(shared_folder):
-    """Masters that are saved where they are change without a step: the save fails, says so, and leaves nothing."""
+    """If masters that are saved in place change without a step, the save fails, says so, and leaves nothing."""
     model = wrap_tiny(tiny(), cpu_offload=True)
     checkpointer = Checkpointer(f"{shared_folder}/edited")
     with _held_writer() as writer:
@@ -118,7 +118,7 @@ def test_an_edit_during_a_background_save_is_noticed(shared_folder):
 
 @on_ranks(2)
 def test_masters_in_host_memory_are_not_copied(shared_folder):
-    """With offload and no step in between a background save copies no shard; without offload it copies each once."""
+    """With offload and no step in between, a background save copies no shard; without offload it copies each once."""
     for offload in (True, False):
         model = wrap_tiny(tiny(), cpu_offload=offload)
         model, optimizer = trained(model, OPTIMIZERS["adamw"])
@@ -130,9 +130,9 @@ def test_masters_in_host_memory_are_not_copied(shared_folder):
 
 @on_ranks(2)
 def test_ranks_exchange_once_while_training_waits():
-    """Whether all can save, the step, diverging buffers and optimizer state go in one message."""
+    """One message carries whether all can save, the step, diverging buffers and optimizer state."""
     model, optimizer = trained(wrap_tiny(tiny()), OPTIMIZERS["adamw"])
-    take(Training(model, optimizer), 1, {}).snapshot.close()  # makes the group
+    take(Training(model, optimizer), 1, {}).snapshot.close()  # creates the group
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
         take(Training(model, optimizer), 2, {}).snapshot.close()
     assert exchange.call_count == 1
@@ -140,7 +140,7 @@ def test_ranks_exchange_once_while_training_waits():
 
 @on_ranks(2)
 def test_a_refused_save_watches_nothing(shared_folder):
-    """What another rank made fail, and is still being handled, forbids no edit: the next step does not mind."""
+    """A save that failed because of another rank allows edits, even while its exception is still being handled."""
     model, optimizer = trained(wrap_tiny(tiny(), cpu_offload=True), OPTIMIZERS["adamw"])
     extra = {"fn": print} if dist.get_rank() == 1 else {}
     with pytest.raises(TypeError, match="rank 1 of 2") as caught:
@@ -149,4 +149,4 @@ def test_a_refused_save_watches_nothing(shared_folder):
         for param in model.parameters():
             param.add_(1)
     train(model, optimizer, [2])
-    del caught  # its frames hold what was to be saved
+    del caught  # its frames hold the values to save

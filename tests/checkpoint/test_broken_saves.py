@@ -1,4 +1,4 @@
-"""Broken disks, ranks that disagree, saves that meet: one clear error on every rank, and nothing lost."""
+"""Broken disks, ranks that disagree, overlapping saves: one clear error on every rank, and nothing lost."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ def disk(path, *options):
 
 
 def save_into_little_room(root, disk_folder, rooms, async_save):
-    """For each of ``rooms`` (pages that are free) what saving raises, and what is there then."""
+    """Save with each of ``rooms`` (free pages); return what each save raises and which files are there then."""
     model, optimizer = trained()
     found = []
     for step, pages in enumerate(rooms, start=10):
@@ -87,9 +87,9 @@ def test_a_full_disk_is_an_error_wherever_it_strikes(written, tmp_path, async_sa
                 assert there == (["latest", "step-00000003", "step-00000006", new], f"{new}\n")
             else:
                 assert_agreed([raised, other], str(root), "No space left on device")
-                saved = [new] if "is saved, but" in raised[1] else []  # all but its name in `latest`
+                saved = [new] if "is saved, but" in raised[1] else []  # complete, but not named in `latest`
                 assert saved or f"{new} was not saved" in raised[1]
-                assert saved or ".tmp-step" in raised[1]  # the file
+                assert saved or ".tmp-step" in raised[1]  # names the file
                 assert there == (["latest", "step-00000003", "step-00000006", *saved], "step-00000006\n")
         files = ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp", "fairshard.json")
         struck = {name for _, text in failed for name in files if name in text}
@@ -99,7 +99,7 @@ def test_a_full_disk_is_an_error_wherever_it_strikes(written, tmp_path, async_sa
 
 @pytest.mark.cpu_only
 def test_a_folder_that_is_only_read(written, tmp_path):
-    """It is loaded from; a save into it fails on every rank with its name."""
+    """A read-only folder can be loaded from; a save into it fails on every rank and names it."""
     with disk(tmp_path / "disk", "size=2m") as folder:
         root = Path(shutil.copytree(written[0], folder / "root"))
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
@@ -108,7 +108,7 @@ def test_a_folder_that_is_only_read(written, tmp_path):
 
 
 def save_with_rank_1_limited(root):
-    """Rank 1 may not write files of more than 4 KiB: what is raised."""
+    """Save while rank 1 may not write files over 4 KiB; return what is raised."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -119,7 +119,7 @@ def save_with_rank_1_limited(root):
 
 
 def test_one_rank_that_cannot_write_is_named_on_all(root, written):
-    """The others do not wait for it, and learn which rank it was, which file, and why."""
+    """The other ranks do not wait for it, and learn which rank failed, on which file, and why."""
     raised = run_ranks(2, save_with_rank_1_limited, str(root))
     assert_agreed(raised, "step-00000009 was not saved", "File too large", "__1_0.distcp", "rank 1")
     assert_resumes_from(root, 6, written[1])
@@ -129,7 +129,7 @@ def test_one_rank_that_cannot_write_is_named_on_all(root, written):
 
 
 def save_differently(root, case):
-    """Rank 1 does something else than rank 0; then both do the same. What the first raised."""
+    """Save differently on rank 1, then alike on both; return what the first save raised."""
     model, optimizer = trained()
     kept = Checkpointer(root)
     is_other = dist.get_rank() == 1
@@ -154,7 +154,7 @@ def save_differently(root, case):
     ],
 )
 def test_a_rank_that_differs_is_named_on_all(root, case, kind, words):
-    """Nobody waits for ever, nothing is left, and the next save works."""
+    """All ranks raise the same error, nothing is left behind, and the next save works."""
     raised = run_ranks(2, save_differently, str(root), case)
     for found, text in raised:
         assert (found, text) == (kind, raised[0][1])
@@ -164,7 +164,7 @@ def test_a_rank_that_differs_is_named_on_all(root, case, kind, words):
 
 
 def save_without_state(root, num_groups):
-    """On rank 1 the optimizer has no state of the inner unit: what a save raises. Then the save of all the same."""
+    """Save without rank 1's optimizer state of the inner unit, then with it; return what the first save raised."""
     group = dist.new_group([0, 1]) if num_groups == 2 else None
     model = FSDP(nn.Sequential(mlp(3, 4), FSDP(mlp(4, 2), process_group=group)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -182,7 +182,7 @@ def save_without_state(root, num_groups):
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_optimizer_state_that_one_rank_lacks_is_named_on_all(root, num_groups):
-    """Half of a tensor would be missing; nothing is left behind, whatever groups the units are sharded over."""
+    """A save that would lose half of a tensor raises and leaves nothing behind, whatever groups shard the units."""
     words = r"of `1.0.weight`, `1.0.bias` is .* on rank 0 and absent on rank 1"
     for kind, text in run_ranks(2, save_without_state, str(root), num_groups):
         assert kind == "ValueError"
@@ -191,7 +191,7 @@ def test_optimizer_state_that_one_rank_lacks_is_named_on_all(root, num_groups):
 
 
 def save_to_own_disk(root):
-    """Rank 1 sees another disk under the same path: what each rank raises."""
+    """Save while rank 1 sees another disk under the same path; return what each rank raises."""
     begin = CheckpointWriter.__init__
 
     def elsewhere(writer, folder, num_ranks):
@@ -204,17 +204,17 @@ def save_to_own_disk(root):
 
 
 def test_ranks_that_do_not_share_the_folder(root, written):
-    """Half of a checkpoint is not published."""
+    """A checkpoint with half of its files is not published."""
     raised = run_ranks(2, save_to_own_disk, str(root))
     assert_agreed(raised, "step-00000009 was not saved", "must see the same folder", "__1_0.distcp")
     assert_resumes_from(root, 6, written[1])
 
 
-# ---- crashes that a kill rarely hits, and saves that meet
+# ---- crashes that a kill rarely hits, and overlapping saves
 
 
 def test_a_step_is_saved_again_without_a_moment_without_one(root, written):
-    """Killed between the two renames of a save of the same step, a run goes on from the old one."""
+    """A run killed between the two renames of a save of an existing step resumes from the old checkpoint."""
     os.rename(root / "step-00000006", root / ".replaced-step-00000006")
     (root / ".tmp-step-00000006-1234").mkdir()
     found, state = run_ranks(2, load_latest, str(root))[0]
@@ -225,7 +225,7 @@ def test_a_step_is_saved_again_without_a_moment_without_one(root, written):
 
 
 def test_what_was_replaced_goes_when_the_new_one_is_there(root, written):
-    """Killed just after the second rename: the new one counts."""
+    """A run killed just after the second rename resumes from the new checkpoint."""
     shutil.copytree(root / "step-00000003", root / ".replaced-step-00000006")
     found, state = run_ranks(2, load_latest, str(root))[0]
     assert found == 6
@@ -234,7 +234,7 @@ def test_what_was_replaced_goes_when_the_new_one_is_there(root, written):
 
 
 def save_6_again(root, fails):
-    """Save step 6 of another model over it; on rank 0 the last rename fails if ``fails``."""
+    """Save step 6 of another model over the old one; if ``fails``, the last rename, on rank 0, fails."""
     rename = os.rename
 
     def renaming(source, target):
@@ -250,7 +250,7 @@ def save_6_again(root, fails):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_step_that_is_saved_again(root, written, fails):
-    """It is replaced; if that fails, the old one is back."""
+    """The checkpoint of the step is replaced; if that fails, the old one is restored."""
     raised, state = zip(*run_ranks(2, save_6_again, str(root), fails), strict=True)
     if fails:
         assert_agreed(raised, "step-00000006 was not saved", "Input/output error")
@@ -262,7 +262,7 @@ def test_a_step_that_is_saved_again(root, written, fails):
 
 
 def save_twice_at_once(folder):
-    """A save in the background that is late on rank 1, another one's, a save and a load, right after each other."""
+    """Background saves of two checkpointers, the first late on rank 1, more saves and a load, without a pause."""
     model, optimizer = trained()
     one, other = Checkpointer(f"{folder}/one"), Checkpointer(f"{folder}/other")
     with delayed(CheckpointWriter, "write_data", 1, 0.3):
@@ -276,7 +276,7 @@ def save_twice_at_once(folder):
 
 
 def test_saves_that_meet_wait_for_each_other(tmp_path):
-    """They share a group: in another order on another rank they would take each other's messages."""
+    """Saves share a group: run in a different order on another rank, they would receive each other's messages."""
     assert (
         run_ranks(2, save_twice_at_once, str(tmp_path))
         == [(["latest", "step-00000001", "step-00000004"], ["latest", "step-00000002"])] * 2
@@ -284,7 +284,7 @@ def test_saves_that_meet_wait_for_each_other(tmp_path):
 
 
 def destroy_too_early(root, rank_1_is_late):
-    """The group goes before the thread that saves uses it; late, rank 1 writes when rank 0 has given up and cleaned."""
+    """Destroy the group before the saving thread uses it; a late rank 1 writes after rank 0 has cleaned up."""
     model, optimizer = trained()
     kept = Checkpointer(root)
     is_late, destroyed = rank_1_is_late and dist.get_rank() == 1, threading.Event()
@@ -306,9 +306,9 @@ def destroy_too_early(root, rank_1_is_late):
 
 @pytest.mark.parametrize("rank_1_is_late", [False, True])
 def test_a_group_destroyed_during_a_save_is_an_error_that_says_so(tmp_path, rank_1_is_late):
-    """torch would take each rank for a process alone then, and let all write one rank's files: none is published.
+    """No checkpoint is published: without the group, torch would let every rank write the files of a single process.
 
-    Rank 0 removes the unfinished folder, and a rank that comes late does not make it again.
+    Rank 0 removes the unfinished folder, and a late rank does not create it again.
     """
     raised = run_ranks(2, destroy_too_early, str(tmp_path / "root"), rank_1_is_late)
     assert_agreed(raised, "step-00000001 was not saved", "Call Checkpointer.wait() before")
@@ -316,7 +316,7 @@ def test_a_group_destroyed_during_a_save_is_an_error_that_says_so(tmp_path, rank
 
 
 def fail_in_background(root):
-    """The disk fails in the background: what each call raises, and what is logged."""
+    """Save to a disk that fails in the background; return what the next save raises."""
     model, optimizer = trained()
     kept = Checkpointer(root)
     failed = attempt(lambda: None)
@@ -329,7 +329,7 @@ def fail_in_background(root):
 
 
 def test_a_failed_background_save_is_raised_by_the_next_call(root):
-    """Once, and the call after it works."""
+    """The failure is raised once; the call after that works."""
     raised = run_ranks(2, fail_in_background, str(root))
     for kind, text in raised:
         assert kind == "CheckpointError"
@@ -342,7 +342,7 @@ def test_a_failed_background_save_is_raised_by_the_next_call(root):
 
 @pytest.mark.parametrize("place", ["relative", "slash", "path", "file", "memory"])
 def test_places_that_a_process_alone_saves_to(tmp_path, monkeypatch, place):
-    """Without torch.distributed: a relative path, whatever folder the program is in later; a URL."""
+    """Without torch.distributed, saves go to a relative path, even if the program changes folder later, or a URL."""
     monkeypatch.chdir(tmp_path)
     root = {
         "relative": "run",
@@ -374,7 +374,7 @@ def test_places_that_a_process_alone_saves_to(tmp_path, monkeypatch, place):
 @pytest.mark.parametrize("num_copies", [0, 1, 2])
 @pytest.mark.parametrize("crash", [OSError, KeyboardInterrupt])
 def test_a_remote_place_that_fails_while_files_get_their_names(tmp_path, num_copies, crash):
-    """Nothing can be renamed there: what is not whole has no manifest, and does not stay."""
+    """Remote files cannot be renamed: an incomplete checkpoint has no manifest and is removed."""
     root = f"memory://{tmp_path.name}/run"
     model = mlp(3, 2)
     kept = Checkpointer(root, async_save=False)
@@ -397,6 +397,6 @@ def test_a_remote_place_that_fails_while_files_get_their_names(tmp_path, num_cop
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, None])
 def test_a_step_that_is_no_number_of_steps(tmp_path, step):
-    """It would never be found again."""
+    """A step that is not a whole number is refused: no load would find its checkpoint."""
     with pytest.raises(ValueError, match="must be a number of steps"):
         Checkpointer(tmp_path).save(step, mlp(3, 2))

@@ -1,4 +1,4 @@
-"""Consolidation: every weight under its name, to the bit, in bounded memory, whole or not at all."""
+"""Consolidation writes every weight under its name, to the bit, in bounded memory, completely or not at all."""
 
 import json
 import os
@@ -26,14 +26,14 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.flo
 
 
 def weights_of(dtype=torch.float32):
-    """Shapes that are cut across rows, empty, 0-dim, and a large one among small ones."""
+    """Weights whose shapes are cut inside a row, empty, 0-dim, and one large among small ones."""
     random = torch.Generator().manual_seed(0)
     shapes = {"emb.weight": (7, 5), "layers.0.w": (3, 4, 2), "layers.10.b": (4,), "scale": (), "none": (0, 3)}
     return {name: torch.randn(shape, generator=random).mul(9).to(dtype) for name, shape in shapes.items()}
 
 
 def tree_of(weights):
-    """What a Checkpointer saves beside a model."""
+    """A tree as a `Checkpointer` saves it: a model and what goes along with it."""
     state = {name: {"exp_avg": torch.ones(3), "step": torch.tensor(7.0)} for name in weights}
     return {
         "model": dict(weights),
@@ -44,7 +44,7 @@ def tree_of(weights):
 
 
 def equal(found, expected):
-    """Same names, and every value the same in dtype, shape and bits."""
+    """Both have the same names, and values of the same dtype, shape and bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
@@ -64,7 +64,7 @@ def read_folder(folder):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A checkpoint of ours, with a manifest; ``model`` are its weights."""
+    """A checkpoint of ours, with a manifest; its weights are `weights_of`."""
     folder = tmp_path / "step-00000100"
     save_alone(folder, tree_of(weights_of()))
     sign(folder)
@@ -73,7 +73,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_formats_hold_every_weight_to_the_bit(tmp_path, dtype):
-    """What was saved is what is read, whatever the dtype; nothing of optimizer, scheduler or ranks is there."""
+    """The file holds the weights that were saved, in any dtype, and nothing of optimizer, scheduler or ranks."""
     expected = weights_of(dtype)
     save_alone(tmp_path / "ckpt", tree_of(expected))
     found = consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
@@ -86,7 +86,7 @@ def test_both_formats_hold_every_weight_to_the_bit(tmp_path, dtype):
 
 
 def test_pieces_of_several_ranks_are_put_together(tmp_path):
-    """Two ranks cut the line through the middle of rows; the files hold whole weights again."""
+    """Two ranks hold shards cut inside rows; the files hold full weights again."""
     expected = {name: value for name, value in weights_of().items() if value.numel()}
     run_ranks(2, save_cut, folder=str(tmp_path / "ckpt"), whole=expected)
     consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
@@ -94,7 +94,7 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path):
 
 
 def save_trained(folder):
-    """A wrapped model, saved by `fairshard.checkpoint.save` after a step; rank 0 leaves its whole state dict beside."""
+    """A wrapped model, saved by `fairshard.checkpoint.save` after a step; rank 0 also writes the full state dict."""
     model = wrap_tiny(tiny())
     optimizer = torch.optim.AdamW(model.parameters())
     tokens, extra, targets = tiny_batch(dist.get_rank())
@@ -108,7 +108,7 @@ def save_trained(folder):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_trained_model_is_what_its_state_dict_says(tmp_path, world_size):
-    """Saved from shards and consolidated it is the wrapper's state dict, under the plain module's names, still tied."""
+    """A sharded model, saved and consolidated, is its state dict under the plain module's names, still tied."""
     run_ranks(world_size, save_trained, folder=str(tmp_path))
     found = consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
     assert found.aliases == {"head.weight": "embed.weight"}
@@ -118,7 +118,7 @@ def test_a_trained_model_is_what_its_state_dict_says(tmp_path, world_size):
 
 
 def test_the_root_of_a_run_means_its_latest_checkpoint(tmp_path, saved):
-    """``latest`` names the folder beside it."""
+    """Given a root, consolidation reads the folder that ``latest`` names."""
     save_alone(tmp_path / "step-00000200", {"model": {"w": torch.full((2,), 200.0)}})
     (tmp_path / "latest").write_text("step-00000200\n")
     consolidate_torch(tmp_path, tmp_path / "out.pt")
@@ -127,7 +127,7 @@ def test_the_root_of_a_run_means_its_latest_checkpoint(tmp_path, saved):
 
 @pytest.mark.parametrize("text", ["", "../elsewhere", "step-00000300"])
 def test_a_latest_that_names_no_folder_beside_it_is_refused(tmp_path, saved, text):
-    """Empty, out of the root, or of a folder that is gone."""
+    """``latest`` may not be empty, name a folder outside the root, or name a missing folder."""
     (tmp_path / "latest").write_text(text)
     with pytest.raises(CheckpointError, match="latest must name a folder beside it"):
         consolidate_torch(tmp_path, tmp_path / "out.pt")
@@ -147,7 +147,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("tree", "names"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_the_model_is_found_whoever_saved_it(tmp_path, tree, names):
-    """Prefixes of the saved dict are stripped, parts of names never; optimizers are left out."""
+    """Prefixes of the saved dict are stripped, parts of parameter names never; optimizers are left out."""
     save_alone(tmp_path / "ckpt", tree)
     consolidate_torch(tmp_path / "ckpt", tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == names
@@ -155,7 +155,7 @@ def test_the_model_is_found_whoever_saved_it(tmp_path, tree, names):
 
 @pytest.mark.parametrize("limit", [1, 100, 160, 255, 256])
 def test_shards_are_what_hugging_face_expects(tmp_path, saved, limit):
-    """At most ``limit`` bytes or one tensor a file, numbered, an index with the sum of bytes, ``format`` pt."""
+    """Files are numbered, hold ``limit`` bytes or one tensor, have ``format`` pt; an index has the sum of bytes."""
     expected = weights_of()
     total = sum(value.nbytes for value in expected.values())
     consolidate_safetensors(saved, tmp_path / "out", max_shard_nbytes=limit)
@@ -175,7 +175,7 @@ def test_shards_are_what_hugging_face_expects(tmp_path, saved, limit):
 
 
 def test_tied_weights_share_memory_or_are_written_once(tmp_path):
-    """In torch's file both names are one storage; safetensors has the first name alone."""
+    """In torch's file both names share one storage; safetensors has only the first name."""
     weight = torch.arange(1000.0)
     save_alone(tmp_path / "ckpt", {"model": {"emb.weight": weight, "head.weight": weight, "b": torch.ones(1)}})
     sign(tmp_path / "ckpt", aliases={"head.weight": "emb.weight"})
@@ -189,21 +189,21 @@ def test_tied_weights_share_memory_or_are_written_once(tmp_path):
 
 
 def test_weights_of_one_file_have_storages_of_their_own(tmp_path, saved):
-    """Keeping one weight keeps its own bytes alone, not the model's."""
+    """Keeping one weight alive keeps only its own bytes, not the model's."""
     consolidate_torch(saved, tmp_path / "out.pt")
     for value in torch.load(tmp_path / "out.pt", weights_only=True).values():
         assert value.untyped_storage().nbytes() == value.nbytes
 
 
 def test_aliases_that_do_not_fit_the_tensors_are_refused(tmp_path, saved):
-    """A manifest that ties tensors of different shapes is not this checkpoint's."""
+    """A manifest that ties tensors of different shapes does not belong to this checkpoint."""
     sign(saved, aliases={"scale": "emb.weight"})
     with pytest.raises(CheckpointError, match=r"`scale` and `emb\.weight`"):
         consolidate_torch(saved, tmp_path / "out.pt")
 
 
 def test_the_config_and_the_tokenizer_are_copied(tmp_path, saved):
-    """``config.json`` and what belongs to it; a folder without one is refused before anything is written."""
+    """``config.json`` and its companions are copied; a folder without one is refused before anything is written."""
     config = tmp_path / "config"
     config.mkdir()
     with pytest.raises(CheckpointError, match=r"config has none"):
@@ -222,7 +222,7 @@ def consolidate(format, folder, out):
 
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
 def test_nothing_is_overwritten(tmp_path, saved, format):
-    """A file or a folder that is there stays as it was."""
+    """An existing file or folder stays unchanged."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder"):
@@ -235,7 +235,7 @@ def test_nothing_is_overwritten(tmp_path, saved, format):
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_changed_byte_is_found_before_anything_is_written(tmp_path, saved, format, name):
-    """With a manifest, one flipped byte anywhere in a file is an error that names the file."""
+    """With a manifest, one flipped byte anywhere in a file raises an error that names the file."""
     change_byte(saved / name)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=f"{name} must have the CRC-32"):
@@ -246,7 +246,7 @@ def test_a_changed_byte_is_found_before_anything_is_written(tmp_path, saved, for
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_missing_file_is_named(tmp_path, saved, format, signed):
-    """With a manifest and without one; nothing half-written is left."""
+    """With or without a manifest, the error names the file, and nothing half-written is left."""
     (saved / "__0_0.distcp").unlink()
     if not signed:
         (saved / "fairshard.json").unlink()
@@ -257,7 +257,7 @@ def test_a_missing_file_is_named(tmp_path, saved, format, signed):
 
 
 def test_metadata_that_lost_a_piece_are_refused(tmp_path, saved):
-    """Half of a weight would be whatever was on the disk; it is an error that names the weight."""
+    """Rather than write garbage for the missing piece, consolidation raises an error that names the weight."""
     (saved / "fairshard.json").unlink()
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.emb.weight"].chunks.clear()
@@ -267,7 +267,7 @@ def test_metadata_that_lost_a_piece_are_refused(tmp_path, saved):
 
 
 def test_a_checkpoint_without_a_model_is_refused(tmp_path):
-    """An optimizer alone has nothing to consolidate."""
+    """A checkpoint of only an optimizer raises an error."""
     save_alone(tmp_path / "ckpt", {"optim": {"state": {"w": W}}})
     with pytest.raises(CheckpointError, match="no tensors of one"):
         consolidate_torch(tmp_path / "ckpt", tmp_path / "out")
@@ -277,7 +277,7 @@ def test_a_checkpoint_without_a_model_is_refused(tmp_path):
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("where", ["metadata", "tensor"])
 def test_malicious_pickles_do_not_run(tmp_path, saved, format, signed, where):
-    """Metadata or a tensor that would run code are refused by file, also when a manifest vouches for them."""
+    """Metadata or a tensor that would run code raise an error that names the file, even with a valid manifest."""
     mark = tmp_path / "mark"
     if where == "metadata":
         poison_metadata(saved, mark)
@@ -320,14 +320,14 @@ except RuntimeError as error:
 
 @pytest.mark.cpu_only
 def test_memory_for_one_parameter_is_enough(tmp_path):
-    """40 parameters of 8 MB go through a process that may take 12 MB more of private memory than it had.
+    """A process that may take only 12 MB more private memory consolidates 40 parameters of 8 MB each.
 
-    RLIMIT_DATA counts private writable memory, touched or not, and not the mapped files. At the end two of the
-    parameters are too much for the process: the limit is one.
+    RLIMIT_DATA counts private writable memory, touched or not, but no mapped files. To show that the limit works, the
+    process fails at the end to allocate two such parameters.
     """
     save_alone(tmp_path / "small", {"model": {"w": torch.ones(2 * MB)}})
     save_alone(tmp_path / "large", {"model": {f"layers.{i}.w": torch.full((2 * MB,), float(i)) for i in range(40)}})
-    # glibc keeps freed blocks of this size otherwise, none of them or up to two
+    # otherwise glibc keeps up to two freed blocks of this size
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MB)}
     command = [sys.executable, "-c", MEASURED, str(tmp_path), str(12 * MB)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -340,9 +340,9 @@ def test_memory_for_one_parameter_is_enough(tmp_path):
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
 @pytest.mark.parametrize("room", [0, 1], ids=["for nothing", "for the values only"])
 def test_a_full_disk_leaves_nothing_behind(tmp_path, format, room):
-    """Whether the disk is full at once or when the headers are written: one error, no file, no work folder.
+    """Whether the disk fills up at the first byte or at the headers: one error, no file, no work folder.
 
-    The full disk is a limit on the size of a file; torch's and safetensors' own files are larger than their values.
+    A limit on the file size plays the full disk; files of torch and safetensors are larger than their values.
     """
     weight = torch.zeros(MB)
     save_alone(tmp_path / "ckpt", {"model": {"w": weight}})
@@ -358,7 +358,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, format, room):
 
 
 def test_a_checkpoint_where_fsspec_reaches_is_read(tmp_path, saved):
-    """From fsspec's memory, through the root's ``latest``: checksums, metadata and values."""
+    """Checksums, metadata and values are read from fsspec's memory filesystem, through the root's ``latest``."""
     memory = fsspec.filesystem("memory")
     memory.put(str(saved), "/run/step-00000100", recursive=True)
     memory.pipe_file("/run/latest", b"step-00000100\n")

@@ -1,4 +1,4 @@
-"""Broken files, and what another model saved: one clear error on every rank, and nothing lost."""
+"""Broken files and checkpoints of another model: one clear error on every rank, and nothing lost."""
 
 import contextlib
 import io
@@ -29,12 +29,12 @@ from tests.models import mlp, tiny, wrap_each, wrap_tiny
 
 
 def fail_to_load(target, how):
-    """What each rank raises, and whether its memory is as it was."""
+    """Return what loading raises on each rank, and whether its memory is unchanged."""
     return zip(*run_ranks(2, try_to_load, str(target), how), strict=True)
 
 
 def truncate(path):
-    """Cut the second half off."""
+    """Cut off the second half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -46,7 +46,7 @@ def flip(path):
 
 
 def empty(path):
-    """Keep nothing but the name."""
+    """Remove all content."""
     path.write_bytes(b"")
 
 
@@ -59,7 +59,7 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "empty": empty, "missing": os
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_on_every_rank(root, name, damage):
-    """Every rank raises the same error, which names the file; nothing is loaded; the checkpoint before is fine."""
+    """Every rank raises the same error, which names the file; nothing is loaded; the previous checkpoint is fine."""
     path = root / "step-00000006" / name
     DAMAGES[damage](path)
     if (name, damage) != ("fairshard.json", "missing"):  # without a manifest it is a checkpoint of plain torch
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_on_every_rank(root, name, damage):
         assert_agreed(raised, str(path), *["missing"] * (damage == "missing"))
         assert all(same)
     raised, same = fail_to_load(root, "load_latest")
-    assert_agreed(raised, str(path), "step-00000003")  # what else there is
+    assert_agreed(raised, str(path), "step-00000003")  # another checkpoint to use
     assert all(same)
     (root / "latest").write_text("step-00000003\n")
     assert_resumes_from(root, 3)
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_on_every_rank(root, name, damage):
 
 @pytest.mark.parametrize("key", ["model.first.norm.weight", "optim.state.first.norm.weight.exp_avg"])
 def test_metadata_that_lost_a_piece(root, key):
-    """What plain torch wrote has no checksums: a tensor of which a piece is nowhere is noticed all the same."""
+    """Plain torch's checkpoints have no checksums, but a tensor with a missing piece is still noticed."""
     folder = root / "step-00000006"
     (folder / "fairshard.json").unlink()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -87,7 +87,7 @@ def test_metadata_that_lost_a_piece(root, key):
 
 
 def fail_to_load_plain(folder):
-    """What loading into a plain model raises, and whether its memory is as it was."""
+    """Return what loading into a plain model raises, and whether its memory is unchanged."""
     model = tiny(seed=7)
     before = [value.clone() for value in model.state_dict().values()]
     raised = attempt(lambda: load(folder, model))
@@ -96,17 +96,17 @@ def fail_to_load_plain(folder):
 
 @pytest.mark.parametrize("name", FILES[:2])
 def test_what_was_read_before_a_file_ends_is_not_kept(root, name):
-    """Without checksums a cut file is noticed while it is read: a plain model too stays as it was."""
+    """Without checksums a cut file is noticed only while it is read: even a plain model stays unchanged."""
     folder = root / "step-00000006"
     (folder / "fairshard.json").unlink()
-    os.truncate(folder / name, 4096)  # a few of its tensors are left
+    os.truncate(folder / name, 4096)  # keeps a few tensors
     raised, same = zip(*run_ranks(2, fail_to_load_plain, str(folder)), strict=True)
     assert_agreed(raised, name)
     assert all(same)
 
 
 def test_a_file_that_was_cut_says_so(root):
-    """Its length is looked at before its bytes, and told."""
+    """The length is checked before the bytes, and the error states it."""
     path = root / "step-00000006" / "__1_0.distcp"
     nbytes = path.stat().st_size
     truncate(path)
@@ -116,7 +116,7 @@ def test_a_file_that_was_cut_says_so(root):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "not a text"])
 def test_a_damaged_pointer_is_named_on_every_rank(root, damage):
-    """What `latest` says is not guessed: the error tells what may be written into it."""
+    """The content of a damaged `latest` is not guessed: the error tells what may be written into it."""
     path = root / "latest"
     {**DAMAGES, "not a text": lambda path: path.write_bytes(b"\xff\xfe")}[damage](path)
     for how in ("load", "load_latest"):
@@ -128,13 +128,13 @@ def test_a_damaged_pointer_is_named_on_every_rank(root, damage):
 
 
 def test_without_a_pointer_the_newest_whole_checkpoint_is_taken(root, written):
-    """So a run goes on that was killed before its first `latest`."""
+    """A run that was killed before it wrote its first `latest` can resume."""
     (root / "latest").unlink()
     assert_resumes_from(root, 6, written[1])
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(root):
-    """No bit of it can change the step, a file's checksum, anything, unnoticed."""
+    """No flipped bit can change the step, a file's checksum or anything else unnoticed."""
     good = (root / "step-00000006" / "fairshard.json").read_bytes()
     manifest = read_manifest(OneFile(good), "run")
     assert manifest.step == 6
@@ -152,16 +152,16 @@ class OneFile(LocalStorage):
         self._data = data
 
     def exists(self, path):
-        """Yes."""
+        """Every file exists."""
         return True
 
     def open(self, path, mode):
-        """Its bytes."""
+        """The same bytes for every file."""
         return io.BytesIO(self._data)
 
 
 def test_a_file_in_place_of_a_folder_is_named(tmp_path):
-    """Where the root or a step should be a folder, but is not."""
+    """A file where the root folder should be raises an error that names it, and stays unchanged."""
     path = tmp_path / "root"
     path.write_text("a file")
     raised, same = fail_to_load(path, "load_latest")
@@ -172,7 +172,7 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path):
 
 
 def fail_to_load_other(root, case):
-    """What is raised by loading what another model, or an optimizer of other groups, has saved."""
+    """Load a checkpoint of another model or of other optimizer groups; return what is raised."""
     if case == "model":
         model = wrap_each(mlp(6, 11, 6))
     elif case == "sizes":
@@ -195,7 +195,7 @@ def fail_to_load_other(root, case):
 
 
 def save_two_groups(root):
-    """A checkpoint of an optimizer with two learning rates."""
+    """Save a checkpoint of an optimizer with two learning rates."""
     model = wrap_tiny(tiny())
     params = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], lr=0.02)
@@ -213,7 +213,7 @@ def save_two_groups(root):
     ],
 )
 def test_what_another_model_or_optimizer_saved_is_refused(root, case, kind, words):
-    """On every rank, before anything is changed."""
+    """Every rank raises the same error, before anything is changed."""
     if case == "groups":
         run_ranks(2, save_two_groups, str(root))
     raised, same = zip(*run_ranks(2, fail_to_load_other, str(root), case), strict=True)

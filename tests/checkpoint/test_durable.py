@@ -1,4 +1,4 @@
-"""What is published is on the disk: each file, then its folder, then the name that it gets."""
+"""A published checkpoint is on the disk: each file is synced, then its folder, then its new name."""
 
 import os
 from unittest import mock
@@ -11,9 +11,9 @@ from tests.models import mlp
 
 @pytest.fixture
 def calls(tmp_path):
-    """What the system is asked for during a first save of step 1 below ``run``, in order.
+    """System calls of a first save of step 1 into ``run``, in order.
 
-    ``("sync", inode)``, for a file may have got another name since, or ``("rename", old, new)``.
+    ``("sync", inode)`` (a file may be renamed later, its inode stays) or ``("rename", old, new)``.
     """
     found = []
     sync, rename, replace = os.fsync, os.rename, os.replace
@@ -39,13 +39,13 @@ def calls(tmp_path):
 
 
 def rename_to(calls, name):
-    """When something got the name ``name``."""
+    """Position of the call that renamed something to ``name``."""
     (place,) = (at for at, (kind, *rest) in enumerate(calls) if kind == "rename" and rest[-1] == name)
     return place
 
 
 def is_synced(calls, path):
-    """Whether ``calls`` hold a sync of what is at ``path``."""
+    """Whether ``calls`` contain a sync of the file or folder at ``path``."""
     return ("sync", path.stat().st_ino) in calls
 
 
@@ -57,7 +57,7 @@ def test_a_file_is_on_the_disk_before_the_step_has_its_name(tmp_path, calls, nam
 
 
 def test_the_names_in_a_step_are_on_the_disk_before_it_has_its_own(tmp_path, calls):
-    """Its folder is synced after the last file in it got its name."""
+    """The folder of the step is synced after the last file in it got its name."""
     last = rename_to(calls, "fairshard.json")
     assert is_synced(calls[last : rename_to(calls, "step-00000001")], tmp_path / "run" / "step-00000001")
 
@@ -69,12 +69,12 @@ def test_a_step_is_on_the_disk_before_latest_names_it(tmp_path, calls):
 
 
 def test_latest_is_on_the_disk_when_a_save_is_done(tmp_path, calls):
-    """The text is synced before it gets its name, and the name after that."""
+    """The text is synced before the file is renamed to ``latest``, and the new name after that."""
     pointed = rename_to(calls, "latest")
     assert is_synced(calls[:pointed], tmp_path / "run" / "latest")
     assert is_synced(calls[pointed:], tmp_path / "run")
 
 
 def test_a_new_root_is_on_the_disk(tmp_path, calls):
-    """The folder that the root was made in is synced before the first step is there."""
+    """The parent folder of a new root is synced before the first step is published."""
     assert is_synced(calls[: rename_to(calls, "step-00000001")], tmp_path)

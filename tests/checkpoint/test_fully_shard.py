@@ -1,4 +1,4 @@
-"""What `fully_shard` has sharded is saved and loaded as what is wrapped: on other ranks, and in the background."""
+"""Models of `fully_shard` are saved and loaded like wrapped ones: on other ranks, and in the background."""
 
 import threading
 import warnings
@@ -33,7 +33,7 @@ BUILDS = {
 
 
 def _built(how, seed, optimizer="adamw"):
-    """An `Odd` of one of `BUILDS`, and its optimizer."""
+    """An `Odd` model sharded as `BUILDS` says, and its optimizer."""
     model = BUILDS[how](odd(seed=seed))
     return model, OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
 
@@ -53,7 +53,7 @@ def _save(how, folder, optimizer):
 def _load(how, folder, optimizer):
     model, own = _built(how, 5, optimizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that random numbers do not go on
+        warnings.simplefilter("ignore")  # warns that random numbers are not restored
         assert load(folder, model, own) == 2
     loaded = _whole(model, own)
     train_odd(model, own, range(1))
@@ -98,7 +98,7 @@ def test_any_number_of_ranks_and_either_door(saved, loaded, optimizer, tmp_path)
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["rows", "columns", "offloaded"])
 def test_a_background_save_is_of_its_moment(shared_folder, how):
-    """A step before the writer has read changes nothing of what is saved; a resumed run goes on bit for bit."""
+    """Steps taken before the writer reads do not change what is saved; a resumed run continues bit for bit."""
     model, optimizer = _built(how, 1)
     extra = {"position": 3}
     train_odd(model, optimizer, range(2))
@@ -115,7 +115,7 @@ def test_a_background_save_is_of_its_moment(shared_folder, how):
         train_odd(model, optimizer, range(2, 4))
         released.set()
     goal = _whole(model, optimizer)
-    for _ in range(2):  # into another model, and again into that
+    for _ in range(2):  # a fresh model each time
         other, of_other = _built(how, 5)
         its_extra = {}
         assert Checkpointer(f"{shared_folder}/{how}").load_latest(other, of_other, extra=its_extra) == 2
@@ -128,7 +128,7 @@ def test_a_background_save_is_of_its_moment(shared_folder, how):
 
 @on_ranks(2)
 def test_an_edit_during_a_background_save_is_noticed(shared_folder):
-    """Offloaded weights are read where they are: what changes them without a step fails the save."""
+    """Offloaded weights are read in place: a change without an optimizer step fails the save."""
     model, _ = _built("offloaded", 1)
     released, read = threading.Event(), Snapshot.read
 
@@ -148,7 +148,7 @@ def test_an_edit_during_a_background_save_is_noticed(shared_folder):
 
 @on_ranks(2)
 def test_each_value_is_copied_once():
-    """Tied weights too; and nothing where values are in host memory."""
+    """A save copies each value once, tied weights included, and copies nothing that is in host memory."""
     for how in ("rows", "offloaded"):
         model, optimizer = _built(how, 1)
         train_odd(model, optimizer, range(1))
@@ -160,7 +160,7 @@ def test_each_value_is_copied_once():
 
 @on_ranks(2)
 def test_nothing_changes_if_it_does_not_fit(shared_folder):
-    """Another model's checkpoint is refused by name, on all ranks, before anything is written."""
+    """Another model's checkpoint raises an error that names the weight, on all ranks, before anything is written."""
     model, optimizer = _built("rows", 1)
     train_odd(model, optimizer, range(1))
     save(f"{shared_folder}/one", model, optimizer)
@@ -175,7 +175,7 @@ def test_nothing_changes_if_it_does_not_fit(shared_folder):
 
 @on_ranks(in_full(4))
 def test_replicas_write_each_piece_once(shared_folder):
-    """Of two replicas of two shards."""
+    """With two replicas of two shards, the checkpoint holds two pieces of each parameter."""
     model, optimizer = _built("replicas", 1)
     train_odd(model, optimizer, range(1))
     save(f"{shared_folder}/one", model, optimizer)

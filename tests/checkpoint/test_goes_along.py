@@ -1,4 +1,4 @@
-"""What goes along with model and optimizer: scheduler, scaler, position, random numbers, each rank's own."""
+"""State saved along with model and optimizer: scheduler, scaler, position, each rank's random numbers."""
 
 import random
 from unittest import mock
@@ -26,7 +26,7 @@ from tests.trained import OPTIMIZERS, trained
 @on_ranks(1, 2)
 @pytest.mark.parametrize("async_save", [True, False])
 def test_everything_goes_on(shared_folder, async_save):
-    """Scheduler, scaler, position and random numbers after a resume are those of a run that was not cut off."""
+    """Scheduler, scaler, position and random numbers after a resume are those of an uninterrupted run."""
     ends = []
     for resumed in (False, True):
         model = wrap_tiny(tiny(), mixed_precision=True)
@@ -65,7 +65,7 @@ def test_everything_goes_on(shared_folder, async_save):
 
 @on_ranks(3)
 def test_buffers_that_differ_between_ranks_stay_so(shared_folder):
-    """BatchNorm's statistics are each rank's own; on another number of ranks they are rank 0's."""
+    """Each rank gets its own BatchNorm statistics back; another number of ranks gets those of rank 0."""
     wrapped = FSDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
     wrapped(torch.full((4, 3), float(dist.get_rank() + 1)))
     save(f"{shared_folder}/own", wrapped)
@@ -81,14 +81,14 @@ def test_buffers_that_differ_between_ranks_stay_so(shared_folder):
 @on_ranks(2)
 @pytest.mark.parametrize("extra", [{"f": print}, {"a": [{"b": object()}]}, {"n": np.zeros(2)}], ids=["fn", "obj", "np"])
 def test_what_is_not_plain_data_is_refused_on_all_ranks(shared_folder, extra):
-    """One rank's extra could run code when it is read: a TypeError that names it, everywhere, and no folder."""
+    """If one rank's extra could run code when read, all ranks raise a TypeError that names it, and write nothing."""
     extra = extra if dist.get_rank() == 1 else {}
     with pytest.raises(TypeError, match=r"`extra\['\w'\]` is .* \(rank 1 of 2\)"):
         save(f"{shared_folder}/refused", FSDP(nn.Linear(2, 2)), extra=extra)
 
 
 class _Position:
-    """An ``extra`` that keeps state itself."""
+    """An ``extra`` that keeps its own state."""
 
     def __init__(self, at):
         self.at = at
@@ -102,7 +102,7 @@ class _Position:
 
 @on_ranks(1, 2)
 def test_an_extra_may_keep_its_own_state(shared_folder):
-    """Something with ``state_dict`` takes back what it gave on this rank; where nothing was saved, that is said."""
+    """An extra with ``state_dict`` gets back its state of this rank; a checkpoint without an extra raises."""
     model = FSDP(nn.Linear(2, 2))
     save(f"{shared_folder}/with", model, extra=_Position(dist.get_rank() + 5))
     save(f"{shared_folder}/without", model)
@@ -116,7 +116,7 @@ def test_an_extra_may_keep_its_own_state(shared_folder):
 
 @on_ranks(2)
 def test_a_rank_reads_what_it_owns(shared_folder):
-    """On the ranks that saved, the boxes that are read hold as many elements as this rank's shards and their state."""
+    """On the same number of ranks, a rank reads as many elements as its shards and their optimizer state have."""
     model, optimizer = trained(wrap_tiny(tiny()), OPTIMIZERS["adamw"])
     save(f"{shared_folder}/one", model, optimizer)
     read = []
@@ -131,12 +131,12 @@ def test_a_rank_reads_what_it_owns(shared_folder):
     owned = sum(
         flat_param.layout.filled(flat_param.rank) for _, unit in units_below(model) for flat_param in unit.flat_params
     )
-    tied = model.head.weight  # is there under two names
+    tied = model.head.weight  # saved under two names
     assert sum(item.lengths.numel() for item in read) == 3 * owned + _num_owned(model, tied.shape)
 
 
 def _num_owned(model, shape):
-    """Elements of the tied weight, which the root owns, on this rank."""
+    """Number of elements of the tied weight, which the root owns, on this rank."""
     return sum(
         run.numel()
         for flat_param in model._unit.flat_params

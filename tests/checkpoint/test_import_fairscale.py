@@ -1,4 +1,4 @@
-"""fairscale's shards become a checkpoint of ours in which every weight is what it was, to the bit."""
+"""fairscale's shards become a checkpoint of ours; every weight is preserved to the bit."""
 
 import zipfile
 from collections import OrderedDict
@@ -21,7 +21,7 @@ def numbers(*shape, seed=0):
 
 @dataclass
 class Backing:
-    """One registered parameter of a unit: a flat one (``flat_param_0``) of several, or one that kept its name."""
+    """One registered parameter of a unit: a flat one (``flat_param_0``) of several, or an unflattened one."""
 
     name: str
     params: dict
@@ -45,7 +45,7 @@ class Model:
     extra: dict = field(default_factory=dict)
 
     def weights(self):
-        """What the model holds, under the names that a plain module would give."""
+        """Weights and buffers of the model, under the names of the plain module."""
         found = dict(self.buffers)
         for unit in self.units:
             for backing in unit.backings:
@@ -58,10 +58,10 @@ def join(path, name):
 
 
 def write_shards(folder, model, world_size, wrappers=False):
-    """What each rank of fairscale saves, one file per rank; returns the paths in the order of ranks.
+    """Write one file per rank as fairscale saves it; return the paths in the order of ranks.
 
-    A unit's line is cut by ``torch.chunk`` and padded to the size of its first chunk, as fairscale does; alone, or in
-    a process group of its own (``whole``), a rank keeps all of it. ``wrappers`` leaves fairscale's module names in.
+    A unit's line is cut by ``torch.chunk`` and padded to the size of its first chunk, as in fairscale; a single rank,
+    or one in its own process group (``whole``), keeps all of it. ``wrappers`` leaves fairscale's module names in.
     """
     paths = []
     for rank in range(world_size):
@@ -143,7 +143,7 @@ MODELS = {
 
 
 def imported(paths, out):
-    """The model in the checkpoint, read with nothing of ours but consolidation."""
+    """Import, then read the model from the checkpoint through consolidation."""
     import_fairscale(paths, out)
     consolidate_torch(out, f"{out}.pt")
     return torch.load(f"{out}.pt", weights_only=True)
@@ -160,7 +160,7 @@ def check_equal(found, expected):
 @pytest.mark.parametrize("wrappers", [False, True], ids=["clean names", "wrappers in names"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_every_weight_is_what_it_was(tmp_path, model, wrappers, world_size):
-    """Whatever the units and the padding (7 ranks: some hold nothing else), with rank 0's buffers."""
+    """Weights survive any units and padding (of 7 ranks, some hold only padding); buffers are rank 0's."""
     paths = write_shards(tmp_path, model, world_size, wrappers)
     check_equal(imported(paths, tmp_path / "out"), model.weights())
 
@@ -187,7 +187,7 @@ def test_the_folder_is_a_checkpoint_of_ours(tmp_path):
 )
 @pytest.mark.parametrize("path", ["", "layers.0"])
 def test_tied_weights_are_there_under_every_name(tmp_path, world_size, shared, other, path):
-    """A tie in any unit, not the last alone, with names of its own; fairscale's consolidation breaks on all of it."""
+    """Ties work in any unit and with any names; fairscale's own consolidation fails on all of these."""
     tied = Unit(path, [Backing("flat_param_0", {"emb.weight": numbers(6, 2), "b": numbers(1)})], [shared])
     model = Model([tied, Unit("layers.1", [Backing("flat_param_0", FC)])])
     paths = write_shards(tmp_path, model, world_size)
@@ -208,7 +208,7 @@ def test_tied_weights_that_were_not_flattened_are_found_by_their_memory(tmp_path
 
 
 def test_files_of_torch_before_its_zip_format_are_read(tmp_path):
-    """Shards of years ago are plain pickles; they are read as data too."""
+    """Old shards are plain pickles; they too are read as data, not executed."""
     model = MODELS["nested units, flattened"]
     paths = write_shards(tmp_path, model, 2)
     for path in paths:
@@ -219,13 +219,13 @@ def test_files_of_torch_before_its_zip_format_are_read(tmp_path):
 
 
 def test_any_order_will_do_where_the_padding_tells_the_ranks(tmp_path):
-    """20 elements and 9 on 2 ranks: the shard with padding is the second, whichever is given first."""
+    """20 and 9 elements on 2 ranks: the shard with padding is the second, in whatever order they are given."""
     model = Model([Unit("", [Backing("flat_param_0", FC)]), Unit("a", [Backing("flat_param_0", {"w": numbers(9)})])])
     paths = write_shards(tmp_path, model, 2)
     check_equal(imported(paths[::-1], tmp_path / "out"), model.weights())
 
 
-# 20 elements on 3 ranks are 7, 7 and 6: the padding tells the last rank from the others, not these from each other.
+# 20 elements on 3 ranks are 7, 7 and 6: the padding identifies the last rank, but not the other two.
 REFUSED = {
     "a missing shard": (
         lambda paths: paths[:1] + paths[2:],
@@ -244,7 +244,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("choose", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_shards_that_are_not_one_of_each_rank_in_order_are_refused(tmp_path, choose, message):
-    """The message names the files; nothing is written."""
+    """The error names the files; nothing is written."""
     paths = write_shards(tmp_path, MODELS["one flat parameter"], 3)
     (tmp_path / "shard_0.pt-copy").write_bytes((tmp_path / "shard_0.pt").read_bytes())
     before = sorted(tmp_path.rglob("*"))
@@ -254,7 +254,7 @@ def test_shards_that_are_not_one_of_each_rank_in_order_are_refused(tmp_path, cho
 
 
 def test_ten_is_not_before_two(tmp_path):
-    """A shell sorts shard_10 before shard_2; without padding nothing else would tell."""
+    """A shell sorts shard_10 before shard_2; without padding only the file names reveal it."""
     model = Model([Unit("", [Backing("flat_param_0", {"w": numbers(11, 4)})])])
     paths = write_shards(tmp_path, model, 11)
     with pytest.raises(CheckpointError, match=r"shard_10\.pt comes before .*shard_2\.pt"):
@@ -263,7 +263,7 @@ def test_ten_is_not_before_two(tmp_path):
 
 
 def test_shards_of_two_models_are_refused(tmp_path):
-    """Same sizes, another name: the second file is named."""
+    """If sizes agree but a name differs, the error names the second file."""
     (tmp_path / "other").mkdir()
     one = write_shards(tmp_path, MODELS["one flat parameter"], 2)
     renamed = {name.replace("fc", "proj"): value for name, value in FC.items()}
@@ -273,7 +273,7 @@ def test_shards_of_two_models_are_refused(tmp_path):
 
 
 def test_parameters_of_each_rank_alone_are_refused(tmp_path):
-    """Experts: whole on every rank, and different. To take one rank's would lose the others'."""
+    """Experts are whole on every rank but differ: importing one rank's would lose the others."""
     paths = write_shards(tmp_path, MODELS["a unit that every rank holds whole"], 2)
     found = torch.load(paths[1], weights_only=True)
     found["shard_weights"]["bn.flat_param_0"].add_(1)
@@ -283,7 +283,7 @@ def test_parameters_of_each_rank_alone_are_refused(tmp_path):
 
 
 def damage(found, what):
-    """Make a shard's content something that fairscale does not write."""
+    """Change a shard's content into something that fairscale never writes."""
     (unit,) = found["shard_metadata"]["param_metadata"]
     (param,) = unit["params"].values()
     if what == "no metadata":
@@ -315,7 +315,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("what", "message"), DAMAGES.items(), ids=DAMAGES.keys())
 def test_what_fairscale_does_not_write_is_refused_by_file(tmp_path, what, message):
-    """Each damage to the first shard is an error that names it."""
+    """Each kind of damage to the first shard raises an error that names it."""
     paths = write_shards(tmp_path, MODELS["one flat parameter"], 2)
     found = torch.load(paths[0], weights_only=True)
     damage(found, what)
@@ -332,7 +332,7 @@ def test_what_fairscale_does_not_write_is_refused_by_file(tmp_path, what, messag
 
 @pytest.mark.parametrize("how", ["malicious", "cut", "missing", "a changed byte in the pickle"])
 def test_files_that_cannot_be_read_as_data_are_refused_by_name(tmp_path, how):
-    """Nothing in a shard runs; what is damaged is named."""
+    """No code in a shard runs; the error names the damaged file."""
     paths = write_shards(tmp_path, MODELS["one flat parameter"], 2)
     shard, mark = tmp_path / "shard_1.pt", tmp_path / "mark"
     if how == "malicious":
@@ -350,6 +350,6 @@ def test_files_that_cannot_be_read_as_data_are_refused_by_name(tmp_path, how):
 
 
 def test_no_shards_are_a_value_error(tmp_path):
-    """An empty list has nothing to import."""
+    """An empty list of shards raises a ValueError."""
     with pytest.raises(ValueError, match="one file per rank"):
         import_fairscale([], tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and whether it is intact, told without reading a value."""
+"""Inspection tells what a checkpoint holds and whether it is intact, without reading a value."""
 
 import pickle
 
@@ -31,7 +31,7 @@ def states(contents):
 
 
 def test_tensors_objects_and_files_are_told(folder):
-    """Shape, dtype, bytes of every tensor, layer 9 before 10, ties, the object, the manifest, and good files."""
+    """Contents list every tensor's shape, dtype and bytes, layer 9 before 10, ties, objects, manifest and files."""
     contents = read_contents(folder)
     told = [(entry.key, entry.shape, entry.dtype, entry.nbytes, entry.tied_to) for entry in contents.tensors]
     assert told == [
@@ -51,7 +51,7 @@ def test_tensors_objects_and_files_are_told(folder):
 
 
 def test_pieces_are_counted(tmp_path):
-    """(4, 5) cut in two at element 10 is one box a rank; (3, 5) is cut at 8, inside a row: two a rank."""
+    """(4, 5), cut at element 10, is one box per rank; (3, 5), cut at 8, inside a row, is two per rank."""
     for shape in ((4, 5), (3, 5)):
         name = f"{shape[0]}x{shape[1]}"
         run_ranks(2, save_cut, folder=str(tmp_path / name), whole={"w": torch.ones(shape)})
@@ -60,14 +60,14 @@ def test_pieces_are_counted(tmp_path):
 
 
 def test_the_root_of_a_run_means_its_latest_checkpoint(tmp_path, folder):
-    """The path that is told is the folder's."""
+    """Given a root, the contents' path is the folder that ``latest`` names."""
     (tmp_path / "latest").write_text("ckpt")
     assert read_contents(tmp_path).path == str(folder)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_changed_or_missing_file_is_told_by_name(folder, name):
-    """A changed byte, a cut, a missing file: each is a state and a sentence with the path, the other file is good."""
+    """A changed byte, a cut or a missing file sets a state and adds a problem with the path; the other file is OK."""
     (other,) = {".metadata", "__0_0.distcp"} - {name}
     path = folder / name
     whole = path.read_bytes()
@@ -83,7 +83,7 @@ def test_a_changed_or_missing_file_is_told_by_name(folder, name):
 
 
 def test_without_a_manifest_the_state_is_unknown_unless_bytes_are_missing(folder):
-    """Who wrote it left no checksum; that a file ends before its last entry can be seen all the same."""
+    """Without checksums a file's state is unknown, but one that ends before its last entry is known to be changed."""
     (folder / "fairshard.json").unlink()
     assert states(read_contents(folder)) == {".metadata": UNKNOWN, "__0_0.distcp": UNKNOWN}
     path = folder / "__0_0.distcp"
@@ -94,7 +94,7 @@ def test_without_a_manifest_the_state_is_unknown_unless_bytes_are_missing(folder
 
 
 def test_a_file_that_the_manifest_does_not_know_is_unknown(folder):
-    """Metadata vouched for by the manifest may name a file that is not: it has no checksum."""
+    """Metadata that the manifest covers may name a file that it does not cover, which has no checksum."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     (folder / "stranger.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
     sign(folder)
@@ -108,7 +108,7 @@ def test_a_file_that_the_manifest_does_not_know_is_unknown(folder):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2}'])
 def test_a_damaged_manifest_is_named(folder, text):
-    """Not JSON, not ours, of another format."""
+    """A manifest that is not JSON, not ours, or of another format raises an error that names it."""
     (folder / "fairshard.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"fairshard\.json is damaged"):
         read_contents(folder)
@@ -116,7 +116,7 @@ def test_a_damaged_manifest_is_named(folder, text):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_malicious_metadata_are_refused_by_name(tmp_path, folder, signed):
-    """They do not run, also when a manifest vouches for them; a manifest that does not says that they changed."""
+    """Malicious metadata do not run, even with a matching manifest; with another manifest they count as changed."""
     mark = tmp_path / "mark"
     poison_metadata(folder, mark)
     assert states(read_contents(folder))[".metadata"] == CHANGED
@@ -129,7 +129,7 @@ def test_malicious_metadata_are_refused_by_name(tmp_path, folder, signed):
 
 
 def test_a_malicious_tensor_does_not_run(tmp_path, folder):
-    """No value is read, so nothing can run; the manifest knows that the file is not the one that was written."""
+    """No value is read, so no code can run; by the manifest's checksum the file counts as changed."""
     mark = tmp_path / "mark"
     before = (folder / ".metadata").read_bytes()
     name = poison_tensor(folder, "model.emb.weight", mark)
@@ -145,7 +145,7 @@ def test_a_malicious_tensor_does_not_run(tmp_path, folder):
 
 @pytest.mark.parametrize("where", ["nowhere", "empty"])
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path, where):
-    """Neither metadata nor ``latest``."""
+    """A folder with neither metadata nor ``latest`` raises an error."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=f"{where} has neither"):
         read_contents(tmp_path / where)

@@ -1,4 +1,4 @@
-"""Ranks are killed with -9 while they train and save; the run goes on as if nothing had happened."""
+"""Ranks are killed with -9 while they train and save; the run resumes as if nothing had happened."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def kill(num_kills, seed):
-    """Run the loop in a process of its own, for it forks; returns what it printed."""
+    """Run the loop in its own process, because it forks; return what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.kill_loop", "--kills", str(num_kills), "--seed", str(seed)],
         cwd=REPOSITORY,
@@ -25,7 +25,7 @@ def kill(num_kills, seed):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(("num_kills", "seed"), [(3, 1), pytest.param(20, 2, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_from_the_newest_durable_step(num_kills, seed):
-    """Whenever it is killed, all of it or a rank, its last start ends with the bits of a run that was never killed."""
+    """Whenever one rank or all are killed, the last start ends with the same bits as a run that was never killed."""
     printed = kill(num_kills, seed)
     kills = re.findall(r"^kill .*", printed, re.MULTILINE)
     inside = [line for line in kills if "inside a save" in line]

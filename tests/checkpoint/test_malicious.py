@@ -1,4 +1,4 @@
-"""A checkpoint is data: whatever someone wrote into its files, loading it runs nothing of it."""
+"""A checkpoint is data: whatever someone wrote into its files, loading runs none of it."""
 
 import io
 import json
@@ -30,7 +30,7 @@ class ByEval:
 
 
 def build():
-    """A model after a step, its optimizer and scheduler; alone, or in units where there is a group."""
+    """A model after a step, its optimizer and scheduler; sharded if there is a process group."""
     model = mlp(3, 5, 2)
     if torch.distributed.is_initialized():
         model = wrap_each(model)
@@ -41,12 +41,12 @@ def build():
 
 
 def save_run(root):
-    """One step."""
+    """Save one step."""
     Checkpointer(root, async_save=False).save(1, *build(), extra={"position": 7})
 
 
 def resume(root, how):
-    """What loading raises on this rank."""
+    """Load; return the text of the error on this rank, or the extra."""
     model, optimizer, scheduler = build()
     extra = {}
     try:
@@ -61,7 +61,7 @@ def resume(root, how):
 
 @pytest.fixture(scope="module", params=[None, 2], ids=["alone", "two ranks"])
 def written(request, tmp_path_factory):
-    """A root with one step, and the number of ranks that saved it: None for a process alone."""
+    """A root with one step, and the number of ranks that saved it (None: a single process)."""
     root = tmp_path_factory.mktemp("run") / "root"
     if request.param is None:
         save_run(root)
@@ -72,7 +72,7 @@ def written(request, tmp_path_factory):
 
 @pytest.fixture(params=["load", "load_latest"])
 def attempt(request, written, tmp_path):
-    """``attempt(poison)``: what each rank says of a copy after ``poison(folder, mark)``; ``mark`` must not appear."""
+    """``attempt(poison)`` loads a copy after ``poison(folder, mark)``; the ranks' errors; ``mark`` must not appear."""
     root, num_ranks = written
 
     def run(poison):
@@ -89,7 +89,7 @@ def attempt(request, written, tmp_path):
 
 
 def poison_object(folder, key, evil):
-    """Put ``evil`` in the place of the object ``key``; the name of its file."""
+    """Replace the object ``key`` by ``evil``; return the name of its file."""
     path = Path(folder) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == key]
@@ -103,7 +103,7 @@ def poison_object(folder, key, evil):
 
 
 def change_metadata(folder, change):
-    """Let ``change(metadata)`` alter it."""
+    """Apply ``change`` to the metadata file."""
     path = Path(folder) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -118,11 +118,11 @@ def assert_refused(said, *words):
             assert word in text, text
 
 
-# Someone who can write files can also write the manifest that vouches for them: so most of these are signed.
+# Whoever can write files can also write a matching manifest, so most of these are signed.
 
 
 def test_the_exploits_work(tmp_path):
-    """With pickle alone they would make the mark; else the other tests show nothing."""
+    """Plain pickle runs the exploits; if it did not, the other tests would show nothing."""
     for number, kind in enumerate((Exploit, ByEval)):
         mark = tmp_path / f"mark-{number}"
         pickle.loads(pickle.dumps(kind(mark)))
@@ -137,7 +137,7 @@ def test_the_exploits_work(tmp_path):
 @pytest.mark.parametrize("exploit", [Exploit, ByEval])
 @pytest.mark.parametrize("signed", [True, False])
 def test_metadata_that_are_code(attempt, exploit, signed):
-    """The whole file, vouched for or not."""
+    """A metadata file that is an exploit is refused, with a matching manifest or not."""
 
     def poison(folder, mark):
         (folder / ".metadata").write_bytes(pickle.dumps(exploit(mark)))
@@ -147,7 +147,7 @@ def test_metadata_that_are_code(attempt, exploit, signed):
 
 
 def test_metadata_without_a_manifest(attempt):
-    """As plain torch leaves them."""
+    """Malicious metadata are refused in a checkpoint without a manifest, as plain torch writes it."""
 
     def poison(folder, mark):
         poison_metadata(folder, mark)
@@ -158,7 +158,7 @@ def test_metadata_without_a_manifest(attempt):
 
 @pytest.mark.parametrize("where", ["planner_data", "state_dict_metadata", "storage_data", "storage_meta"])
 def test_metadata_with_code_inside(attempt, where):
-    """Metadata otherwise whole."""
+    """An exploit inside otherwise valid metadata is refused."""
 
     def poison(folder, mark):
         def change(metadata):
@@ -176,7 +176,7 @@ def test_metadata_with_code_inside(attempt, where):
 
 @pytest.mark.parametrize("key", ["model.0.weight", "optim.state.0.weight.exp_avg"])
 def test_code_in_place_of_a_tensor(attempt, key):
-    """Of the model, of the optimizer."""
+    """An exploit in place of a tensor, of the model or the optimizer, is refused."""
     files = []
 
     def poison(folder, mark):
@@ -189,7 +189,7 @@ def test_code_in_place_of_a_tensor(attempt, key):
 
 
 def keep_one_piece(metadata, key):
-    """Let one file hold all of a tensor."""
+    """Make one file hold all of a tensor."""
     indices = [index for index in metadata.storage_data if index.fqn == key]
     for index in indices[1:]:
         del metadata.storage_data[index]
@@ -202,7 +202,7 @@ def keep_one_piece(metadata, key):
 @pytest.mark.parametrize("key", ["rank.0", "scheduler", "optim.param_groups.0.lr"])
 @pytest.mark.parametrize("exploit", [Exploit, ByEval])
 def test_code_in_place_of_an_object(attempt, key, exploit):
-    """Ours and the scheduler's; hyperparameters."""
+    """An exploit in place of our own objects, of a scheduler or of a hyperparameter is refused."""
     words = []
 
     def poison(folder, mark):
@@ -217,7 +217,7 @@ def test_code_in_place_of_an_object(attempt, key, exploit):
 
 @pytest.mark.parametrize("text", ["pickle", "python", "yaml"])
 def test_code_in_place_of_the_manifest(attempt, text):
-    """It is JSON, and nothing else."""
+    """The manifest is read as JSON and nothing else."""
 
     def poison(folder, mark):
         code = {
@@ -233,7 +233,7 @@ def test_code_in_place_of_the_manifest(attempt, text):
 @pytest.mark.parametrize("path", ["../../outside.distcp", "/etc/passwd", "sub/../../x"])
 @pytest.mark.parametrize("where", ["metadata", "manifest"])
 def test_a_path_out_of_the_folder(attempt, path, where):
-    """Neither metadata nor manifest can make us read elsewhere."""
+    """Neither metadata nor manifest can make a load read outside the folder."""
 
     def poison(folder, mark):
         def change(metadata):
@@ -251,7 +251,7 @@ def test_a_path_out_of_the_folder(attempt, path, where):
 
 
 def change_manifest(folder, change):
-    """Alter a manifest, and vouch for it."""
+    """Change a manifest and update its checksum."""
     path = folder / "fairshard.json"
     content = json.loads(path.read_text())
     content.pop("crc32")
@@ -262,7 +262,7 @@ def change_manifest(folder, change):
 
 @pytest.mark.parametrize("name", ["../other", "/etc", "..", "."])
 def test_a_pointer_out_of_the_folder(written, tmp_path, name):
-    """`latest` names a folder beside it."""
+    """A `latest` that does not name a folder beside it is refused."""
     root = Path(shutil.copytree(written[0], tmp_path / "root"))
     (root / "latest").write_text(name)
     with pytest.raises(CheckpointError, match=r"root/latest must name"):
@@ -281,12 +281,12 @@ def test_a_pointer_out_of_the_folder(written, tmp_path, name):
     ],
 )
 def test_metadata_cannot_change_what_they_name(attempt, named):
-    """A pickle may set attributes of a class as of an object; every later checkpoint would see that."""
+    """A pickle can set attributes of a class, which would affect every later load: it is refused."""
     things = [_StorageInfo, Path, torch.serialization._get_layout, dcp_metadata._MEM_FORMAT_ENCODING(0)]
     before = [dict(vars(thing)) for thing in things]
 
     def poison(folder, mark):
-        state = b"(N(Vrelative_path\nV/etc/passwd\nVunheard\nI1\ndtb."  # (None, {...}), set on what was named
+        state = b"(N(Vrelative_path\nV/etc/passwd\nVunheard\nI1\ndtb."  # (None, {...}), set on the named thing
         (folder / ".metadata").write_bytes(named + state)
         sign(folder)
 

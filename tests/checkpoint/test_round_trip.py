@@ -1,4 +1,4 @@
-"""What one run saves another loads: any number of ranks, any wrapping, any placement, and goes on alike."""
+"""A run loads what another saved, with any number of ranks, wrapping and placement, and continues alike."""
 
 import warnings
 
@@ -56,7 +56,7 @@ def _load(cell, folder):
     model, optimizer_of = _build(cell, "loaded", seed=7)
     optimizer = optimizer_of(model.parameters())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that random numbers do not go on
+        warnings.simplefilter("ignore")  # warns that random numbers are not restored
         assert load(folder, model, optimizer) == 2
     return whole(model, optimizer)
 
@@ -74,7 +74,7 @@ def _id(cell):
 
 @pytest.mark.parametrize("cell", covering_array(AXES), ids=_id)
 def test_every_pair_of_sides_and_ranks(cell, tmp_path):
-    """Weights, optimizer state and hyperparameters are those that were saved, whatever the other side is."""
+    """Weights, optimizer state and hyperparameters are those that were saved, whatever both sides are."""
     _check(cell, tmp_path / "one")
 
 
@@ -82,7 +82,7 @@ def test_every_pair_of_sides_and_ranks(cell, tmp_path):
 @pytest.mark.parametrize("saved_on", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("loaded_on", [1, 2, 3, 4, 5])
 def test_every_number_of_ranks_on_either_side(saved_on, loaded_on, tmp_path):
-    """All wrappings onto all wrappings, for every pair of world sizes."""
+    """Every wrapping loads every other, for every pair of world sizes."""
     axes = {name: values for name, values in AXES.items() if name.endswith(("wrapping", "flatten"))}
     rest = {"precision": "fp32", "optimizer": "adamw", "saved_placement": "device", "loaded_placement": "offload"}
     for number, cell in enumerate(all_cells(axes)):
@@ -91,7 +91,7 @@ def test_every_number_of_ranks_on_either_side(saved_on, loaded_on, tmp_path):
 
 @pytest.mark.parametrize("ranks", [(1, 3), (3, 2), (2, 5)], ids=str)
 def test_odd_parameters(ranks, tmp_path):
-    """One element, none, no dimension, frozen and tied weights, buffers that are kept and some that are not."""
+    """Parameters of one element, none or no dimension, frozen and tied ones, and both kinds of buffers round-trip."""
     saved = run_ranks(ranks[0], _save_odd, folder=str(tmp_path / "odd"))[0]
     for actual in run_ranks(ranks[1], _load_odd, folder=str(tmp_path / "odd")):
         assert_same(actual, saved)
@@ -124,7 +124,7 @@ def _load_odd(folder):
 
 @on_ranks(2)
 def test_plain_torch_reads_ours(shared_folder):
-    """`dcp.load` into a plain module and its optimizer's state, and the conversion to one file."""
+    """`dcp.load` reads our checkpoint into a plain module and its optimizer; torch converts it to one file."""
     model, optimizer = trained(wrap_tiny(tiny()), OPTIMIZERS["adamw"])
     save(f"{shared_folder}/ours", model, optimizer)
     expected, state = whole(model, optimizer)
@@ -146,7 +146,7 @@ def test_plain_torch_reads_ours(shared_folder):
 @pytest.mark.parametrize("level", ["model", "app", None], ids=str)
 @pytest.mark.parametrize("flat_optimizer", [False, True])
 def test_what_fsdp2_wrote_is_read(shared_folder, level, flat_optimizer):
-    """A model and optimizer of FSDP2, saved with torch's own tools at three levels, go on here bit for bit."""
+    """A model and optimizer of FSDP2, saved with torch's own tools at three levels, continue here bit for bit."""
     mesh = init_device_mesh("cpu", (2,))
     model = tiny()
     for part in (model.first, model.second, model):

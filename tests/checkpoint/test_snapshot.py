@@ -1,4 +1,4 @@
-"""Snapshots by themselves."""
+"""Snapshots on their own, without a save."""
 
 import torch
 
@@ -7,7 +7,7 @@ from fairshard.utils.span_tensor import SpanTensor
 
 
 def test_what_a_step_overwrites_is_copied_to_the_memory_of_the_save_before():
-    """Shards that are read where they are keep their values through a step, and saves share the copies' memory."""
+    """A snapshot of shards read in place keeps their values through a step; the next save reuses the copies' memory."""
     shards = [torch.arange(6.0), torch.arange(4.0)]
     buffers = {}
     addresses = []

@@ -1,4 +1,4 @@
-"""What a model of one sharding strategy saves, one of any other loads, on any number of ranks."""
+"""A model of any sharding strategy loads what a model of any other saved, on any number of ranks."""
 
 import warnings
 
@@ -36,14 +36,14 @@ def _load(strategy, root):
     model = _wrapped(strategy, 7)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that random numbers do not go on
+        warnings.simplefilter("ignore")  # warns that random numbers are not restored
         load(f"{root}/step-00000001", model, optimizer)
     return whole(model, optimizer)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_every_strategy_reads_and_is_read(strategy, tmp_path):
-    """Saved by it on four ranks and loaded by FULL_SHARD on three; and the other way round."""
+    """What each strategy saves on four ranks FULL_SHARD loads on three, and the other way round."""
     for number, (before, after, ranks) in enumerate(
         [(strategy, ShardingStrategy.FULL_SHARD, (4, 3)), (ShardingStrategy.FULL_SHARD, strategy, (3, 4))]
     ):
@@ -56,7 +56,7 @@ def test_every_strategy_reads_and_is_read(strategy, tmp_path):
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_a_dict_of_rank_0_loads_with_every_strategy(strategy):
-    """Where one rank of each set of shards keeps it, that rank gives it back, and all ranks have it."""
+    """If one rank of each set of shards keeps the state dict, that rank loads it, and all ranks get the values."""
     config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
     model, other = _wrapped(strategy, 1), _wrapped(strategy, 7)
     expected = model.state_dict()

@@ -1,4 +1,4 @@
-"""Checkpoints for the tests of the offline tools, as plain torch writes them, with a manifest of ours if wanted."""
+"""Checkpoints for the tests of the offline tools, as plain torch writes them, optionally with our manifest."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ def save_alone(folder, tree):
 
 
 def save_cut(folder, whole):
-    """Save ``{"model": whole}`` as a unit's shards: each rank its row of the line. **Collective**."""
+    """Save ``{"model": whole}`` as the shards of a unit: each rank saves its row. **Collective**."""
     layout = FlatLayout([value.numel() for value in whole.values()], dist.get_world_size())
     names, spans = list(whole), {}
     for piece in layout.pieces_of(dist.get_rank()):
@@ -34,7 +34,7 @@ def save_cut(folder, whole):
 
 
 def sign(folder, step=100, world_size=1, aliases=None):
-    """Write the manifest of what is in the folder."""
+    """Write a manifest of the files in the folder."""
     names = [name for name in os.listdir(folder) if name != MANIFEST]
     storage = LocalStorage()
     files = {
@@ -52,7 +52,7 @@ def change_byte(path, at=-1):
 
 
 class Exploit:
-    """What a malicious pickle holds: unpickled, it makes the file ``mark``."""
+    """Content of a malicious pickle: unpickling it creates ``mark``."""
 
     def __init__(self, mark):
         self.mark = str(mark)

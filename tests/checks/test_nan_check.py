@@ -1,4 +1,4 @@
-"""Gradients that are not finite are reported by name, with the rank of origin."""
+"""Non-finite gradients are reported by name, with the rank that they come from."""
 
 import warnings
 
@@ -23,7 +23,7 @@ PLACES = {
 
 
 class Poison(nn.Module):
-    """Its backward gives NaN when ``is_on``."""
+    """Layer whose backward gives NaN while ``is_on``."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Poison(nn.Module):
 
 
 def poisoned(**kwargs):
-    """Linears with a poison after the first: the backward reaches the others first, and their gradients are finite."""
+    """Linears with a `Poison` after the first: the backward reaches the others first, with finite gradients."""
     layers = list(mlp(4, 6, 5, 3))
     layers.insert(1, Poison())
     return wrap_each(nn.Sequential(*layers), **kwargs)

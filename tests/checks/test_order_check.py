@@ -61,7 +61,7 @@ def wrapped_path(**kwargs):
 
 @contextlib.contextmanager
 def native_collectives():
-    """Gathers matched by order only, as with NCCL, which does not notice other modules of the same shape."""
+    """Match gathers by order only, as NCCL does, which does not notice another module of the same shape."""
     with mock.patch.object(collectives, "_EXCHANGE_RANKS", ()):
         yield
 
@@ -75,7 +75,7 @@ def train_step(model, key):
     ("kind", "step"), [("other modules", 1), ("other order", 1), ("other order", 3), ("one more", 1), ("one more", 3)]
 )
 def test_ranks_that_run_other_units_are_told_before_they_can_step(kind, step):
-    """Every rank raises, with the step, both ranks and both names, and no weight has changed."""
+    """Every rank raises an error with the step, both ranks and both names, and no weight has changed."""
     path, ours, theirs = OTHER_PATHS[kind]
     with native_collectives():
         model = wrapped_path(reshard_after_forward=False)
@@ -98,7 +98,7 @@ def test_ranks_that_run_other_units_are_told_before_they_can_step(kind, step):
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["off", "sampled", "always"])
 def test_every_step_is_compared(mode):
-    """The 10th step raises in the 10th step, in every mode: the exchange that plans a backward compares anyway."""
+    """A mismatch in step 10 raises in step 10 in every mode: the exchange that plans a backward always compares."""
     with native_collectives():
         model = wrapped_path(order_check=mode)
         for step in range(1, 10):
@@ -110,7 +110,7 @@ def test_every_step_is_compared(mode):
 
 @on_ranks(2)
 def test_backwards_may_reach_other_units():
-    """The forwards agree, the backwards do not: what one rank does not reach counts as zeros there."""
+    """Forwards must agree, but backwards need not: units that a rank does not reach count as zeros there."""
     branches = nn.ModuleList([FSDP(nn.Linear(4, 4), reshard_after_forward=False) for _ in range(2)])
     model = FSDP(Branches(branches))
     outputs = model(torch.ones(3, 4))
@@ -124,7 +124,7 @@ def test_backwards_may_reach_other_units():
 
 
 class Branches(nn.Module):
-    """The outputs of two branches."""
+    """Returns the output of each branch."""
 
     def __init__(self, branches):
         super().__init__()
@@ -171,7 +171,7 @@ def test_ranks_that_agree_are_left_alone(checkpointing, reshard):
         with torch.no_grad():
             model(randn(3, 4))
         first, second = (model(randn(3, 4, key=(step, key)).requires_grad_()) for key in (1, 2))
-        model(randn(3, 4))  # whose backward never comes
+        model(randn(3, 4))  # never backpropagated
         (first.sum() + second.sum()).backward()
         model.module.path = ("blocks.0", "no such")
         with pytest.raises(AttributeError):
@@ -213,7 +213,7 @@ def test_a_model_may_be_dropped_after_a_forward():
 
 @on_ranks(2)
 def test_what_moves_nothing_is_not_compared():
-    """With whole parameters, ranks may differ in accumulation, forwards that raised, and units without parameters."""
+    """With unsharded parameters, ranks may differ in accumulation, failed forwards, and units without parameters."""
     model = wrapped_path(order_check="always", sharding_strategy=ShardingStrategy.NO_SHARD)
     model.module.blocks[3] = FSDP(nn.Tanh(), order_check="always", sharding_strategy=ShardingStrategy.NO_SHARD)
     model.module.path = Path.usual[: 3 + dist.get_rank()]
@@ -229,7 +229,7 @@ def test_what_moves_nothing_is_not_compared():
 
 @on_ranks(2)
 def test_a_pass_that_accumulates_is_compared_with_the_one_that_reduces():
-    """A backward under no_sync is compared too: ranks that ran different units raise in that very backward."""
+    """A backward under no_sync is also compared: if ranks ran different units, it raises."""
     with native_collectives():
         model = wrapped_path(reshard_after_forward=False)
         model.module.path = OTHER_PATHS["other order"][0] if dist.get_rank() == 1 else Path.usual
@@ -261,14 +261,14 @@ def test_forwards_whose_backward_never_comes_do_not_add_up():
 
 @on_ranks(1)
 def test_its_values_are_three():
-    """Other values raise at once."""
+    """Other values raise when the model is wrapped."""
     with pytest.raises(ValueError, match="`order_check` must be one of always, sampled, off, but is 'never'"):
         FSDP(nn.Linear(4, 4), order_check="never")
 
 
 @on_ranks(2)
 def test_the_rank_whose_backward_raised_is_named():
-    """All ranks raise in the backward after it, with what happened on each."""
+    """The next backward raises on all ranks and tells what happened on each."""
     model = wrapped_path()
     train_step(model, 0)
     backward_that_raises_on(1, model(randn(3, 4)).sum())

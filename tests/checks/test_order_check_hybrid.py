@@ -1,4 +1,4 @@
-"""In a hybrid model, which has groups of shards and of replicas, all ranks raise, whichever of them disagrees."""
+"""In a hybrid model, which has shard and replica groups, all ranks raise, whichever rank disagrees."""
 
 import contextlib
 
@@ -22,10 +22,10 @@ DISSENTERS = {"one rank": [1], "the other shards": [2, 3], "the other replicas":
 @on_ranks(4)
 @pytest.mark.parametrize("who", DISSENTERS)
 def test_whoever_takes_another_path_all_ranks_are_told(who):
-    """Every rank raises, with the step and both names; no weight has changed, and the groups still work."""
+    """Every rank raises an error with the step and both names; no weight has changed, and the groups still work."""
     ranks, groups = DISSENTERS[who], pairs(2)
     cases = [(HYBRID, "other modules", 1), (ZERO2, "other order", 2)]
-    if who == "the other shards":  # nobody gathers more than those it gathers with: only the replicas can tell
+    if who == "the other shards":  # each shard group agrees on its gathers: only the replica groups notice
         cases += [(HYBRID, "one more", 1), (ZERO2, "one more", 3)]
     for strategy, kind, last in cases:
         path, ours, theirs = OTHER_PATHS[kind]
@@ -48,7 +48,7 @@ def test_whoever_takes_another_path_all_ranks_are_told(who):
 @on_ranks(4)
 @pytest.mark.parametrize("who", DISSENTERS)
 def test_backwards_may_reach_other_units_on_some_ranks(who):
-    """The forwards agree; what a part of the ranks does not reach counts as zeros there, in the mean over all four."""
+    """Forwards agree; units that some ranks do not reach count as zeros there, in the mean over all four ranks."""
     how = {"process_group": pairs(2), "sharding_strategy": ZERO2}
     branches = [FSDP(nn.Linear(4, 4, device=rank_device()), **how) for _ in range(2)]
     model = FSDP(Branches(nn.ModuleList(branches)), **how)

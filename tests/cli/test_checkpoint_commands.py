@@ -1,4 +1,4 @@
-"""``consolidate``, ``inspect`` and ``import-fairscale``: what they print, and one line for what cannot work."""
+"""``consolidate``, ``inspect`` and ``import-fairscale``: what they print, and one-line errors."""
 
 import json
 
@@ -32,7 +32,7 @@ def run(line, capfd):
 
 
 def test_consolidate_writes_torchs_format_by_default(root, capfd):
-    """The root means its latest checkpoint; the output says how much was written where."""
+    """The root means its latest checkpoint; the output says how much was written and where."""
     assert run("consolidate . out.pt", capfd) == (
         0,
         "2 tensors, 40 bytes, 1 tied\n  out.pt\n",
@@ -117,7 +117,7 @@ DAMAGES = {
     "changed": ("__0_0.distcp", ["inspect .", *CONSOLIDATE]),
     "missing": ("__0_0.distcp", ["inspect .", *CONSOLIDATE]),
     "malicious metadata": (".metadata", ["inspect .", *CONSOLIDATE]),
-    "malicious tensor": ("__0_0.distcp", CONSOLIDATE),  # inspect reads none
+    "malicious tensor": ("__0_0.distcp", CONSOLIDATE),  # inspect reads no tensors
     "manifest": ("fairshard.json", ["inspect .", *CONSOLIDATE]),
 }
 
@@ -181,7 +181,7 @@ def test_inspect_shows_the_rest_of_a_damaged_checkpoint(root, capfd):
 
 
 def test_inspect_gives_json(root, capfd):
-    """One object with all of it; without a manifest what only a manifest knows is null."""
+    """The JSON is one object with everything; without a manifest the fields that need it are null."""
     code, out, _ = run("inspect . --json", capfd)
     found = json.loads(out)
     assert code == 0
@@ -221,7 +221,7 @@ def test_shards_that_do_not_fit_are_exit_1(root, capfd):
 
 @pytest.mark.parametrize("command", ["consolidate", "inspect", "import-fairscale"])
 def test_help_fits_a_terminal(command, capfd):
-    """At 120 columns no line is longer, and the exit code is 0."""
+    """No line is longer than 120 columns, and the exit code is 0."""
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0

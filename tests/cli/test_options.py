@@ -52,7 +52,7 @@ BAD = {
 
 @pytest.fixture
 def places(tmp_path):
-    """A folder with one of each bad place."""
+    """A folder with one bad path of each kind."""
     (tmp_path / "empty.txt").touch()
     (tmp_path / "emptydir").mkdir()
     (tmp_path / "zeros.bin").write_bytes(bytes(100))
@@ -72,7 +72,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def meetings(monkeypatch):
-    """The process groups that would have been made, for a process that torchrun has launched as rank 1 of 4."""
+    """The process groups that would have been created by a process that torchrun launched as rank 1 of 4."""
     calls = []
     monkeypatch.setattr(rank.dist, "init_process_group", lambda *args, **kwargs: calls.append(args))
     for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
@@ -95,7 +95,7 @@ def test_bad_input_is_one_line_and_exit_2_before_any_rank_starts(line, names, pl
 
 
 def test_good_input_starts_the_ranks_with_the_options_of_the_command_line(launched, places):
-    """The same patched launcher is reached when nothing is wrong: that it was not called above means something."""
+    """Good input reaches the same patched launcher, which shows that the test above can fail."""
     assert (
         main(["train", "--nproc", "3", "--batch-size", "9", "--data", str(places / "short.txt"), "--context", "8"]) == 0
     )
@@ -126,7 +126,7 @@ def test_under_torchrun_the_batch_is_checked_against_all_hosts(meetings, capfd):
 
 
 def test_under_torchrun_nproc_is_refused(meetings, capfd):
-    """How many ranks there are is torchrun's to say."""
+    """``--nproc`` is refused under torchrun, which sets the number of ranks."""
     assert train.main(["--nproc", "4"]) == 2
     assert "--nproc is for fairshard train" in capfd.readouterr().err
     assert not meetings
@@ -151,7 +151,7 @@ def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launch
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 8)])
 def test_by_default_there_is_a_rank_for_each_gpu_else_two(gpus, ranks, monkeypatch):
-    """Without ``--nproc``: as many ranks as GPUs, and 2 on a machine without any."""
+    """Without ``--nproc`` there are as many ranks as GPUs, and 2 on a machine without GPUs."""
     monkeypatch.setattr(options, "device_count", lambda: gpus)
     monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
     assert TrainOptions().num_ranks == ranks
@@ -166,7 +166,7 @@ def test_a_missing_package_is_bad_input(monkeypatch, launched, capfd):
 
 
 def test_threads_are_the_visible_cpus_over_the_local_ranks(launched, monkeypatch):
-    """The ranks inherit OMP_NUM_THREADS, one at least, and glibc's thresholds, unless the user has set them."""
+    """The ranks inherit OMP_NUM_THREADS, at least one, and glibc's thresholds, unless the user has set them."""
     seen = {}
     names = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -183,14 +183,14 @@ def test_threads_are_the_visible_cpus_over_the_local_ranks(launched, monkeypatch
 
 
 def test_a_rank_knows_its_place_only_when_the_environment_gives_all_of_it(meetings, monkeypatch):
-    """RANK and its three siblings make a place; without one of them this is no launched rank."""
+    """A rank needs RANK and its three siblings; without one of them the process is not a launched rank."""
     assert Ranks.from_environment() == Ranks(rank=1, size=4, local_rank=1, local_size=2)
     monkeypatch.delenv("LOCAL_RANK")
     assert Ranks.from_environment() is None
 
 
 def test_the_learning_rate_rises_in_a_line_and_ends_at_a_tenth():
-    """Step 1 of a warm-up of 4 has a quarter of the peak, step 4 all of it, the last a tenth; then it only falls."""
+    """Step 1 of a warm-up of 4 has a quarter of the peak, step 4 the peak; from there it falls to a tenth."""
     given = TrainOptions(steps=20, warmup=4, lr=0.5)
     rates = [learning_rate(given, step) for step in range(1, 21)]
     assert rates[:4] == [0.5 * step / 4 for step in (1, 2, 3, 4)]

@@ -1,4 +1,4 @@
-"""``fairshard plan``: what it prints, and one line for what cannot be planned."""
+"""``fairshard plan``: what it prints, and one-line errors for what cannot be planned."""
 
 import json
 from functools import partial
@@ -77,7 +77,7 @@ def run(line, capfd):
     ],
 )
 def test_the_plan_of_the_gpt(line, policy, kwargs, capfd):
-    """The options are those of ``describe``; the JSON is what it returns, the text has the same figures."""
+    """The options are those of ``describe``; the JSON is its result, and the text has the same figures."""
     common = "--model gpt --layers 3 --dim 32 --heads 2 --world-size 3 --device cuda"
     plan = describe(GPT(GPTConfig(3, 32, 2, 64)), policy, 3, device="cuda", **kwargs)
     code, out, err = run(f"{common} {line} --json", capfd)
@@ -103,14 +103,14 @@ def test_the_schedule_of_the_gpt(capfd):
 
 
 def test_the_plan_of_a_users_model(folder, capfd):
-    """A function of a module in the working directory builds it, on the meta device."""
+    """A function in a module in the working directory builds the model, on the meta device."""
     code, out, _ = run("--factory planned_models:build --policy class:Part --world-size 2 --json", capfd)
     assert code == 0
     assert {unit["fqn"]: unit["numel"] for unit in json.loads(out)["units"]} == {"": 0, "0": 144, "1": 144}
 
 
 def test_the_plan_of_a_hugging_face_model(folder, capfd):
-    """A configuration is enough: the causal language model of its type, without weights."""
+    """A configuration suffices: it gives the causal language model of its type, without weights."""
     pytest.importorskip("transformers")
     code, out, _ = run("--hf llama --policy class:LlamaDecoderLayer --world-size 4 --json", capfd)
     assert code == 0
@@ -151,7 +151,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case, folder, capfd):
 
 
 def test_hugging_face_needs_transformers_and_a_type_that_it_knows(folder, capfd, monkeypatch):
-    """Without the package the line says what to install; with it, what it says of an unknown type."""
+    """Without the package the line says what to install; for an unknown type it has the message of transformers."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run("--world-size 2 --hf llama", capfd) == (
         2,

@@ -1,4 +1,4 @@
-"""A run that was cut off goes on where its last checkpoint was, with the options that it had."""
+"""An interrupted run resumes at its last checkpoint with its own options."""
 
 import contextlib
 import json
@@ -32,21 +32,21 @@ def run_folder(tmp_path):
 
 
 def test_the_options_are_those_of_the_run(run_folder):
-    """A flag that is not given is what it was; ranks, device, threads and saving may be another's."""
+    """Flags that are not given keep the run's values; ranks, device, threads and saving may change."""
     options = resumed_options(TrainOptions(out=run_folder, resume=True, nproc=3, save_every=7))
     assert (options.lr, options.steps, options.data) == (0.02, 40, run_folder / "text")
     assert (options.nproc, options.save_every, options.out, options.resume) == (3, 7, run_folder, True)
 
 
 def test_what_would_make_another_run_is_refused(run_folder):
-    """Another learning rate than the run had is named; the same one given again is fine."""
+    """A learning rate that differs from the run's is refused by name; the same value is accepted."""
     with pytest.raises(OptionError, match=r"--lr is 0.02 in the run in .*: leave it out"):
         resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.5))
     assert resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.02)).lr == 0.02
 
 
 def test_a_run_that_has_finished_is_not_resumed(run_folder):
-    """The summary is the end: only an earlier checkpoint, asked for by its step, is gone on from."""
+    """A finished run has a summary and does not resume, except from an earlier checkpoint given by its step."""
     with (run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"summary": {}}\n')
     with pytest.raises(OptionError, match="has finished"):
@@ -55,7 +55,7 @@ def test_a_run_that_has_finished_is_not_resumed(run_folder):
 
 
 def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
-    """Of the runs below ``runs/`` the one that began last is meant; without any, that is said."""
+    """Without ``--out`` the newest run below ``runs/`` is resumed; if there are no runs, the error says so."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match="but runs/ here holds none"):
         resumed_options(TrainOptions(resume=True))
@@ -69,14 +69,14 @@ def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "{", '{"options": {"lr": "x"}}', "[]"])
 def test_a_damaged_config_is_named(run_folder, text, capfd):
-    """What cannot be read back is one line and exit code 2."""
+    """A config that cannot be read is one line and exit code 2."""
     (run_folder / "config.json").write_text(text)
     assert main(["train", "--resume", "--out", str(run_folder)]) == 2
     assert "config.json cannot be read" in capfd.readouterr().err
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
-    """What was logged after the step is done again; a line that was being written ends the file."""
+    """Lines after the checkpoint's step are dropped, and so is a line that was not completely written."""
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 0, "val_loss": 5.0}, *({"step": step, "loss": 4.0} for step in (1, 2, 3))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
@@ -113,7 +113,7 @@ def _kill_session(leader):
 
 
 def _ranks_of(launcher):
-    """The processes that ``launcher`` has started, and those that these have."""
+    """The processes that ``launcher`` has started, and their children."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
@@ -125,7 +125,7 @@ def _ranks_of(launcher):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The arguments of a run on two ranks that nothing breaks, and its losses."""
+    """The arguments of an uninterrupted run on two ranks, and its losses."""
     folder = tmp_path_factory.mktemp("unbroken")
     text = folder / "text"
     text.mkdir()
@@ -138,7 +138,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.mark.parametrize("signalled", ["first", pytest.param("last", marks=pytest.mark.full)])
 def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
-    """With ``--max-restarts`` the run goes on from its newest checkpoint by itself, and ends as an unbroken one."""
+    """With ``--max-restarts`` a run resumes its newest checkpoint by itself, and ends as an unbroken run does."""
     of_run, expected = unbroken
     broken = tmp_path / "broken"
     with subprocess.Popen(
@@ -159,7 +159,7 @@ def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
 
 
 def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
-    """Started again, a rank resumes; what failed before it wrote anything, or has no folder, starts anew."""
+    """A restarted rank resumes; a run that failed before it wrote anything, or has no folder, starts at step 0."""
     options = TrainOptions(out=run_folder)
     assert restarted_options(options) is options
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -169,13 +169,13 @@ def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monke
 
 
 def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
-    """After ``--resume-from`` the newest one may be of steps that are dropped: both together are refused."""
+    """``--resume-from`` with ``--max-restarts`` is refused, because the newest checkpoint may be of dropped steps."""
     with pytest.raises(OptionError, match="--max-restarts continues from the newest checkpoint"):
         TrainOptions(resume_from=20, max_restarts=1)
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
-    """All processes killed after a checkpoint: resumed, every loss is that of the unbroken run, to the bit."""
+    """After all processes were killed, the resumed run has every loss of the unbroken run, to the bit."""
     of_run, expected = unbroken
     broken = tmp_path / "broken"
     with subprocess.Popen(
@@ -191,7 +191,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
     assert len(_losses(broken)) < len(expected)
     assert "resumed after step" in _train("--resume", "--out", str(broken))
     assert _losses(broken) == expected
-    # On one rank instead of two gradients are summed in another order: fp32's last bits, over ten steps.
+    # On one rank instead of two, gradients are summed in another order: fp32's last bits, over ten steps.
     _train("--resume-from", "50", "--out", str(broken), "--nproc", "1")
     assert _losses(broken) == pytest.approx(expected, rel=1e-4)
     assert _losses(broken) != expected

@@ -1,4 +1,4 @@
-"""The files and the words of a run, without any rank."""
+"""The files and messages of a run, without any rank."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_the_summary_is_taken_over_all_steps():
 
 
 def test_every_line_of_metrics_is_json_on_disk_at_once(tmp_path):
-    """Each line can be read while the run goes on; an overflowed step's norm is null, for JSON knows no infinity."""
+    """Each line can be read while the run goes on; an overflowed norm is null, because JSON has no infinity."""
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         file.step(_metrics(1))
@@ -87,7 +87,7 @@ def test_without_a_terminal_progress_is_some_twenty_lines(capsys):
 
 @pytest.mark.parametrize("num_steps", [1, 49, 50, 500])
 def test_smoothing_takes_the_mean_of_the_neighbours(num_steps):
-    """Each value is the plain mean of those at most a fiftieth of the run away, near the ends of those there are."""
+    """Each value is the plain mean of those at most a fiftieth of the run away, of fewer near the ends."""
     losses = [math.sin(step) for step in range(num_steps)]
     reach = num_steps // 50
     near = [losses[max(0, step - reach) : step + reach + 1] for step in range(num_steps)]
@@ -95,7 +95,7 @@ def test_smoothing_takes_the_mean_of_the_neighbours(num_steps):
 
 
 def test_the_curve_is_a_png(tmp_path):
-    """A run of a single step can be drawn too."""
+    """The curve is a PNG, even for a run of a single step."""
     draw_loss(tmp_path / "loss.png", "title", [5.0], {0: 5.5, 1: 5.0})
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
 
@@ -123,7 +123,7 @@ def test_the_first_failure_is_told_and_not_what_followed_from_it(tmp_path, monke
 
 
 def test_a_failure_that_all_ranks_agreed_on_is_one_line(tmp_path, monkeypatch, capfd):
-    """What training itself found needs neither a rank nor a traceback."""
+    """An error that training itself found is shown without a rank or a traceback."""
     failures = {rank: _record(monkeypatch, tmp_path, rank, RuntimeError("the loss is nan"), True) for rank in (0, 1)}
     assert launch._report(ChildFailedError("train", failures), tmp_path) == 1
     assert capfd.readouterr().err == "fairshard train: error: the loss is nan\n"
@@ -138,14 +138,14 @@ def test_a_rank_that_was_killed_is_named_with_the_signal(code, words, tmp_path, 
 
 
 def test_half_an_error_file_is_passed_over(tmp_path):
-    """A rank may be killed while it writes its error: what cannot be read is left out."""
+    """An error file that cannot be read, because its rank was killed while writing, is skipped."""
     (tmp_path / "half.json").write_text('{"message": {"mess')
     (tmp_path / "other.json").write_text('{"message": "signal 15"}')
     assert first_failure(tmp_path.iterdir()) is None
 
 
 def test_an_error_file_that_torch_wrote_is_read_too(tmp_path):
-    """A rank that fails while it imports us has torch's keys only; its folder is named after it."""
+    """A rank that fails while it imports us writes only torch's keys; its folder gives the rank."""
     path = tmp_path / "3" / "error.json"
     path.parent.mkdir()
     extra = {"py_callstack": "Traceback", "timestamp": "7"}

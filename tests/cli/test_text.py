@@ -1,4 +1,4 @@
-"""What is read, how it is split, and which windows are cut out of it."""
+"""How files are chosen, split, and cut into windows."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 @given(sizes=sizes, seed=st.integers(0, 10))
 def test_every_file_is_on_exactly_one_side(tmp_path_factory, sizes, seed):
-    """The two sides are disjoint, together all files, and neither is empty."""
+    """The two sides are disjoint, together have all files, and neither is empty."""
     files = _files(tmp_path_factory.getbasetemp(), sizes)
     train, validation = split_files(files, seed)
     assert train
@@ -47,14 +47,14 @@ def test_every_file_is_on_exactly_one_side(tmp_path_factory, sizes, seed):
 
 @given(sizes=sizes, seed=st.integers(0, 10))
 def test_validation_is_a_tenth_at_most_or_the_smallest_file(tmp_path_factory, sizes, seed):
-    """The validation side holds at most a tenth of the bytes; where no file is that small, one smallest file."""
+    """The validation side has at most a tenth of the bytes; if no file is that small, it is one smallest file."""
     _, validation = split_files(_files(tmp_path_factory.getbasetemp(), sizes), seed)
     nbytes = sum(file.nbytes for file in validation)
     assert 10 * nbytes <= sum(sizes) or [file.nbytes for file in validation] == [min(sizes)]
 
 
 def test_the_split_is_the_seeds_and_not_that_of_the_listing(tmp_path):
-    """Files in another order split alike; another seed splits them otherwise."""
+    """Files in another order are split alike; another seed splits them differently."""
     files = _files(tmp_path, [10] * 40)
     assert split_files(files, 3) == split_files(files[::-1], 3)
     assert split_files(files, 3) != split_files(files, 4)
@@ -70,7 +70,7 @@ def test_a_folder_is_read_whole_and_no_byte_twice(folder):
 
 
 def test_hidden_empty_and_binary_files_are_left_out(folder):
-    """What is not text does not change the plan."""
+    """Files that are not text do not change the plan."""
     before = plan_text(folder, seed=0, context=8)
     (folder / ".hidden").write_text("secret")
     (folder / ".git").mkdir()
@@ -119,7 +119,7 @@ def test_windows_are_the_bytes_from_their_starts(context):
 
 
 def test_a_context_may_use_all_of_a_side_and_no_more(tmp_path):
-    """A side of ``n`` bytes serves a context of ``n - 1``, for a window holds one byte more; ``n`` is refused."""
+    """A side of ``n`` bytes serves a context of ``n - 1``, because a window holds one more byte; ``n`` is refused."""
     path = tmp_path / "one.txt"
     path.write_bytes(b"x" * 100)  # 90 to train on, 10 to validate on
     assert load(plan_text(path, seed=0, context=9)).validation.size == 10

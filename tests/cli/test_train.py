@@ -1,4 +1,4 @@
-"""``fairshard train`` as its users run it, in processes of its own."""
+"""``fairshard train`` as its users run it, in its own processes."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def data(tmp_path_factory):
 
 
 def _environment():
-    """This process's environment without what launched it or chose its threads."""
+    """This process's environment without the variables that launched it or set its threads."""
     ours = {"PYTHONPATH": str(Path(fairshard.__file__).parents[1])}
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **ours}
@@ -42,7 +42,7 @@ def _run(command, cwd):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, data):
-    """A run on two ranks that is over: its result and its folder, which it named itself."""
+    """A finished run on two ranks: its result and its folder, which it named itself."""
     cwd = tmp_path_factory.mktemp("work")
     result = _run([*COMMAND, *TINY, "--nproc", "2", "--eval-every", "20", "--trace", "5", "--data", data], cwd)
     assert result.returncode == 0, result.stderr
@@ -55,7 +55,7 @@ def _lines(folder):
 
 
 def test_each_step_is_a_line_with_all_its_fields(finished):
-    """There is one line a step, in order, with the fields of ``StepMetrics`` and none else; tokens add up."""
+    """Each step has one line, in order, with exactly the fields of ``StepMetrics``; tokens add up."""
     steps = [line for line in _lines(finished[1]) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
@@ -74,7 +74,7 @@ def test_the_loss_goes_down(finished):
 
 
 def test_the_last_line_is_the_summary_of_the_others(finished):
-    """The summary has the last validation loss, and the means of what the lines of the steps say."""
+    """The summary has the last validation loss and the means over the lines of the steps."""
     *lines, last = _lines(finished[1])
     steps = [line for line in lines if "loss" in line]
     summary = last["summary"]
@@ -86,7 +86,7 @@ def test_the_last_line_is_the_summary_of_the_others(finished):
 
 
 def test_config_holds_every_option_and_version(finished, data):
-    """What the run was asked for can be read back, defaults too, with the versions that computed it."""
+    """The config holds every option of the run, defaults included, and the versions that computed it."""
     config = json.loads((finished[1] / "config.json").read_text())
     assert config["options"]["context"] == CONTEXT
     assert config["options"]["data"] == str(data)
@@ -97,7 +97,7 @@ def test_config_holds_every_option_and_version(finished, data):
 
 
 def test_the_trace_shows_one_step_of_both_ranks(finished):
-    """Each rank has its lanes: every unit's forward and backward, gathers, one reduction or more, and the optimizer."""
+    """Each rank has its lanes: forward and backward of every unit, gathers, one or more reductions, the optimizer."""
     assert (finished[1] / "trace.png").read_bytes().startswith(b"\x89PNG")
     entries = json.loads((finished[1] / "trace.json").read_text())["traceEvents"]
     for rank in (0, 1):
@@ -136,7 +136,7 @@ def test_a_failure_in_training_is_exit_1_and_one_line(tmp_path, data):
 
 
 def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
-    """SIGINT to the whole group, as a terminal sends it: exit code 130, a word instead of a traceback, no orphan."""
+    """SIGINT to the whole group, as a terminal sends it, gives exit code 130, one message, no traceback, no orphan."""
     command = [*COMMAND, *TINY, "--nproc", "2", "--data", data, "--steps", "100000"]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -165,7 +165,7 @@ def test_torchrun_with_bad_input_is_exit_2_on_the_ranks(tmp_path):
 
 @pytest.mark.full
 def test_torchrun_trains_as_the_command_does(finished, tmp_path, data):
-    """The same options give the same losses under torchrun, and the files go where ``--out`` says."""
+    """The same options give the same losses under torchrun, and the files are written to ``--out``."""
     out = tmp_path / "deep" / "out"
     result = _run([*TORCHRUN, *TINY, "--eval-every", "20", "--data", data, "--out", out], tmp_path)
     assert result.returncode == 0, result.stderr

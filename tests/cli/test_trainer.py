@@ -1,4 +1,4 @@
-"""Steps of the trainer on real ranks, against a plain model on one process."""
+"""Steps of the trainer on real ranks equal those of a plain model in one process."""
 
 import math
 
@@ -61,7 +61,7 @@ def _plain_run(options):
         return curve, _plain_loss(model, windows(validation, starts, options.context)).item()
 
 
-# Sums over the batch are taken in another order and Adam divides by roots: six steps agree to a few 1e-6.
+# Sums over the batch have another order, and Adam divides by roots: six steps agree to a few 1e-6.
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_are_those_of_one_plain_process(accumulate):
@@ -94,7 +94,7 @@ def test_ranks_may_have_different_numbers_of_validation_batches():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_ranks_share_out_the_batch_that_one_rank_would_take(size):
-    """Pass by pass, the ranks' rows one after the other are the rows of a single rank, and none is there twice."""
+    """Pass by pass, the ranks' rows in rank order are the rows of a single rank, each of them once."""
     options = _options(batch_size=36, accumulate=3)
     text = np.arange(250, dtype=np.uint8)
     alone = Batches(text, options, Ranks(0, 1, 0, 1))
@@ -118,7 +118,7 @@ def test_bf16_trains_to_nearly_the_losses_of_fp32():
 
 @on_ranks(2)
 def test_fp16_overflow_skips_the_step_on_all_ranks_and_halves_the_scale():
-    """A scale far too large is halved once for each step it loses, alike on all ranks; until it fits, weights stay."""
+    """A scale far too large is halved once per skipped step, alike on all ranks; until then weights do not change."""
     options = _options(precision="fp16", steps=40)
     trainer = _trainer(options)
     trainer._scaler = ShardedGradScaler("cpu", init_scale=2.0**40)
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step():
 @on_ranks(2)
 @pytest.mark.parametrize("offload", [{"cpu_offload": True}, {"move_grads_to_cpu": True}])
 def test_both_kinds_of_adamw_give_the_same_losses(offload):
-    """``cpu-adamw`` and ``adamw`` step the same fused kernel over the same shards: losses are equal bit for bit."""
+    """``cpu-adamw`` and ``adamw`` use the same fused kernel on the same shards: losses are equal bit for bit."""
     curves = []
     for optimizer in ("cpu-adamw", "adamw"):
         trainer = _trainer(_options(optimizer=optimizer, **offload))
@@ -179,7 +179,7 @@ def test_state_is_where_the_options_put_it():
 
 
 def test_a_new_model_knows_nothing():
-    """Before training the loss is ln 256, that of a uniform guess, to within a twentieth of a nat: above 5."""
+    """Before training the loss is ln 256, that of a uniform guess, to within a twentieth of a nat."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, dim=128, heads=4, context=64))
     tokens = windows(_text().train, even_starts(3000, 64, 16), 64)

@@ -1,9 +1,9 @@
-"""A training script for PyTorch's ``fully_shard``: nothing in it is fairshard's.
+"""A training script for PyTorch's ``fully_shard``, without anything of fairshard.
 
     torchrun --nproc-per-node 2 tests/data/fsdp2_script.py
     torchrun --nproc-per-node 4 tests/data/fsdp2_script.py    # two replicas of two shards
 
-Trains a small GPT, saves it with torch.distributed.checkpoint, and goes on with what it has saved in a new model.
+Trains a small GPT, saves it with torch.distributed.checkpoint, and continues from the checkpoint in a new model.
 """
 
 import itertools

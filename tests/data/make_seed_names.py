@@ -2,15 +2,15 @@
 
     python tests/data/make_seed_names.py FOLDER_OF_THE_SEEDS
 
-One line a name, with the numbers of the documents that have it::
+One line per name, with the numbers of the documents that have it::
 
     FullyShardedDataParallel                    a class or a function
     FullyShardedDataParallel(process_group)     an argument of it, or a field of a dataclass
     FullyShardedDataParallel.no_sync            a method, a property, an attribute, a member of an enum
     FullyShardedDataParallel.apply(fn)          an argument of a method
 
-Code is parsed; of a manual the signatures are. Names with an underscore in front are internal, but for the few in
-`DOCUMENTED`. Where a document only uses another part of the library, what counts is what it uses.
+Code is parsed; in a manual the signatures are. Names with a leading underscore are internal, except the few in
+`DOCUMENTED`. Where a document only uses another part of the library, the names that it uses count.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
 
 
 def parsed(text: str) -> Iterator[ast.Module]:
-    """The code in a document, as trees: one file inside of something else, or pieces of one file after another."""
+    """The code in a document, as trees: one file inside something else, or pieces of files in sequence."""
     fenced = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     text = fenced[1] if fenced else text
     start = re.search(r"^import ", text, re.MULTILINE)
@@ -73,7 +73,7 @@ def parsed(text: str) -> Iterator[ast.Module]:
 
 
 def pieces(lines: list[str]) -> Iterator[list[str]]:
-    """Runs of lines that each begin with a function or class, no line of which is further left than its first."""
+    """Runs of lines that each begin with a function or class, and contain no line with less indentation than it."""
     current: list[str] = []
     indent = 0
     for line in lines:
@@ -88,7 +88,7 @@ def pieces(lines: list[str]) -> Iterator[list[str]]:
 
 
 def longest(lines: list[str]) -> ast.Module:
-    """The tree of as many leading lines as are code: documents end in the middle of a statement, or in prose."""
+    """The tree of the leading lines that parse: documents end in the middle of a statement, or in prose."""
     for end in range(len(lines), 0, -1):
         try:
             return ast.parse("\n".join(lines[:end]))
@@ -196,7 +196,7 @@ class Names:
 
 
 def names_in_manual(text: str) -> Iterator[str]:
-    """The names in the signatures of a manual, each a paragraph in fixed width, and the members that it lists."""
+    """The names in the signatures of a manual, each a paragraph in fixed width, and in its lists of members."""
     signatures = list(
         re.finditer(r"^`(?:(class|static|property) )?([\w.]+)([(:](?:[^`])*)` ?(?:\[source\])?$", text, re.MULTILINE)
     )
@@ -227,7 +227,7 @@ def names_in_summary(text: str) -> Iterator[str]:
 
 
 def arguments_of(arguments: ast.arguments) -> list[str]:
-    """The names of all arguments but ``*args`` and ``**kwargs``."""
+    """The names of all arguments except ``*args`` and ``**kwargs``."""
     return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 

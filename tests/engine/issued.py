@@ -12,7 +12,7 @@ from fairshard.utils.collectives import Communicator, RowGather
 
 
 class Issued(NamedTuple):
-    """One collective: its ``kind``, the number of what travels (of a flat param or a bucket), and between whom."""
+    """One collective: its ``kind``, the number of the flat param or bucket that it sends, its size, and its ranks."""
 
     kind: str
     source: int
@@ -22,12 +22,12 @@ class Issued(NamedTuple):
 
 @dataclass
 class Issues:
-    """All collectives since it was made, those that agree on something included."""
+    """All collectives since this object was created, agreement exchanges included."""
 
     calls: list = field(default_factory=list)
 
     def assert_same_on_all_ranks(self, what=""):
-        """Any two ranks have issued what concerns both of them in the same order. **Collective.**"""
+        """Any two ranks have issued the collectives they share in the same order. **Collective.**"""
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.calls)
         own_rank, own = dist.get_rank(), self.calls
@@ -41,7 +41,7 @@ class Issues:
 
 @contextlib.contextmanager
 def recording():
-    """Note every collective that is issued meanwhile."""
+    """Record every collective issued in this context."""
     issues = Issues()
     start, scatter = RowGather.start, Communicator.reduce_scatter
     total, combine = Communicator.sum_over_ranks, Communicator.all_reduce
@@ -79,5 +79,5 @@ def recording():
 
 
 def without_exchange():
-    """Groups that are made meanwhile use gloo's own collectives, whose order no tag hides."""
+    """Groups created in this context use gloo's own collectives, which have no tags to hide a wrong order."""
     return mock.patch.object(collectives, "_EXCHANGE_RANKS", range(0))

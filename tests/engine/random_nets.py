@@ -1,7 +1,7 @@
-"""Random nets of which every rank reaches other parts in every step, sharded through any door.
+"""Random nets of which each rank reaches different parts in each step, sharded through any of `DOORS`.
 
-All ranks call the same units in the same order; what the loss is made of goes by ``hits``, a bool for each choice that
-a net makes. They depend on the seed, the rank and the step only, so that one process can compute what all ranks do.
+All ranks call the same units in the same order; ``hits``, one bool for each choice in a net, select what the loss uses.
+They depend only on the seed, the rank and the step, so that one process can compute what all ranks do.
 """
 
 import random
@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
 
 class Inside(nn.Module):
-    """A layer, and another of the same unit that is used where it is hit."""
+    """A layer, and another of the same unit that is used only if it is hit."""
 
     num_hits = 1
 
@@ -50,7 +50,7 @@ class Inside(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts that are called in any case; the result is made of those that are hit."""
+    """Experts that are all called; the output uses only those that are hit."""
 
     def __init__(self, pick):
         super().__init__()
@@ -66,7 +66,7 @@ class Routed(nn.Module):
 
 
 class Tower(nn.Module):
-    """A layer on the net's input, which has no gradient; added where it is hit."""
+    """A layer on the net's input, which has no gradient; its output is added only if it is hit."""
 
     num_hits = 1
 
@@ -80,7 +80,7 @@ class Tower(nn.Module):
 
 
 class Around(nn.Module):
-    """A layer around an inner one that is called in any case, and used where it is hit."""
+    """A layer around an inner one that is always called, but used only if it is hit."""
 
     num_hits = 1
 
@@ -95,7 +95,7 @@ class Around(nn.Module):
 
 
 class Cut(nn.Module):
-    """Lets no gradient through where it is hit; has no parameters."""
+    """Blocks the gradient if it is hit; has no parameters."""
 
     num_hits = 1
 
@@ -107,7 +107,7 @@ class Cut(nn.Module):
 
 
 class Net(nn.Module):
-    """Stages, some called twice and some inside checkpoints, and heads of which the loss takes any number."""
+    """Stages, some called twice and some inside checkpoints, and heads, any number of which enter the loss."""
 
     def __init__(self, pick, checkpoints):
         super().__init__()
@@ -132,7 +132,7 @@ class Net(nn.Module):
         self.num_hits = len(self.heads) + sum(self.stages[c].num_hits for run, _ in self.runs for c in run)
 
     def forward(self, x, hits):
-        """The outputs of the heads that are hit, or of the first; and what is not used, if the net keeps it."""
+        """The outputs of the heads that are hit (or of the first), and the unused outputs if the net keeps them."""
         raw, rest, unused = x, list(hits), []
         if self.scale is not None:
             x = x * self.scale
@@ -156,7 +156,7 @@ class Net(nn.Module):
 
 
 def draw(seed, checkpoints=False):
-    """The net of ``seed``, the same on every rank; what should become a unit has ``is_unit``."""
+    """The net of ``seed``, the same on every rank; modules that should become units have ``is_unit``."""
     pick = random.Random(repr(("net", seed)))
     torch.manual_seed(seed)
     net = Net(pick, checkpoints)
@@ -168,7 +168,7 @@ def draw(seed, checkpoints=False):
 
 
 def shard(module, door, **kwargs):
-    """``module`` with each module inside that ``is_unit`` a unit, from the innermost outwards."""
+    """Make every module inside ``module`` that has ``is_unit`` a unit, the innermost first."""
     for name, child in list(module.named_children()):
         setattr(module, name, shard(child, door, **kwargs))
     if not getattr(module, "is_unit", False):
@@ -180,7 +180,7 @@ def shard(module, door, **kwargs):
 
 
 def hits_of(net, *key):
-    """What is hit, as far as ``key`` says."""
+    """The hits of ``net`` for ``key``."""
     pick = random.Random(repr(("hits", key)))
     chance = pick.choice([0.2, 0.5, 0.8])
     return tuple(pick.random() < chance for _ in range(net.num_hits))
@@ -194,14 +194,14 @@ def input_of(*key):
 
 
 def loss_of(net, key, rank=None):
-    """The loss of ``net`` on the batch that ``rank`` (this one by default) has of ``key``; and what is not used."""
+    """The loss of ``net`` on the batch of ``key`` on ``rank`` (this one by default), and the unused outputs."""
     rank = dist.get_rank() if rank is None else rank
     outputs, unused = net(input_of(key, rank), hits_of(net, key, rank))
     return sum(output.square().mean() for output in outputs), unused
 
 
 def flat_groups(net):
-    """The parameters of ``net`` that a flat shard holds together: those of a unit that are trained."""
+    """The parameters of ``net`` grouped by flat shard: the trainable parameters of each unit."""
     groups = {}
 
     def visit(module, unit):
@@ -215,6 +215,6 @@ def flat_groups(net):
 
 
 def whole_state(module):
-    """Every parameter of a sharded module, whole. **Collective.**"""
+    """The full state dict of a sharded module. **Collective.**"""
     state = module.state_dict()
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}

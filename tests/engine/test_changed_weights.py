@@ -1,4 +1,4 @@
-"""Weights that change between passes are seen by the next one; those that change inside of one are noticed."""
+"""The next pass uses weights that changed between passes; weights that change inside a pass are noticed."""
 
 import copy
 
@@ -43,7 +43,7 @@ CHANGES = {
 @pytest.mark.parametrize("before", ["nothing", "eval", "forward", "backward"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_next_forward_uses_changed_weights(name, before, reshard):
-    """However they are changed, and whatever was gathered before, the next forward computes with the new ones."""
+    """However weights are changed, and whatever was gathered before, the next forward computes with the new ones."""
     wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=reshard)
     old = output_of(mlp(4, 9, 5))
     if before == "eval":
@@ -70,7 +70,7 @@ def test_init_after_wrapping_changes_the_next_output():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_step_under_no_sync_is_seen(reshard):
-    """Weights stepped while gradients accumulate, with units left gathered, are those of the next forward."""
+    """The next forward uses weights that were stepped while gradients accumulate, even if units stay gathered."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain), reshard_after_forward=reshard)
     with wrapped.no_sync():
@@ -86,7 +86,7 @@ def test_a_step_under_no_sync_is_seen(reshard):
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_changed_between_forward_and_backward_raise(index, reshard):
-    """A shard written after a forward would give the backward other weights: it raises, naming the unit."""
+    """A shard written after a forward would give the backward other weights: it raises and names the unit."""
     wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=reshard)
     loss = wrapped(randn(3, 4)).sum()
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_weights_changed_between_forward_and_backward_raise(index, reshard):
 
 @on_ranks(2)
 def test_an_optimizer_step_between_forward_and_backward_raises():
-    """The common form of it: two forwards, and a step after the first backward."""
+    """The common mistake: two forwards, and a step after the first backward."""
     wrapped = wrap_each(mlp(4, 9, 5))
     optimizer = sgd(wrapped)
     first, second = wrapped(randn(3, 4)).sum(), wrapped(randn(3, 4)).sum()
@@ -113,7 +113,7 @@ def test_an_optimizer_step_between_forward_and_backward_raises():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("convert", ["double", "half", "bfloat16", "to"])
 def test_converting_before_the_first_forward(convert):
-    """``.double()`` and the like on a wrapped model that has not computed yet work as on the plain one."""
+    """On a wrapped model before its first forward, ``.double()`` and the like work as on the plain one."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     for model in (plain, wrapped):
@@ -129,7 +129,7 @@ def test_converting_before_the_first_forward(convert):
 
 @on_ranks(2)
 def test_converting_after_the_first_forward_is_refused():
-    """Later, a change of dtype raises and names the argument to use; what changes nothing passes."""
+    """After a forward, a change of dtype raises and names the argument to use; calls that change nothing pass."""
     wrapped = wrap_each(mlp(4, 9, 5))
     wrapped(randn(3, 4)).sum().backward()
     with pytest.raises((TypeError, ValueError, FairshardError), match="mixed_precision"):
@@ -141,7 +141,7 @@ def test_converting_after_the_first_forward_is_refused():
 
 @on_ranks(2)
 def test_functional_call_replaces_parameters():
-    """A parameter that a user replaces for one call is used, and is replaced back."""
+    """A parameter that a user replaces for one call is used in that call, then restored."""
     plain, layer = nn.Linear(4, 5), nn.Linear(4, 5)
     wrapped = FSDP(layer, flatten_parameters=False)
     replaced = {"module.weight": plain.weight, "module.bias": plain.bias}

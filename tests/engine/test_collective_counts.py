@@ -1,4 +1,4 @@
-"""A step issues exactly the collectives that follow from its units, and moves exactly their bytes."""
+"""A step issues exactly the collectives that its units need, and moves exactly their bytes."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ def step(model, sync=True, train=True):
 
 
 def counts_of(model, **kwargs):
-    """Collectives of the fourth step, the first that is not checked, by our counters and by torch.distributed."""
+    """Collectives of the fourth step, the first unchecked one, by our counters and by torch.distributed."""
     for _ in range(3):
         step(model)
     sgd(model).step()
@@ -40,7 +40,7 @@ def counts_of(model, **kwargs):
 
 
 def gathered(sizes, itemsize):
-    """Number and received bytes of one gather of each unit: the padded line less this rank's own part."""
+    """Number and received bytes of one gather of each unit: the padded line without this rank's own part."""
     others = dist.get_world_size() - 1
     return len(sizes), sum(others * -(-size // (others + 1)) * itemsize for size in sizes)
 
@@ -66,7 +66,7 @@ def test_a_step_gathers_and_reduces_as_often_as_the_formula_says(reshard, precis
     model = wrap_each(mlp(*WIDTHS), reshard_after_forward=reshard, bucket_cap_mb=bucket, **settings)
     ours, patched = counts_of(model)
     once = gathered(SIZES, compute)
-    _, sent = gathered(SIZES, reduce)  # of each bucket row all but the own one is sent: the same sum
+    _, sent = gathered(SIZES, reduce)  # all bucket rows but this rank's own are sent: the same sum
     assert ours == {
         "all_gather": add(once, once) if reshard else once,
         "reduce_scatter": (len(SIZES) if bucket == 0 else 1, sent),
@@ -90,7 +90,7 @@ def test_the_root_is_gathered_once():
 
 @on_ranks(2)
 def test_unflattened_parameters_are_gathered_one_by_one():
-    """Without flattening every parameter is a gather of its own; they still share buckets."""
+    """Without flattening, every parameter has its own gather; gradients still share buckets."""
     model = mlp(*WIDTHS)
     numels = [param.numel() for param in model.parameters()]
     ours, _ = counts_of(FSDP(model, flatten_parameters=False))
@@ -100,7 +100,7 @@ def test_unflattened_parameters_are_gathered_one_by_one():
 
 @on_ranks(2)
 def test_buckets_are_filled_up_to_the_cap():
-    """Units are packed in backward order while they fit: here the last two, then the first."""
+    """Buckets take units in backward order while they fit: here the last two, then the first."""
     padded = [2 * -(-size // 2) * 4 for size in SIZES]
     cap = (padded[2] + padded[1]) / 2**20
     ours, _ = counts_of(wrap_each(mlp(*WIDTHS), bucket_cap_mb=cap))
@@ -109,7 +109,7 @@ def test_buckets_are_filled_up_to_the_cap():
 
 @on_ranks(2, 3)
 def test_no_sync_sends_no_gradients():
-    """Under ``no_sync`` only parameters travel."""
+    """Under ``no_sync`` only parameters are sent."""
     ours, _ = counts_of(wrap_each(mlp(*WIDTHS)), sync=False)
     once = gathered(SIZES, 4)
     assert ours == {"all_gather": add(once, once), "agreement": message()}
@@ -134,7 +134,7 @@ def test_frozen_units_send_no_gradients():
 
 
 def net(door, first, last):
-    """Three units around one another, and one around them all."""
+    """Three units in sequence, and one around them."""
     widths = (first, 8, 8, last)
     blocks = [door(nn.Sequential(nn.Linear(a, b), nn.Tanh())) for a, b in itertools.pairwise(widths)]
     return door(nn.Sequential(*blocks))
@@ -147,7 +147,7 @@ def numbers():
 @on_ranks(2)
 @pytest.mark.parametrize("door", [FSDP, fully_shard])
 def test_a_step_of_a_gan(door):
-    """Both losses of the discriminator go back in one backward; what it begins with is not gathered twice there."""
+    """The discriminator's two losses share one backward, which gathers its first unit only once."""
     generator, discriminator = net(door, 4, 6), net(door, 6, 1)
     optimizers = [sgd(generator), sgd(discriminator)]
     for _ in range(3):
@@ -178,7 +178,7 @@ def test_a_head_on_a_frozen_backbone(door):
 @pytest.mark.parametrize("door", [FSDP, fully_shard])
 @pytest.mark.parametrize("retain", [True, False])
 def test_two_losses_with_two_backwards(door, retain):
-    """Of one forward or of two: each backward gathers what it reaches, and reduces it once."""
+    """After one forward or two, each backward gathers the units that it reaches, and reduces each once."""
     model = net(door, 6, 8)
     for _ in range(3):
         reset_counters()
@@ -192,7 +192,7 @@ def test_two_losses_with_two_backwards(door, retain):
 
 @on_ranks(2)
 def test_clip_is_one_all_reduce():
-    """The total norm takes one all-reduce of one number."""
+    """The total norm needs one all-reduce of one number."""
     model = wrap_each(mlp(*WIDTHS))
     step(model)
     reset_counters()
@@ -202,7 +202,7 @@ def test_clip_is_one_all_reduce():
 
 @on_ranks(2)
 def test_kept_parameters_are_gathered_once_a_step():
-    """Without resharding each unit is gathered once a step, with the weights that the optimizer has left."""
+    """Without resharding each unit is gathered once a step, with the weights after the optimizer's step."""
     model = wrap_each(mlp(*WIDTHS), reshard_after_forward=False)
     optimizer = sgd(model)
     step(model)

@@ -1,4 +1,4 @@
-"""Random nets of which ranks reach different parts train as one process does that averages over all ranks' data."""
+"""Random nets of which ranks reach different parts train like one process that averages over the data of all ranks."""
 
 import contextlib
 import copy
@@ -10,12 +10,12 @@ from tests.engine.random_nets import CAPS_MB, DOORS, draw, flat_groups, loss_of,
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 
-TOLERANCE = 2e-6  # the order of sums over three batches, in fp32, of numbers near 1
+TOLERANCE = 2e-6  # fp32 sums over three batches, in different orders, of numbers near 1
 
 
 @contextlib.contextmanager
 def naming(what):
-    """An exception inside says ``what`` it is about."""
+    """Add ``what`` to the message of an exception raised inside."""
     try:
         yield
     except Exception as error:
@@ -23,14 +23,14 @@ def naming(what):
 
 
 def settings(seed):
-    """A door and a cap of buckets; twelve seeds in a row have all pairs."""
+    """One of `DOORS` and a bucket cap; any twelve seeds in a row cover all pairs."""
     return DOORS[seed % 4], CAPS_MB[seed // 4 % 3]
 
 
 def set_mean_grads(net, keys, is_flat):
-    """The mean over ranks of the gradients of the sum over ``keys``; None where no rank has one.
+    """Set each gradient to the mean over ranks of that of the summed losses of ``keys``; None where no rank has one.
 
-    A flat shard has one gradient: zeros for what no rank reaches of it, if any rank reaches any of it.
+    A flat shard has one gradient: if any rank reaches any part of it, the parts that no rank reaches are zeros.
     """
     world_size = dist.get_world_size()
     for key in keys:
@@ -46,7 +46,7 @@ def set_mean_grads(net, keys, is_flat):
 
 
 def train(seed, checkpoints=False, num_steps=3):
-    """Train the net of ``seed``, sharded as its seed says, and plain; all parameters agree."""
+    """Train the net of ``seed``, plain and sharded with its `settings`; all parameters agree."""
     door, cap = settings(seed)
     plain = draw(seed, checkpoints)
     wrapped = shard(copy.deepcopy(plain), door, bucket_cap_mb=cap)
@@ -81,21 +81,21 @@ def test_nets_on_two_ranks():
 
 @on_ranks(3, 4)
 def test_nets_on_more_ranks():
-    """Ten nets each, of other seeds: what reaches a parameter on one rank of several is averaged over all."""
+    """Ten other nets for each world size: a gradient that only one rank has is averaged over all ranks."""
     first = 100 * dist.get_world_size()
     train_all(range(first, first + 10))
 
 
 @on_ranks(2, 3)
 def test_nets_with_checkpoints():
-    """Checkpoints of both kinds over one stage and several: a rank recomputes more than it reaches."""
+    """With checkpoints of both kinds over one or several stages, a rank recomputes more than it reaches."""
     first = 600 + 20 * dist.get_world_size()
     train_all(range(first, first + 10), checkpoints=True)
 
 
 @on_ranks(in_full(2), in_full(3), in_full(4), timeout=500.0)
 def test_many_nets():
-    """As above, for some eighty nets more on each number of ranks, half of them with checkpoints."""
+    """The same for 84 more nets on each number of ranks, half of them with checkpoints."""
     first = 1000 * dist.get_world_size()
     train_all(range(first, first + 42))
     train_all(range(first + 100, first + 142), checkpoints=True)

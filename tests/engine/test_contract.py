@@ -1,7 +1,7 @@
 """All ranks issue the same collectives in the same order, whatever each one's backward reaches.
 
-Recorded where they are issued: that two ranks in another order happen to get along (the tags of direct exchanges let
-them, and so does a lucky moment) is no excuse.
+Collectives are recorded where they are issued. So a test also fails if a different order on two ranks happens to work,
+thanks to the tags of direct exchanges or to lucky timing.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 
 
 def options_of(seed, hybrid):
-    """A door and its options, as the seed has it; the same on every rank."""
+    """One of `DOORS` and its options for ``seed``; the same on every rank."""
     pick = random.Random(repr(("options", seed)))
     door = DOORS[seed % 4]
     options = {"bucket_cap_mb": CAPS_MB[seed // 4 % 3]}
@@ -47,7 +47,7 @@ def options_of(seed, hybrid):
 
 
 def build(seed, checkpoints=False, hybrid=False):
-    """The net of ``seed``, sharded; some with a communication hook or with units named that are gathered ahead."""
+    """The sharded net of ``seed``; some nets have a communication hook, or name the units to prefetch."""
     pick = random.Random(repr(("extras", seed)))
     door, options = options_of(seed, hybrid)
     net = draw(seed, checkpoints)
@@ -88,7 +88,7 @@ def forwards_and_backwards_in_turn(model, key):
 
 
 def two_losses(model, key):
-    """The first is a part of what the second goes through again."""
+    """Two backwards: the second goes again through the part of the graph that the first went through."""
     rank = dist.get_rank()
     outputs, _unused = model(input_of(key, rank), hits_of(model, key, rank))
     outputs[0].square().sum().backward(retain_graph=True)
@@ -102,9 +102,9 @@ def twice(model, key):
 
 
 def grad_of_inputs(model, key):
-    """`autograd.grad` of the input, and then a backward of another forward."""
+    """`autograd.grad` with respect to the input, then a backward of another forward."""
     rank = dist.get_rank()
-    if not (model.has_cut or model.is_reentrant):  # else a rank may have no backward
+    if not (model.has_cut or model.is_reentrant):  # otherwise a rank may have no backward
         x = input_of(key, rank).requires_grad_()
         outputs, _unused = model(x, hits_of(model, key, rank))
         torch.autograd.grad(sum(output.square().sum() for output in outputs), x)
@@ -152,7 +152,7 @@ def train(model, passes, seed):
 
 
 def attributes_through(wrapped):
-    """``num_hits`` and such of the net, through a wrapper."""
+    """Copy ``num_hits`` and similar attributes of the net to its wrapper."""
     net = getattr(wrapped, "module", wrapped)
     if net is not wrapped:
         for name in ("num_hits", "has_cut", "is_reentrant"):
@@ -161,7 +161,7 @@ def attributes_through(wrapped):
 
 
 def check(seeds, name, checkpoints=False, hybrid=False, exchange=True):
-    """Train the nets of ``seeds`` with the passes ``name``; all ranks issue the same."""
+    """Train the nets of ``seeds`` with the passes ``name``; all ranks issue the same collectives."""
     warnings.simplefilter("ignore")
     with contextlib.nullcontext() if exchange else without_exchange():
         for seed in seeds:
@@ -174,7 +174,7 @@ def check(seeds, name, checkpoints=False, hybrid=False, exchange=True):
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("exchange", [True, False])
 def test_all_ranks_issue_the_same(name, exchange):
-    """Nets of all doors, caps and prefetch options; each rank and step reaches other parts."""
+    """Nets with all doors, bucket caps and prefetch options; each rank reaches other parts in each step."""
     first = 40 * list(PASSES).index(name)
     check(range(first, first + 4), name, exchange=exchange)
 
@@ -182,7 +182,7 @@ def test_all_ranks_issue_the_same(name, exchange):
 @on_ranks(2)
 @pytest.mark.parametrize("name", [name for name in PASSES if name not in {"two_losses", "twice", "grad_of_inputs"}])
 def test_all_ranks_issue_the_same_with_checkpoints(name):
-    """Reentrant checkpoints and others over one stage and several, which recompute more than a rank reaches."""
+    """Reentrant and other checkpoints over one or several stages recompute more than a rank reaches."""
     first = 1000 + 40 * list(PASSES).index(name)
     check(range(first, first + 6), name, checkpoints=True, exchange=False)
 
@@ -190,7 +190,7 @@ def test_all_ranks_issue_the_same_with_checkpoints(name):
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["one_pass", "several_forwards", "no_sync"])
 def test_ranks_of_each_group_issue_the_same(name):
-    """Two groups of two: what concerns any two ranks is in the same order on both."""
+    """With two groups of two, any two ranks issue the collectives that they share in the same order."""
     first = 2000 + 40 * list(PASSES).index(name)
     check(range(first, first + 4), name, hybrid=True)
 
@@ -217,7 +217,7 @@ class Generator(nn.Module):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("exchange", [True, False])
 def test_two_roots_in_one_graph(door, exchange):
-    """G and D: the loss of D reaches D alone, that of G both, through D's graph."""
+    """Generator and discriminator: D's loss reaches only D; G's loss reaches both, through D's graph."""
     with contextlib.nullcontext() if exchange else without_exchange(), recording() as issues:
         torch.manual_seed(0)
         one, other = (shard(Generator().to(rank_device()), door) for _ in range(2))
@@ -237,7 +237,7 @@ def test_two_roots_in_one_graph(door, exchange):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("exchange", [True, False])
 def test_two_roots_of_which_a_loss_uses_one(door, exchange):
-    """Both towers are called; each rank's loss takes one, both, or the other."""
+    """Both towers are called; each rank's loss uses the first, the second, or both."""
     with contextlib.nullcontext() if exchange else without_exchange(), recording() as issues:
         torch.manual_seed(0)
         towers = [shard(Generator().to(rank_device()), door) for _ in range(2)]
@@ -255,7 +255,7 @@ def test_two_roots_of_which_a_loss_uses_one(door, exchange):
 
 
 class Failing(nn.Module):
-    """Three layers, with a hook between them that raises where ``place`` says."""
+    """Three layers; a hook on the output of layer ``place`` raises."""
 
     def __init__(self):
         super().__init__()
@@ -277,10 +277,10 @@ class Failing(nn.Module):
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("place", [0, 1])  # the output of the last layer is the root's: nothing would have begun
+@pytest.mark.parametrize("place", [0, 1])  # not 2, the root's output: no collective would have started
 @pytest.mark.parametrize("exchange", [True, False])
 def test_an_exception_in_the_backward_of_one_rank(door, place, exchange):
-    """The rank that failed serves the rest at its next forward; the next backward raises on all ranks alike."""
+    """The failed rank issues the remaining collectives at its next forward; the next backward raises on all ranks."""
     with contextlib.nullcontext() if exchange else without_exchange(), recording() as issues:
         torch.manual_seed(0)
         model = shard(Failing().to(rank_device()), door)
@@ -296,7 +296,7 @@ def test_an_exception_in_the_backward_of_one_rank(door, place, exchange):
 
 
 class Segment(nn.Module):
-    """A checkpoint with a layer of the outer unit and a call of an inner one, and a head after it."""
+    """A checkpoint around a layer of the outer unit and a call of an inner unit, and a head after it."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ class Segment(nn.Module):
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("case", ["one rank reaches the inner unit", "no rank does, and one recomputes"])
 def test_a_checkpoint_of_which_a_rank_reaches_the_outer_layer_alone(door, exchange, case):
-    """That rank recomputes the inner unit all the same, which no gradient of its own tells."""
+    """A rank that reaches only the outer layer still recomputes the inner unit, though no gradient reaches it."""
     with contextlib.nullcontext() if exchange else without_exchange(), recording() as issues:
         torch.manual_seed(0)
         model = shard(Segment().to(rank_device()), door)
@@ -332,7 +332,7 @@ def test_a_checkpoint_of_which_a_rank_reaches_the_outer_layer_alone(door, exchan
 
 @on_ranks(2)
 def test_zeroed_gradients_of_the_second_root_are_forgotten():
-    """What no_sync has accumulated in either of two models is dropped with `zero_grad`, whichever comes first."""
+    """`zero_grad` drops what no_sync has accumulated in each of two models, not only in the first."""
     torch.manual_seed(0)
     one, other = (shard(Generator().to(rank_device()), "wrapper") for _ in range(2))
     x = input_of(0, dist.get_rank())

@@ -1,4 +1,4 @@
-"""A gradient is written once, an all-gather is copied into and never out of: counted below torch."""
+"""A gradient is written once, and an all-gather is copied into but never out of, by count of torch's operators."""
 
 import copy
 import itertools
@@ -17,7 +17,7 @@ FP32, BF16 = 4, 2
 
 
 def copies_of_a_step(model):
-    """What the third step copies: by then the order of units is known and buckets are planned."""
+    """The copies of the third step, when the order of units is known and buckets are planned."""
     optimizer = sgd(model)
     for step in range(3):
         with CopyCounter() as copies:
@@ -55,7 +55,7 @@ def test_one_write_per_gradient_and_none_per_gather(reshard, bucket):
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_writes_of_unflattened_parameters():
-    """Without flattening the bytes are the same sum, parameter by parameter."""
+    """Without flattening, the bytes follow the same formula, parameter by parameter."""
     model = mlp(*WIDTHS)
     params = [param.numel() for param in model.parameters()]
     copies = copies_of_a_step(wrap_each(model, flatten_parameters=False))
@@ -68,7 +68,7 @@ def test_writes_of_unflattened_parameters():
 @on_ranks(2)
 @pytest.mark.parametrize("fp32_reduce", [True, False])
 def test_writes_under_mixed_precision(fp32_reduce):
-    """The copy into the gather is the cast down, the copy into the bucket the cast to the reduce dtype."""
+    """The copy into the gather also casts to the compute dtype, the copy into the bucket to the reduce dtype."""
     model = wrap_each(mlp(*WIDTHS), mixed_precision=True, compute_dtype=torch.bfloat16, fp32_reduce_scatter=fp32_reduce)
     copies = copies_of_a_step(model)
     shards = sum(shard_sizes(2))
@@ -83,7 +83,7 @@ def test_writes_under_mixed_precision(fp32_reduce):
 @pytest.mark.cpu_only
 @on_ranks(1)
 def test_alone_nothing_is_copied_for_the_gather():
-    """With one rank and one dtype the module computes on the shard itself."""
+    """With one rank and one dtype, the module computes on the shard itself."""
     model = mlp(*WIDTHS)
     weights = [param.detach().clone() for param in copy.deepcopy(model).parameters()]
     copies = copies_of_a_step(wrap_each(model))

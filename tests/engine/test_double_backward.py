@@ -1,4 +1,4 @@
-"""A backward of gradients is refused in the first hook of a backward, before anything has changed."""
+"""A double backward is refused in the first hook of the backward, before anything has changed."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def by_grad_of_the_input(model, loss):
 @pytest.mark.parametrize("checkpointing", [None, "not_reentrant"])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_nothing_has_changed_when_it_is_refused(how, checkpointing, accumulates):
-    """Gradients, states and weights are what they were, nothing was sent, and training goes on unharmed."""
+    """Gradients, states and weights are unchanged, nothing was sent, and training continues unharmed."""
     finals = []
     for refused in (False, True):
         model = wrap_tiny(tiny(checkpointing))

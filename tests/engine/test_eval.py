@@ -1,4 +1,4 @@
-"""Passes without gradients: eval, no_grad, inference_mode, and what they leave gathered."""
+"""Passes without gradients (eval, no_grad, inference_mode), and which units they leave gathered."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_output_equals_the_plain_models(mode, reshard):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("first", [True, False])
 def test_validation_between_training_steps(mode, first):
-    """Training with validation passes in between, also as the very first pass, gives the plain model's weights."""
+    """Training with validation passes in between, even as the first pass, gives the plain model's weights."""
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain))
     of_plain, of_wrapped = sgd(plain), sgd(wrapped)
@@ -97,7 +97,7 @@ def test_a_unit_called_without_grad_inside_a_pass_with_grad():
 
 @on_ranks(2)
 def test_modes_of_modules_are_theirs():
-    """``eval()`` and ``train()`` reach the wrapped modules: dropout is off and on."""
+    """``eval()`` and ``train()`` reach the wrapped modules and turn dropout off and on."""
     wrapped = FSDP(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)))
     x = randn(3, 4)
     wrapped.eval()

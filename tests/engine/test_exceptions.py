@@ -1,4 +1,4 @@
-"""An exception in a pass reaches the user, and the next step is clean: on every rank, or on one that retries."""
+"""An exception in a pass reaches the user, and the next step is clean, on all ranks or on one that retries."""
 
 import copy
 
@@ -37,7 +37,7 @@ class Fault(nn.Module):
 
 
 def faulty(position):
-    """Three Linears with a fault before, between or after them."""
+    """Three Linears and a `Fault` before, between or after them."""
     layers = list(mlp(4, 9, 7, 5))
     layers.insert(2 * position, Fault())
     return nn.Sequential(*layers).to(rank_device())
@@ -64,7 +64,7 @@ def loss_of(model, key):
 @pytest.mark.parametrize("wrap", [FSDP, wrap_layers], ids=["one", "each"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_step_after_an_exception_is_clean(when, position, wrap, reshard):
-    """The exception arrives unchanged; the next steps give what they would have given without it."""
+    """The exception arrives unchanged; the next steps give the same results as without it."""
     plain = faulty(position)
     wrapped = wrap(copy.deepcopy(plain), reshard_after_forward=reshard)
     of_plain, of_wrapped = sgd(plain), sgd(wrapped)
@@ -103,7 +103,7 @@ def test_everything_is_idle_and_resharded_by_the_next_pass(when):
 
 @on_ranks(2)
 def test_after_a_failed_forward_everything_is_idle_at_once():
-    """A forward that raised leaves no unit in FORWARD: a state dict can be taken at once."""
+    """A forward that raised leaves no unit in FORWARD: a state dict can be taken immediately."""
     wrapped = wrap_layers(faulty(1))
     fault_of(wrapped).when = "forward"
     with pytest.raises(KeyError):
@@ -133,12 +133,12 @@ def test_what_no_sync_accumulated_survives_a_failed_pass():
 
 @on_ranks(2)
 def test_no_optimizer_steps_a_part_of_a_gradient():
-    """A backward that raised has used up what `no_sync` accumulated in one unit: a step raises until `zero_grad`."""
+    """A backward that raised has consumed what `no_sync` accumulated in one unit: a step raises until `zero_grad`."""
     wrapped = wrap_layers(faulty(1), bucket_cap_mb=0)
     optimizer = sgd(wrapped)
     with wrapped.no_sync():
         loss_of(wrapped, 0).backward()
-    fault_of(wrapped).when = "backward"  # the last layer is sent before
+    fault_of(wrapped).when = "backward"  # the last layer is sent before it raises
     with pytest.raises(KeyError):
         loss_of(wrapped, 1).backward()
     fault_of(wrapped).when = None
@@ -158,9 +158,9 @@ def test_no_optimizer_steps_a_part_of_a_gradient():
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
 @pytest.mark.parametrize("comes_after", ["nothing", "a backward"])
 def test_a_skipped_batch_leaves_no_mixture_of_gradients(door, comes_after):
-    """Some sums of the second batch were added before it raised: the step refuses, also where a rank has no rows."""
+    """The second batch raised after some of its sums were added: the step raises, even on a rank without rows."""
     model = faulty(1)
-    model[-1] = nn.Linear(model[-1].in_features, 1, device=rank_device())  # of which the last ranks have nothing
+    model[-1] = nn.Linear(model[-1].in_features, 1, device=rank_device())  # the last ranks hold no part of it
     for layer in model.modules():
         layer.is_unit = isinstance(layer, nn.Linear) or layer is model
     wrapped = shard(model, door, bucket_cap_mb=0)
@@ -181,7 +181,7 @@ def test_a_skipped_batch_leaves_no_mixture_of_gradients(door, comes_after):
 
 @on_ranks(2)
 def test_keyboard_interrupt_is_not_swallowed():
-    """Ctrl-C inside a forward arrives, and leaves a model that still works."""
+    """Ctrl-C inside a forward reaches the user, and leaves a model that still works."""
     layer = nn.Linear(4, 5)
     wrapped = FSDP(nn.Sequential(layer))
 

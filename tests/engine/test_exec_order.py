@@ -1,4 +1,4 @@
-"""The order of the last forward is a hint for the next; the record of forwards is what a backward is planned from."""
+"""The order of the last forward is a hint for the next; a backward is planned from the record of forwards."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def test_a_repeated_pass_is_predicted(units):
 
 @given(passes, passes)
 def test_another_pass_gives_hints_from_the_last_one_only(first, second):
-    """Each prediction did follow that unit, at that place, in the last pass."""
+    """Each predicted unit followed that unit, at that place, in the last pass."""
     order = ForwardOrder()
     forward(order, first)
     for position, ahead in enumerate(forward(order, second)):
@@ -44,7 +44,7 @@ def test_another_pass_gives_hints_from_the_last_one_only(first, second):
 
 
 def run(record, tree, failing=()):
-    """Record nested calls; units in ``failing`` raise, and their callers go on."""
+    """Record nested calls; units in ``failing`` raise, and their callers continue."""
     for unit, inner in tree:
         record.enter(unit, None)
         run(record, inner, failing)
@@ -52,7 +52,7 @@ def run(record, tree, failing=()):
 
 
 def spelled(one):
-    """A recorded pass as a string: a unit's name where a call begins, in capitals where it ends."""
+    """A recorded pass as a string: the unit's name where a call begins, its capital where the call ends."""
     return "".join(
         one.brackets[event].unit if event >= 0 else one.brackets[~event].unit.upper() for event in one.events
     )
@@ -65,7 +65,7 @@ def spelled_tree(tree, failing=()):
 
 @given(calls, st.sets(st.sampled_from("abcd")))
 def test_a_record_nests_as_the_calls_did(tree, failing):
-    """Each call begins before and ends after those inside it; one that raised is forgotten, those inside it are not."""
+    """Each call begins before and ends after those inside it; a call that raised is dropped, those inside it stay."""
     record = Record()
     record.begin(is_common=True)
     run(record, tree, failing)
@@ -75,7 +75,7 @@ def test_a_record_nests_as_the_calls_did(tree, failing):
 
 @given(calls)
 def test_a_forward_that_raised_awaits_no_backward(tree):
-    """Nor does anything that is called outside of a recorded forward."""
+    """Neither a forward that raised nor calls outside a recorded forward are awaited by a backward."""
     record = Record()
     record.begin(is_common=True)
     run(record, tree)
@@ -85,7 +85,7 @@ def test_a_forward_that_raised_awaits_no_backward(tree):
 
 
 def test_calls_of_one_checkpoint_share_a_segment():
-    """Neighbouring checkpoints have numbers of their own, calls outside of them -1."""
+    """Calls of one checkpoint have the same number, neighbouring checkpoints different ones, other calls -1."""
     first, second = object(), object()
     record = Record()
     record.begin(is_common=True)
@@ -97,7 +97,7 @@ def test_calls_of_one_checkpoint_share_a_segment():
 
 
 def test_a_record_holds_no_graph():
-    """A reentrant checkpoint's node goes when its graph goes, and the call is then dead."""
+    """The node of a reentrant checkpoint is freed with its graph, and the call is then dead."""
 
     class Node:
         pass

@@ -1,4 +1,4 @@
-"""What the engine relies on in torch: if one of these fails, torch has changed under us."""
+"""Behaviour of torch that the engine relies on: if one of these fails, torch has changed."""
 
 
 import pytest
@@ -13,7 +13,7 @@ from tests.reference import randn
 
 
 def test_a_data_view_survives_refilling_its_buffer():
-    """Views taken through ``.data`` have a version counter of their own: the backward uses the refilled memory."""
+    """Views taken through ``.data`` have their own version counter: the backward uses the refilled memory."""
     buffer = torch.zeros(12)
     leaf = torch.nn.Parameter(buffer.data[:12].view(3, 4))
     values = torch.arange(12.0)
@@ -39,7 +39,7 @@ def test_a_detached_view_does_not():
 
 
 def test_autograd_steals_the_first_gradient():
-    """The first gradient of a leaf is not copied: the memory that the backward made is the leaf's ``.grad``."""
+    """The first gradient of a leaf is not copied: the memory that the backward allocated becomes ``.grad``."""
     weight = torch.nn.Parameter(torch.ones(3, 4))
     seen = []
     loss = F.linear(torch.ones(2, 4), weight).sum()
@@ -51,7 +51,7 @@ def test_autograd_steals_the_first_gradient():
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_memory_is_given_back(reshard):
-    """Between forward and backward only the root's buffer, and those not resharded, have memory; then none has."""
+    """Between forward and backward only buffers of the root and of unsharded units have memory; afterwards none do."""
     wrapped = wrap_each(mlp(4, 9, 7, 5), reshard_after_forward=reshard)
     buffers = [fp for _, unit in units_below(wrapped) for fp in unit.flat_params]
 
@@ -70,7 +70,7 @@ def test_memory_is_given_back(reshard):
 
 @on_ranks(2)
 def test_full_gradients_do_not_outlive_the_backward():
-    """After a backward no leaf holds a whole gradient: what is left is the shard's."""
+    """After a backward no leaf holds a full gradient: only the shard's is left."""
     wrapped = wrap_each(mlp(4, 9, 7, 5))
     wrapped(randn(3, 4)).sum().backward()
     leaves = [slot.leaf for _, unit in units_below(wrapped) for fp in unit.flat_params for slot in fp.slots]
@@ -80,7 +80,7 @@ def test_full_gradients_do_not_outlive_the_backward():
 
 @on_ranks(2)
 def test_modules_see_the_same_parameter_object_in_every_pass():
-    """Leaves keep their identity for ever, so references that modules save stay valid."""
+    """Leaves keep their identity forever, so references that modules save stay valid."""
     wrapped = wrap_each(mlp(4, 9, 5))
     seen = set()
     kept = []

@@ -1,4 +1,4 @@
-"""With ``keep_low_precision_grads`` gradients of shards are in the dtype they were reduced in, for all who use them."""
+"""With ``keep_low_precision_grads``, gradients of shards keep the dtype they were reduced in, for all their users."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.on_ranks import on_ranks
 from tests.reference import mean_over_ranks, randn
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-# Parameters and gradients in one dtype, or gradients in a dtype of their own.
+# Parameters and gradients in one dtype, or gradients in another dtype.
 policies = pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"), [(BF16, None), (None, BF16), (FP16, None), (BF16, FP32)], ids=str
 )
@@ -32,7 +32,7 @@ def one_backward(model, key=0):
 
 
 def whole_grads(model):
-    """Every gradient, whole, on every rank."""
+    """Every full gradient, on every rank."""
     with FSDP.summon_full_params(model, with_grads=True):
         return [param.grad.clone() for param in model.parameters()]
 
@@ -41,7 +41,7 @@ def whole_grads(model):
 @policies
 @pytest.mark.parametrize("flatten", [True, False])
 def test_gradients_keep_the_dtype_they_were_reduced_in(param_dtype, reduce_dtype, flatten):
-    """They are the mean over ranks, rounded to that dtype once, and add up in it over backwards."""
+    """Gradients are the mean over ranks, rounded to that dtype once, and add up in it over backwards."""
     dtype = reduce_dtype or param_dtype
     expected = None
     plain = mlp(4, 9, 5).to(param_dtype)
@@ -61,7 +61,7 @@ def test_gradients_keep_the_dtype_they_were_reduced_in(param_dtype, reduce_dtype
 
 @on_ranks(1, 2)
 def test_no_sync_and_zero_grad():
-    """Accumulating without communication and zeroing work as with other gradients, in this dtype."""
+    """Accumulation without communication and zeroing work in this dtype as with other gradients."""
     wrapped = wrap(mlp(4, 9, 5))
     with wrapped.no_sync():
         one_backward(wrapped)
@@ -100,7 +100,7 @@ def test_clipping():
 
 @on_ranks(1, 2)
 def test_an_optimizer_that_can_use_them():
-    """A step adds low-precision gradients to fp32 shards; the weights computed with follow."""
+    """A step applies low-precision gradients to fp32 shards, and full weights change accordingly."""
     wrapped = wrap(mlp(4, 9, 5))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, foreach=False)
     before = wrapped.state_dict()
@@ -139,7 +139,7 @@ def test_loss_scaling(overflows):
 
 @on_ranks(2)
 def test_one_unit_among_others():
-    """It is a setting of each unit; norms and optimizers see gradients of several dtypes."""
+    """The setting is per unit; norms and optimizers see gradients of several dtypes."""
     model = mlp(4, 9, 5)
     model[0] = FSDP(model[0], mixed_precision=MixedPrecision(reduce_dtype=BF16, keep_low_precision_grads=True))
     wrapped = FSDP(model)
@@ -153,7 +153,7 @@ def test_one_unit_among_others():
 
 @on_ranks(1)
 def test_cpu_optimizer_refuses_them():
-    """`CPUOptimizer`, whose kernels want one dtype, names the unit when it is built."""
+    """`CPUOptimizer`, whose kernels need a single dtype, raises and names the unit when it is built."""
     model = nn.Sequential(wrap(mlp(4, 5)), nn.Linear(5, 2))
     with pytest.raises(ValueError, match=r"`0`.*keep_low_precision_grads"):
         CPUOptimizer(FSDP(model), torch.optim.AdamW)

@@ -1,4 +1,4 @@
-"""``no_sync`` keeps gradients local and whole until a pass outside of it reduces the sum."""
+"""``no_sync`` keeps gradients local and unsharded until a pass outside it reduces the sum."""
 
 import copy
 import itertools
@@ -36,7 +36,7 @@ def step_both(plain, wrapped):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("num_inside", [1, 3])
 def test_the_sum_of_all_passes_is_reduced(flatten, reshard, num_inside):
-    """Passes inside ``no_sync`` and one outside step as the sum of their gradients, to the bit."""
+    """After passes inside ``no_sync`` and one outside, a step uses the sum of their gradients, to the bit."""
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain), flatten_parameters=flatten, reshard_after_forward=reshard)
     for step in range(2):
@@ -54,7 +54,7 @@ def test_the_sum_of_all_passes_is_reduced(flatten, reshard, num_inside):
 
 @on_ranks(1, 2)
 def test_accumulating_around_reduced_passes():
-    """Reduced, accumulated, reduced: shard gradients of earlier passes are kept and added to."""
+    """In passes reduced, accumulated and reduced, shard gradients of earlier passes are kept and added to."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     loss_of(plain, 0).backward()
@@ -136,7 +136,7 @@ def test_flags_are_restored_after_an_exception(when):
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_drops_what_was_accumulated(set_to_none):
-    """``zero_grad`` after ``no_sync`` passes means their gradients too."""
+    """``zero_grad`` after ``no_sync`` passes also discards their gradients."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     with wrapped.no_sync():
@@ -150,9 +150,9 @@ def test_zero_grad_drops_what_was_accumulated(set_to_none):
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}, {"cpu_offload": True}], ids=str)
 def test_gradients_changed_in_between(kwargs):
-    """What is done to ``.grad`` while gradients wait here: zeroing means those too, anything else raises on all ranks.
+    """While ``no_sync`` gradients wait, zeroing ``.grad`` also zeroes them; any other change raises on all ranks.
 
-    Also where it is zero, or this rank owns nothing but padding: before a reduced pass, and after one.
+    This holds even if ``.grad`` is zero or the rank owns only padding, before a reduced pass and after one.
     """
 
     def each(change):
@@ -192,7 +192,7 @@ def test_gradients_changed_in_between(kwargs):
 
 @on_ranks(2)
 def test_a_forward_inside_with_its_backward_outside():
-    """What counts is where the backward runs."""
+    """Only the place of the backward counts: outside ``no_sync`` it reduces."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     with wrapped.no_sync():
@@ -227,7 +227,7 @@ def test_units_that_only_accumulating_passes_reach():
 
 @on_ranks(2)
 def test_it_is_for_the_root_only():
-    """On an inner unit it raises, as AssertionError and as RuntimeError, and says where to call it."""
+    """On an inner unit it raises (both AssertionError and RuntimeError), and says where to call it."""
     wrapped = wrap_each(mlp(4, 9, 5))
     for kind in (AssertionError, RuntimeError):
         with pytest.raises(kind, match="outermost"), wrapped[0].no_sync():
@@ -236,7 +236,7 @@ def test_it_is_for_the_root_only():
 
 @on_ranks(2)
 def test_it_needs_an_idle_model():
-    """Between the hooks of a backward it raises, as ValueError and as AssertionError."""
+    """Inside a backward it raises (both ValueError and AssertionError)."""
     wrapped = wrap_each(mlp(4, 9, 5))
     seen = []
 

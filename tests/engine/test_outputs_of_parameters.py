@@ -1,4 +1,4 @@
-"""Units that return their own parameters or views of them; what an exception leaves of accumulated gradients."""
+"""Units that return their own parameters or views of them; accumulated gradients after an exception."""
 
 import copy
 
@@ -17,7 +17,7 @@ TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # sums over ranks in another order, in
 
 
 class Scaled(nn.Module):
-    """CLIP's: features, and the parameter that multiplies them outside."""
+    """As in CLIP: returns features, and the parameter that multiplies them outside."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Scaled(nn.Module):
 
 
 class Clip(nn.Module):
-    """Multiplies what the unit inside returns, and returns its parameter once more."""
+    """Multiplies what the inner unit returns, and returns its parameter again."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Clip(nn.Module):
 
 
 class Viewing(nn.Module):
-    """Returns some rows of its weight, as learned positions are."""
+    """Returns some rows of its weight, like learned position embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Viewing(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds what `Viewing`, a unit, returns."""
+    """Adds the output of `Viewing`, a unit."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Positions(nn.Module):
 
 
 class TwoLayers(nn.Module):
-    """Uses its weight detached before it uses it."""
+    """Uses its detached weight before the weight itself."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class TwoLayers(nn.Module):
 
 
 def unit(module, *names):
-    """``module`` a unit, and its children of these names."""
+    """Mark ``module`` and its children called ``names`` as units."""
     module.is_unit = True
     for name in names:
         getattr(module, name).is_unit = True
@@ -102,7 +102,7 @@ def loss_of_clip(model, key):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_unit_that_returns_its_own_parameter_trains(door):
-    """CLIP's logit_scale, used in the unit around and in the loss, trains as on the plain model."""
+    """CLIP's logit_scale, used in the outer unit and in the loss, trains as on the plain model."""
     torch.manual_seed(0)
     plain = unit(Clip(), "inner")
     train_states(plain, shard(copy.deepcopy(plain), door), loss_of_clip)
@@ -132,7 +132,7 @@ def test_hooks_on_a_returned_parameter_do_not_pile_up(door):
     loss_of_clip(wrapped, 0).backward()
     before = num_hooks(wrapped)
     for step in range(5):
-        loss_of_clip(wrapped, step)  # a forward whose backward never comes
+        loss_of_clip(wrapped, step)  # a forward without a backward
         with torch.no_grad():
             loss_of_clip(wrapped, step)
         loss_of_clip(wrapped, step).backward()
@@ -147,7 +147,7 @@ def test_a_returned_view_has_its_values_after_the_unit_was_freed(door, with_grad
     wrapped = shard(unit(nn.Sequential(Viewing()), "0"), door)
     with torch.set_grad_enabled(with_grad):
         rows = wrapped[0](4) if door == "fully_shard" else wrapped.module[0](4)
-        others = [torch.full((6, 2), 7.0) for _ in range(8)]  # takes memory that was freed
+        others = [torch.full((6, 2), 7.0) for _ in range(8)]  # reuse freed memory
     assert torch.equal(rows.cpu(), torch.arange(8.0).view(4, 2))
     assert all(torch.equal(other, torch.full((6, 2), 7.0)) for other in others)
 
@@ -167,7 +167,7 @@ def test_a_unit_that_returns_a_view_of_its_weight_trains(door):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("input_has_grad", [False, True])
 def test_a_detached_weight_before_the_weight_itself(door, input_has_grad):
-    """What is computed with ``weight.detach()`` is no part of its gradient; the unit is not freed too early."""
+    """Uses of ``weight.detach()`` add nothing to the gradient, and the unit is not freed too early."""
     plain = unit(nn.Sequential(TwoLayers(), TwoLayers(), nn.Linear(4, 2)), "0", "1")
 
     def loss_of(model, key):
@@ -198,7 +198,7 @@ class Faulty(nn.Module):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("names", [(), ("first", "second")], ids=["one unit", "each"])
 def test_an_exception_after_no_sync_never_leaves_a_part(door, names):
-    """The next step uses all that was accumulated, or raises; after ``zero_grad`` training goes on as if new."""
+    """The next step uses all that was accumulated, or raises; after ``zero_grad`` training continues normally."""
     torch.manual_seed(0)
     plain = unit(Faulty(), *names)
     wrapped = shard(copy.deepcopy(plain), door)
@@ -217,7 +217,7 @@ def test_an_exception_after_no_sync_never_leaves_a_part(door, names):
     fault.fails = False
     raised = False
     try:
-        optimizer.step()  # sees nothing that was accumulated, which is not reduced, or a part: that raises
+        optimizer.step()  # no reduced gradient yet, or a part of one, which raises
     except PartialGradientError:
         raised = True
     if not raised:

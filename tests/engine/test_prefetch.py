@@ -1,4 +1,4 @@
-"""The next unit's gather is under way before the current one computes, in forward and in backward."""
+"""The next unit's gather starts before the current unit computes, in forward and in backward."""
 
 import contextlib
 from unittest import mock
@@ -17,7 +17,7 @@ from tests.reference import randn, sgd
 
 @contextlib.contextmanager
 def events(model):
-    """A list that fills with what happens to units 0, 1, 2 ... of a Sequential, as ``(what, unit)``."""
+    """A list that records the events of units 0, 1, 2 ... of a Sequential, as ``(what, unit)``."""
     log = []
     layers = [part for part in model.module if isinstance(part, FSDP)]
     number = {id(unit_of(layer)): index for index, layer in enumerate(layers)}
@@ -54,7 +54,7 @@ def without(log, *names):
 
 @on_ranks(2)
 def test_first_forward_gathers_each_unit_when_it_is_called():
-    """The order is not known yet: nothing is gathered early, nothing too much."""
+    """Without a known order, no unit is gathered early or needlessly."""
     model = wrap_each(mlp(4, 9, 7, 5))
     with events(model) as log, torch.no_grad():
         model(randn(3, 4))
@@ -64,7 +64,7 @@ def test_first_forward_gathers_each_unit_when_it_is_called():
 
 @on_ranks(2)
 def test_later_forwards_gather_one_unit_ahead():
-    """From the second pass on, unit ``i + 1`` is gathered before unit ``i`` computes; at most two are whole."""
+    """From the second pass on, unit ``i + 1`` is gathered before unit ``i`` computes; at most two are gathered."""
     model = wrap_each(mlp(4, 9, 7, 5))
     with torch.no_grad():
         model(randn(3, 4))
@@ -84,7 +84,7 @@ def test_later_forwards_gather_one_unit_ahead():
 @on_ranks(2)
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_backward_gathers_one_unit_ahead(num_before):
-    """Already in the first backward, unit ``i - 1`` is gathered before the backward of unit ``i``."""
+    """Even in the first backward, unit ``i - 1`` is gathered before the backward of unit ``i``."""
     model = wrap_each(mlp(4, 9, 7, 5))
     for _ in range(num_before):
         model(randn(3, 4)).sum().backward()
@@ -104,7 +104,7 @@ def test_backward_gathers_one_unit_ahead(num_before):
 
 
 def most_gathered(log):
-    """The largest number of units that were whole at the same time."""
+    """The largest number of units that were gathered at the same time."""
     whole, most = set(), 0
     for name, index in log:
         if name == "gather":

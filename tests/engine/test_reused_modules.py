@@ -1,4 +1,4 @@
-"""Modules that run several times in a forward, forwards that run several times before a backward, and the reverse."""
+"""Modules called several times in a forward, several forwards before a backward, and several backwards."""
 
 import copy
 
@@ -43,18 +43,18 @@ def loss_of(model, key):
 def test_a_unit_called_several_times_in_a_forward(times, reshard):
     """The gradient of a unit is the sum over its calls."""
     model = Repeat(mlp(4, 4), times)
-    # Autograd adds the gradients of the calls in the order in which it comes to them, which is the same for both.
+    # Autograd adds the gradients of the calls in the order in which it reaches them, which is the same for both.
     train_alike(model, lambda m: wrap_layer(m, reshard_after_forward=reshard), loss_of)
 
 
 class Tree(nn.Module):
-    """A module whose forward calls the module itself, through what wraps it."""
+    """A module whose forward calls the module itself, through its wrapper."""
 
     def __init__(self):
         super().__init__()
         self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4).eval()
-        self.wrapped = []  # a list: no submodule of itself
+        self.wrapped = []  # a list, so that it is not its own submodule
 
     def forward(self, x, depth=2):
         x = self.norm(torch.tanh(self.before(x)))
@@ -80,7 +80,7 @@ class Forest(nn.Module):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("door", ["wrapper", "orig_params", "fully_shard"])
 def test_a_unit_that_calls_itself(door, reshard):
-    """It stays gathered until its outermost call is over."""
+    """It stays gathered until its outermost call returns."""
     torch.manual_seed(1)
     plain = Forest().to(rank_device())
     wrapped = copy.deepcopy(plain)
@@ -182,7 +182,7 @@ def test_backwards_from_two_outputs():
 
 @on_ranks(1, 2)
 def test_only_some_outputs_are_used():
-    """A loss from one of two outputs: what only the other needs gets zeros, and nothing waits for it."""
+    """With a loss from one of two outputs, parameters that only the other needs get zeros; nothing waits for them."""
 
     class Both(nn.Module):
         def __init__(self):
@@ -205,7 +205,7 @@ def test_only_some_outputs_are_used():
 
 @on_ranks(1, 2)
 def test_a_dropped_output_is_followed_by_clean_steps():
-    """Forwards whose outputs nobody uses leave nothing behind."""
+    """Forwards whose outputs are never used leave nothing behind."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     of_plain, of_wrapped = sgd(plain), sgd(wrapped)

@@ -1,17 +1,17 @@
-"""The schedule of a backward: pure integers, so every rule can be read off the list."""
+"""The schedule of a backward is pure integers, so every rule can be read from the list."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.engine.schedule import ENDS, CallPlace, Kind, UnitRule, build
 
-# One forward around units 1..n, called one after the other by unit 0.
+# One forward of unit 0, which calls units 1..n in order.
 CHAIN = [0, 1, ~1, 2, ~2, ~0]
 
 
 @st.composite
 def forwards(draw):
-    """Some forwards of nested calls: ``(events, calls)`` of all of them, numbered through."""
+    """Some forwards of nested calls: ``(num_units, events, calls)``, numbered across all forwards."""
     num_units = draw(st.integers(1, 4))
     events, calls = [], []
 
@@ -41,7 +41,7 @@ rules = st.builds(
 
 @given(forwards(), st.data())
 def test_what_holds_for_every_schedule(model, data):
-    """A unit is gathered before it is used, never twice at a time, and sent once, after its calls."""
+    """A unit is gathered before it is used, never while already gathered, and sent once, after its calls."""
     num_units, events, calls = model
     reached = data.draw(st.lists(st.sampled_from([0, 1, ENDS]), min_size=len(calls), max_size=len(calls)))
     resident = data.draw(st.lists(st.booleans(), min_size=num_units, max_size=num_units))
@@ -76,7 +76,7 @@ def words(*args):
 
 
 def test_a_chain():
-    """The next unit is gathered while one computes; each is sent and freed when the backward is done with it."""
+    """The next unit is gathered while one computes; each is sent and freed when its backward is done."""
     calls = [CallPlace(unit, 0) for unit in range(3)]
     assert words(CHAIN, calls, [1, 1, 1], [1, 0, 0], [1, 1, 1], [UnitRule()] * 3) == [
         "at 0  > gather 2",
@@ -89,7 +89,7 @@ def test_a_chain():
 
 
 def test_what_nobody_reaches_is_not_listed():
-    """Neither gathered nor sent, unless it has gradients from earlier: these are sent at the end."""
+    """Unreached units are neither gathered nor sent, except that gradients of earlier backwards are sent at the end."""
     calls = [CallPlace(unit, 0) for unit in range(3)]
     assert words(CHAIN, calls, [1, 1, 0], [1, 0, 0], [1, 1, 1], [UnitRule()] * 3) == [
         "at 0  > gather 1",
@@ -100,7 +100,7 @@ def test_what_nobody_reaches_is_not_listed():
 
 
 def test_a_checkpoint_gathers_all_its_units_first():
-    """In the order in which it recomputes them, whichever of them a gradient reaches."""
+    """It gathers its units in the order of recomputation, whichever of them a gradient reaches."""
     calls = [CallPlace(0, 0), CallPlace(1, 0, segment=0), CallPlace(2, 0, segment=0)]
     assert words(CHAIN, calls, [1, 0, 1], [1, 0, 0], [1, 0, 1], [UnitRule(ahead=())] * 3) == [
         "at 0",
@@ -114,7 +114,7 @@ def test_a_checkpoint_gathers_all_its_units_first():
 
 
 def test_several_forwards():
-    """A unit is freed after each forward's part, unless the backward needs it next, and sent after the last."""
+    """A unit is freed after each forward's part of the backward, unless needed next, and sent after the last part."""
     events = [*CHAIN, *(event + 3 if event >= 0 else event - 3 for event in CHAIN)]
     calls = [CallPlace(unit, forward) for forward in (0, 1) for unit in range(3)]
     assert words(events, calls, [1] * 6, [1, 0, 0], [1] * 3, [UnitRule(ahead=())] * 3) == [
@@ -125,7 +125,7 @@ def test_several_forwards():
 
 
 def test_a_forward_at_whose_first_unit_the_backward_ends():
-    """That unit stays gathered for the part of the forward before: nothing happens in between but its own backward."""
+    """A unit where the later forward's part of the backward ends stays gathered for the earlier forward's part."""
     events = [*CHAIN, *(event + 3 if event >= 0 else event - 3 for event in CHAIN)]
     calls = [CallPlace(unit, forward) for forward in (0, 1) for unit in range(3)]
     reached = [1, ENDS, 1] * 2

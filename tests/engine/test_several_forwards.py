@@ -43,7 +43,7 @@ def assert_nothing_is_gathered(model):
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("kind", ["default", "kept", *(pytest.param(kind, marks=FULL) for kind in list(KINDS)[2:])])
 def test_losses_of_several_forwards(kind):
-    """Nested units, one called twice in a forward, tied weights: the sum trains as on the plain model."""
+    """With nested units, one called twice in a forward, and tied weights, the sum trains as on the plain model."""
     for prepare in (keep_across_passes, lambda model: model):
         model = train_alike(
             tiny(), lambda model, prepare=prepare: prepare(wrap_tiny(model, **KINDS[kind])), sum_of_three, num_steps=2
@@ -54,8 +54,8 @@ def test_losses_of_several_forwards(kind):
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not_reentrant"])
 def test_recomputed_forwards(checkpointing):
-    """Checkpoints around units and inside units, whose recomputation is a forward that no backward awaits."""
-    # A reentrant segment adds up its calls apart, in another order than one backward over all of them does.
+    """Checkpoints around units and inside units: their recomputation is a forward without its own backward."""
+    # A reentrant segment sums its calls separately, in another order than one backward over all of them.
     tolerance = 1e-5 if checkpointing == "reentrant" else 0.0
     model = train_alike(tiny(checkpointing), wrap_tiny, sum_of_three, rtol=tolerance, atol=tolerance)
     assert_nothing_is_gathered(model)
@@ -63,14 +63,14 @@ def test_recomputed_forwards(checkpointing):
 
 @on_ranks(in_full(4))
 def test_units_that_keep_a_share_among_two_ranks():
-    """The backward gathers each unit twice from the shares that the last forward has left."""
-    # Sums over four ranks may be taken in another order by the reference.
+    """The backward gathers each unit twice, from the shares that the last forward has kept."""
+    # The reference may sum over four ranks in another order.
     train_alike(tiny(), lambda model: wrap_tiny(model, reshard_after_forward=2), sum_of_three, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(in_full(1), 2, in_full(3))
 def test_frozen_and_unused_parameters():
-    """Units of which a part, or all, is frozen, or that one of the forwards does not use."""
+    """Units that are partly or fully frozen, or that one of the forwards does not use."""
 
     def build():
         model = tiny()
@@ -87,7 +87,7 @@ def test_frozen_and_unused_parameters():
 
 
 class Switch(nn.Module):
-    """Three layers, the middle one of which is left out on demand."""
+    """Three layers; the middle one can be skipped."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def wrap_layers(model, **kwargs):
 
 @on_ranks(in_full(1), 2)
 def test_forwards_that_share_their_inputs():
-    """The gradient of what all of them read is done only when all are, that of a leaf at once; bits are the same."""
+    """A shared hidden input gets its gradient after all forwards, a leaf gets it immediately; bits are the same."""
 
     def loss(model, key):
         leaf = randn(3, 4, key=key).requires_grad_()
@@ -120,7 +120,7 @@ def test_forwards_that_share_their_inputs():
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("later_first", [True, False])
 def test_one_backward_for_each_of_several_forwards(later_first):
-    """In either order, all but one said not to be the last: gradients add up as ever, and nothing stays gathered."""
+    """In either order, with all but one marked as not the last, gradients add up and nothing stays gathered."""
     states = []
     for tells in (True, False):
         model = wrap_tiny(tiny())
@@ -140,7 +140,7 @@ def test_one_backward_for_each_of_several_forwards(later_first):
 
 @on_ranks(in_full(1), 2)
 def test_weights_that_change_after_a_backward_that_is_not_the_last():
-    """What stays gathered is not used once an optimizer has stepped: the backward raises, and a forward gathers."""
+    """Units left gathered are not used after an optimizer step: the backward raises, and a forward gathers again."""
     model, plain = wrap_tiny(tiny()), tiny()
     optimizers = sgd(model), sgd(plain)
     first, second = (loss_of_tiny(model, (index,)) for index in range(2))
@@ -158,7 +158,7 @@ def test_weights_that_change_after_a_backward_that_is_not_the_last():
 
 @on_ranks(in_full(1), 2)
 def test_an_exception_between_the_parts_of_a_backward():
-    """It raises when the later forward is through; the next step is as if it had not been tried."""
+    """If the backward raises after the later forward's part, the next step is as if it had not been tried."""
 
     def loss(model, key):
         if isinstance(model, FSDP):
@@ -178,7 +178,7 @@ def fail(grad):
 @on_ranks(2)
 @pytest.mark.parametrize("num_forwards", [1, 2])
 def test_a_unit_and_the_next_are_gathered_and_no_more(num_forwards):
-    """Beside the outermost one, in the backward of several forwards as in that of one; if their inputs are trained."""
+    """If inputs are trained, a backward of one or several forwards gathers at most two units besides the root."""
     model = wrap_each(mlp(*[4] * 7))
     layers, most = set(), 0
 

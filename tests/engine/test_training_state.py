@@ -1,4 +1,4 @@
-"""Units tell what they are doing, and can be asked to be doing it."""
+"""Units report their training state, and can assert it."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_there_are_five_states_and_one_name_for_two():
 
 @on_ranks(1, 2)
 def test_states_of_a_step():
-    """IDLE, FORWARD while computing, IDLE, BACKWARD_PRE while its gradients are computed, IDLE at the end."""
+    """A unit is IDLE, FORWARD while it computes, IDLE, BACKWARD_PRE while its gradients are computed, then IDLE."""
     wrapped = wrap_each(mlp(4, 9, 5))
     inner = wrapped[0]
     log = []
@@ -46,7 +46,7 @@ def test_states_of_a_step():
 
 @on_ranks(1, 2)
 def test_gradients_sent_is_backward_post():
-    """A unit whose gradients are on their way is in BACKWARD_POST until the backward ends."""
+    """A unit whose gradients are being sent is in BACKWARD_POST until the backward ends."""
     wrapped = wrap_each(mlp(4, 9, 5))
     seen = []
     wrapped[0].module.register_full_backward_hook(lambda *_: seen.append(wrapped[2].training_state))
@@ -57,7 +57,7 @@ def test_gradients_sent_is_backward_post():
 
 @on_ranks(2)
 def test_assert_state_takes_one_state_or_several():
-    """It takes one state or several, and raises what both seeds raise, naming the unit and both states."""
+    """It takes one state or several; its error is of the types both seeds raise and names the unit and both states."""
     wrapped = wrap_each(mlp(4, 9, 5))
     wrapped.assert_state(IDLE)
     wrapped.assert_state([FORWARD, IDLE])
@@ -91,7 +91,7 @@ def test_backward_means_both():
 
 @on_ranks(2)
 def test_training_state_in_eval():
-    """A pass without grad goes through FORWARD and back."""
+    """A pass without grad goes from IDLE to FORWARD and back."""
     wrapped = FSDP(nn.Linear(4, 5))
     seen = []
     wrapped.module.register_forward_hook(lambda *_: seen.append(wrapped.training_state))

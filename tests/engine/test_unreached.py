@@ -14,19 +14,19 @@ from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard, whole_state
 from tests.on_ranks import on_ranks
 
-BY_PARAM = ["no_flatten", "orig_params", "fully_shard"]  # doors that register something for each parameter
+BY_PARAM = ["no_flatten", "orig_params", "fully_shard"]  # doors that register one tensor for each parameter
 DIM = 3
 
 
 class Parts(nn.Module):
-    """Three layers of one unit, and a fourth in a unit of its own: a pass computes with those that it names."""
+    """Three layers of one unit, and a fourth in its own unit: a pass uses the layers that it names."""
 
     def __init__(self):
         super().__init__()
         self.every, self.one, self.nobody, self.apart = (nn.Linear(DIM, DIM) for _ in range(4))
 
     def forward(self, x, names):
-        called = self.apart(x)  # on every rank: it is a unit
+        called = self.apart(x)  # on every rank, because it is a unit
         for name in names:
             x = x + torch.tanh(called if name == "apart" else getattr(self, name)(x))
         return x
@@ -58,16 +58,16 @@ def build(mode=None):
 
 
 def on_the_last(name):
-    """What each rank uses: the last one ``name`` too."""
+    """Layers that each rank uses: all use ``every``; the last rank also uses ``name``."""
     return lambda rank: ["every", name] if rank == dist.get_world_size() - 1 else ["every"]
 
 
 def nothing(rank):
-    """No rank uses more than `every`."""
+    """All ranks use only ``every``."""
     return ["every"]
 
 
-# The passes of a step: whether each one reduces, and what each rank uses in it. Then, which parts stay None.
+# Passes of a step (whether each one reduces, and which layers each rank uses), and the parts that stay None.
 STEPS = {
     "one pass": ([(True, on_the_last("one"))], {"nobody", "apart"}),
     "one pass, apart": ([(True, on_the_last("apart"))], {"nobody", "one"}),
@@ -86,13 +86,13 @@ STEPS = {
 
 
 def loss_of(model, key, names, rank):
-    number = hash(key) % 1000 * 10 + rank  # of integers: the same in every process
+    number = hash(key) % 1000 * 10 + rank  # a hash of integers: the same in every process
     x = torch.randn(2, DIM, generator=torch.Generator("cpu").manual_seed(number), device="cpu")
     return model(x.to(rank_device()), names).square().sum()
 
 
 def take_passes(plain, wrapped, passes, step):
-    """The backwards of one step: of all ranks' losses on the plain model, of this rank's on the wrapped one."""
+    """Run the backwards of one step: on the plain model for all ranks' losses, on the wrapped one for this rank's."""
     world_size, own = dist.get_world_size(), dist.get_rank()
     for number, (reduces, uses) in enumerate(passes):
         key = step, number
@@ -107,7 +107,7 @@ def take_passes(plain, wrapped, passes, step):
 
 
 def set_sync(model, reduces):
-    """Let the next backwards reduce gradients, or keep them."""
+    """Make the next backwards reduce gradients, or keep them."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(reduces)
     else:
@@ -117,7 +117,7 @@ def set_sync(model, reduces):
 
 
 def parts_without_grads(model):
-    """Which parts of the model have no gradient at all; in each part all parameters have one or none has."""
+    """Parts of the model without gradients; in each part either all parameters have one or none do."""
     missing, found = set(), set()
     for name, param in model.named_parameters():
         part = next((part for part in ("every", "one", "nobody", "apart") if part in name.split(".")), "")
@@ -130,7 +130,7 @@ decaying = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 def run(door, steps, mode=None, make=decaying, **kwargs):
-    """Train; a gradient of zeros would decay the weight, None leaves it."""
+    """Train with weight decay: a gradient of zeros would decay the weight, None leaves it unchanged."""
     plain = build(mode)
     wrapped = shard(copy.deepcopy(plain), door, **kwargs)
     of_plain, of_wrapped = make(plain.parameters()), make(wrapped.parameters())
@@ -144,7 +144,7 @@ def run(door, steps, mode=None, make=decaying, **kwargs):
             optimizer.zero_grad()
     state, initial = whole_state(wrapped), build(mode).state_dict()
     for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(state[name], expected, rtol=2e-6, atol=2e-6)  # sums over ranks in another order
+        torch.testing.assert_close(state[name], expected, rtol=2e-6, atol=2e-6)  # ranks are summed in another order
         if "nobody" in name:
             assert torch.equal(state[name], initial[name]), name
 
@@ -152,7 +152,7 @@ def run(door, steps, mode=None, make=decaying, **kwargs):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_what_no_rank_reached_stays_none(door):
-    """Each kind of step, and the same twice in a row: None where nobody reached in any of its passes, else the mean."""
+    """After any kind of step, a parameter that no rank reached in any pass has None, every other has the mean."""
     for name in STEPS:
         run(door, [name, name])
     run(door, list(STEPS))
@@ -162,7 +162,7 @@ def test_what_no_rank_reached_stays_none(door):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_weight_decay_of_adamw_leaves_what_no_rank_reached(door):
-    """AdamW changes what has a gradient, of zeros too; what nobody reached keeps every bit."""
+    """AdamW changes parameters that have a gradient, even of zeros; those that no rank reached keep every bit."""
     run(door, ["one pass", "added to none", "kept, then none"], make=partial(torch.optim.AdamW, lr=0.1))
 
 
@@ -170,7 +170,7 @@ def test_weight_decay_of_adamw_leaves_what_no_rank_reached(door):
 @pytest.mark.parametrize("door", BY_PARAM)
 @pytest.mark.parametrize("mode", ["reentrant", "not_reentrant"])
 def test_inside_a_checkpoint(door, mode):
-    """What is reached inside a checkpoint shows when it is recomputed: the same parameters stay None."""
+    """Recomputation shows which parameters a checkpoint reaches: the same ones stay None."""
     for name in STEPS:
         run(door, [name, name], mode)
     run(door, list(STEPS), mode)
@@ -180,7 +180,7 @@ def test_inside_a_checkpoint(door, mode):
 @pytest.mark.parametrize("door", BY_PARAM)
 @pytest.mark.parametrize("mode", [None, "reentrant"])
 def test_with_parameters_in_host_memory(door, mode):
-    """Gradients that move to host memory are None for the same parameters."""
+    """With gradients in host memory, the same parameters have None."""
     offload = {"offload_policy": CPUOffloadPolicy()} if door == "fully_shard" else {"cpu_offload": True}
     run(door, list(STEPS), mode, **offload)
 
@@ -191,7 +191,7 @@ WIDER = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_sums_that_are_kept_in_a_wider_dtype(door):
-    """``no_sync`` keeps bf16 gradients of a unit in one fp32 tensor; what nobody reached is None there too."""
+    """``no_sync`` keeps a unit's bf16 gradients in one fp32 tensor; parameters that no rank reached still have None."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     wrapped = shard(build(), door, **({"mp_policy": policy} if door == "fully_shard" else WIDER))
     for name, (passes, missing) in STEPS.items():
@@ -207,7 +207,7 @@ def test_sums_that_are_kept_in_a_wider_dtype(door):
 @pytest.mark.parametrize("mode", [None, "reentrant", "not_reentrant"])
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_a_flat_shard_is_none_or_whole(mode, cpu_offload):
-    """A flat shard that any rank reaches has zeros where nobody did; one that nobody reached has None."""
+    """A flat shard that any rank reaches has zeros in its unreached parts; one that no rank reaches has None."""
     wrapped = shard(build(mode), "wrapper", cpu_offload=cpu_offload)
     rank = dist.get_rank()
     for _ in range(2):
@@ -236,7 +236,7 @@ def _gathered(grad):
 @on_ranks(2)
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_zeros_of_the_other_ranks_count(door):
-    """One rank's gradient of a parameter that the others do not use is divided by the number of all ranks."""
+    """A gradient that only one rank has is still divided by the number of all ranks."""
     plain, rank = build(), dist.get_rank()
     wrapped = shard(copy.deepcopy(plain), door)
     before = whole_state(wrapped)["parts.one.bias"].clone()

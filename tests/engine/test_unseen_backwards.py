@@ -13,7 +13,7 @@ from tests.on_ranks import on_ranks
 
 
 class Box:
-    """An object that no container function looks into."""
+    """An object that container functions do not look into."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -48,7 +48,7 @@ def twin_grads(make, *losses):
 
 
 def full_grads(model):
-    """The shards' gradients of the root, gathered; padding left out."""
+    """The gathered gradients of the root's shards, without padding."""
     (flat_param,) = model._fairshard_unit.flat_params
     line = flat_param.shard.grad.new_empty(flat_param.layout.world_size, flat_param.shard_numel)
     line[flat_param.rank] = flat_param.shard.grad
@@ -58,14 +58,14 @@ def full_grads(model):
 
 @on_ranks(1, 2, 3)
 def test_outputs_in_an_unknown_object_keep_the_unit_gathered():
-    """A loss out of an object that cannot be hooked gets its gradient, twice, instead of reading freed memory."""
+    """A loss from an object that cannot be hooked gets its gradient, twice, instead of reading freed memory."""
     torch.manual_seed(0)
     model = FSDP(Boxing())
     x = torch.ones(2, 4)
     with pytest.warns(UserWarning, match="Return tensors"):
         first = model(x).tensor.pow(2).sum()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # told once
+        warnings.simplefilter("error")  # warned only once
         second = model(2 * x).tensor.sum()
     first.backward()
     second.backward()
@@ -75,7 +75,7 @@ def test_outputs_in_an_unknown_object_keep_the_unit_gathered():
 
 @on_ranks(2)
 def test_a_backward_after_one_that_raised_is_whole():
-    """A retained graph may be differentiated after another backward raised, without a forward in between."""
+    """A retained graph gets full gradients after another backward raised, without a forward in between."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.Linear(4, 4)))
     x = torch.ones(2, 4)
@@ -94,7 +94,7 @@ def test_a_backward_after_one_that_raised_is_whole():
 @pytest.mark.parametrize("mixed_precision", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_dropped_model_is_freed(mixed_precision, backward):
-    """A model that nobody refers to any more is collected, its leaves too, after a forward and after a step."""
+    """An unreferenced model and its leaves are collected, after a forward and after a backward."""
     inner = FSDP(nn.Linear(4, 4), mixed_precision=mixed_precision)
     model = FSDP(nn.Sequential(inner, nn.Linear(4, 4)), mixed_precision=mixed_precision)
     loss = model(torch.ones(2, 4, requires_grad=True)).sum()
@@ -109,7 +109,7 @@ def test_a_dropped_model_is_freed(mixed_precision, backward):
 
 
 class Storing(nn.Module):
-    """Keeps a loss of its own beside what it returns, as mixtures of experts do."""
+    """Stores a loss besides its output, as mixtures of experts do."""
 
     def __init__(self):
         super().__init__()
@@ -117,13 +117,13 @@ class Storing(nn.Module):
         self.loss = None
 
     def forward(self, x):
-        self.loss = self.linear(x).square().mean()  # not through what is returned
+        self.loss = self.linear(x).square().mean()  # not part of the returned output
         return self.linear(2 * x)
 
 
 @on_ranks(2)
 def test_a_stored_loss_added_to_a_returned_one_works():
-    """The backward comes to the returned output too: the gradients are those of the plain model."""
+    """The backward also reaches the returned output: the gradients are those of the plain model."""
     torch.manual_seed(0)
     plain = Storing()
     inner = Storing()
@@ -148,9 +148,9 @@ def _whole_head(model):
     [(nn.Identity, "reached the parameters of unit `1` while they were sharded"), (nn.Tanh, "storage of size 0")],
 )
 def test_a_stored_loss_differentiated_on_its_own_is_an_error(first, message):
-    """No returned output is passed on the way to the sharded parameters: an error, never a number.
+    """A backward that reaches sharded parameters without passing a returned output is an error, never a number.
 
-    It is ours where only gradients of weights are wanted, torch's where the weights themselves would be read.
+    The error is ours if only gradients of weights are needed, torch's if the weights themselves would be read.
     """
     inner = Storing()
     model = FSDP(nn.Sequential(first(), FSDP(inner), nn.Linear(4, 1)))

@@ -14,7 +14,7 @@ from tests.reference import randn, train_alike
 
 
 class Chosen(nn.Module):
-    """Three branches, of which each step takes the one that ``choose(step)`` names; one is never taken."""
+    """Three branches; each step takes the one that ``choose(step)`` names, and one is never taken."""
 
     def __init__(self, choose):
         super().__init__()
@@ -55,10 +55,10 @@ def never_the_last(step):
 @pytest.mark.parametrize("choose", [alternate, never_the_last])
 @pytest.mark.parametrize("flatten", [True, False])
 def test_branches_that_are_not_taken(wrap, choose, flatten):
-    """A branch that is never taken keeps its weights; one taken now and then trains as on the plain model.
+    """A branch that is never taken keeps its weights; one taken in some steps trains as on the plain model.
 
-    Without momentum: a unit that a pass does not reach has no gradient, a part of a flat shard has zeros, and
-    momentum tells the two apart.
+    There is no momentum, because an unreached unit has no gradient but an unreached part of a flat shard has zeros,
+    and momentum treats them differently.
     """
     train_alike(
         Chosen(choose).to(rank_device()),
@@ -71,7 +71,7 @@ def test_branches_that_are_not_taken(wrap, choose, flatten):
 
 @on_ranks(2)
 def test_unused_parameters_of_a_flat_shard_have_zero_gradients():
-    """In a flat shard that is reached, what is unused gets zeros; the backward ends with everything reduced."""
+    """In a flat shard that is reached, unused parameters get zeros; the backward ends with everything reduced."""
     layers = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
 
     class Half(nn.Module):
@@ -100,7 +100,7 @@ def test_a_parameter_that_only_one_rank_uses():
 
 
 class AllRun(Chosen):
-    """`Chosen`, but all branches compute, as ranks must agree on their forwards; the last one is never used."""
+    """`Chosen`, but all branches compute, because ranks must agree on forwards; the last branch is never used."""
 
     def forward(self, x, step):
         trunk = torch.tanh(self.trunk(x))
@@ -109,14 +109,14 @@ class AllRun(Chosen):
 
 @on_ranks(2, 3)
 def test_units_that_only_some_ranks_reach():
-    """The backwards of the ranks reach different units: each gradient is the mean, with zeros of the other ranks."""
+    """The backwards of the ranks reach different units: each gradient is the mean, with zeros from the other ranks."""
     model = AllRun(lambda step: (step + dist.get_rank()) % 2).to(rank_device())
     train_alike(model, wrap_all, loss_of, num_steps=4)
 
 
 @on_ranks(1, 2)
 def test_what_no_rank_reaches_keeps_no_gradient():
-    """Where each parameter has its own gradient, those of a branch that no rank uses keep None; the others have one."""
+    """With one gradient per parameter, a branch that no rank uses keeps None; other parameters have a gradient."""
     model = AllRun(lambda step: dist.get_rank()).to(rank_device())
     for part in (model.trunk, *model.branches, model):
         fully_shard(part)

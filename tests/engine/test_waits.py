@@ -1,6 +1,6 @@
-"""Every wait is needed: with it a late rank changes nothing, without it the number is wrong.
+"""Every wait is needed: with it a late rank changes nothing, without it the result is wrong.
 
-Each test makes rank 1 late and looks at rank 0. Its twin runs the same with one kind of wait patched to nothing.
+Each test delays rank 1 and checks rank 0. Its twin runs the same code with one kind of wait patched out.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ LATE_S = 0.1
 
 
 def late(owner, name, twin):
-    """``owner.name`` starts late on rank 1: after a while, or in a twin not before rank 0 says that it is `done`."""
+    """Start ``owner.name`` late on rank 1: after `LATE_S`, or in a twin only once rank 0 has called `done`."""
     return delayed(owner, name, rank=1, delay=(lambda: store().wait(["done"])) if twin else LATE_S)
 
 
 def done():
-    """What rank 0 says when it has taken the number that it did not wait for."""
+    """Tell rank 1 that rank 0 has read the result that it did not wait for."""
     if dist.get_rank() == 0:
         store().set("done", "")
 
@@ -40,7 +40,7 @@ def store():
 
 
 def kind_of(transfer):
-    """What a transfer does, told by what it will hand out."""
+    """The kind of a transfer, derived from the result it will return."""
     if transfer._finish is not None:
         return "reduce_scatter"
     return "all_gather" if transfer.result is not None and transfer.result.dim() == 2 else "all_reduce"
@@ -48,9 +48,9 @@ def kind_of(transfer):
 
 @contextlib.contextmanager
 def without_wait(kind):
-    """Transfers of ``kind`` are taken for done at once; really waited for when the context ends.
+    """Treat transfers of ``kind`` as finished immediately; wait for them when the context ends.
 
-    What they write to is kept until then, and buckets are not freed: the twin must be wrong, not crash.
+    The memory they write to is kept until then, and buckets are not freed: the twin must be wrong, not crash.
     """
     parked = []
     original = Transfer.wait
@@ -70,7 +70,7 @@ def without_wait(kind):
 
 
 def assert_right_unless(twin, actual, expected):
-    """On rank 0, which did not wait in the ``twin``, the number is wrong; otherwise it is right everywhere."""
+    """In the ``twin`` the result is wrong on rank 0, which did not wait; otherwise it is right on all ranks."""
     if not twin:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     elif dist.get_rank() == 0:
@@ -78,14 +78,14 @@ def assert_right_unless(twin, actual, expected):
 
 
 def two_steps(seed):
-    """A wrapped model whose weights have changed since they were last gathered, and a plain one with the same.
+    """A plain model and its wrapped copy, after one backward; a step of both changes the weights last gathered.
 
-    Each test has a ``seed`` of its own: memory that another has freed may still hold its numbers, and a twin that does
-    not wait would find them right.
+    Each test needs its own ``seed``: memory freed by another test may still hold its values, and a twin that does not
+    wait would find them right.
     """
     model = mlp(4, 5, seed=seed)
     plain = copy.deepcopy(model)
-    wrapped = FSDP(model, order_check="off")  # which waits for the other ranks too
+    wrapped = FSDP(model, order_check="off")  # the check would wait for the other ranks
     for one in (plain, wrapped):
         one(randn(3, 4)).sum().backward()
     average_grads_(plain.parameters())
@@ -95,7 +95,7 @@ def two_steps(seed):
 @on_ranks(2)
 @pytest.mark.parametrize("twin", [False, True])
 def test_forward_waits_for_a_late_all_gather(twin):
-    """Rank 1 sends its shard late; rank 0 computes with it all the same."""
+    """Rank 1 sends its shard late; rank 0 still computes with it."""
     plain, wrapped = two_steps(seed=2 + twin)
     sgd(plain).step()
     sgd(wrapped).step()
@@ -141,7 +141,7 @@ def test_step_waits_for_a_late_reduce_scatter(twin):
 @on_ranks(2)
 @pytest.mark.parametrize("twin", [False, True])
 def test_clip_waits_for_a_late_all_reduce(twin):
-    """Rank 1 gives its part of the norm late; rank 0 returns the norm of all parts."""
+    """Rank 1 sends its part of the norm late; rank 0 returns the norm of all parts."""
     plain, wrapped = two_steps(seed=8 + twin)
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, float("inf"))
     with late(Communicator, "all_reduce", twin), without_wait("all_reduce" if twin else None):

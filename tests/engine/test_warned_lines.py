@@ -1,4 +1,4 @@
-"""What a forward warns of points at the user's call, through whichever door and with whatever in between."""
+"""Warnings of a forward point at the user's call, for either API and with anything in between."""
 
 import warnings
 
@@ -13,14 +13,14 @@ from tests.on_ranks import on_ranks
 
 
 class Opaque(nn.Linear):
-    """Returns what nobody can look into."""
+    """Returns an iterator, whose content cannot be hooked."""
 
     def forward(self, x):
         return iter([super().forward(x)])
 
 
 def lines_of(call, text):
-    """The files and lines of code that are warned of with ``text``."""
+    """The files and lines that warnings with ``text`` point at."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -40,7 +40,7 @@ def caller(model):
 @on_ranks(2)
 @pytest.mark.parametrize("shard", [FSDP, fully_shard])
 def test_the_line_of_the_call(shard):
-    """Outputs of the outermost unit or an inner one, observed or not; weights that differ; autocast."""
+    """Warnings about outputs (root's or inner, observed or not), weights and autocast name the line of the call."""
     for is_observed in (False, True):
         for model in (shard(Opaque(3, 3)), shard(nn.Sequential(nn.Linear(3, 3), shard(Opaque(3, 3))))):
             if is_observed:

@@ -1,4 +1,4 @@
-"""Ranks may run out of batches at different times: passes without a backward, and what all ranks are told."""
+"""Ranks may run out of batches at different times: passes without a backward, and errors on all ranks."""
 
 import copy
 
@@ -17,7 +17,7 @@ from tests.reference import assert_same_state, average_grads_, randn, sgd
 
 
 def num_batches(first):
-    """``first`` for rank 0, two less for rank 1, four less for rank 2; at least none."""
+    """``first`` for rank 0, two less for rank 1, four less for rank 2; never below 0."""
     return max(first - 2 * dist.get_rank(), 0)
 
 
@@ -37,7 +37,7 @@ def train_step(model, optimizer, step):
     ids=str,
 )
 def test_validation_with_different_numbers_of_batches(kwargs):
-    """Outputs are those of the plain model, none at all on a rank without batches; training goes on in between."""
+    """Outputs are those of the plain model, also if a rank has no batches; training continues in between."""
     plain, wrapped = tiny(), wrap_tiny(tiny(), **kwargs)
     of_plain, of_wrapped = sgd(plain), sgd(wrapped)
     for step, first in enumerate([2, 5, 0]):
@@ -54,7 +54,7 @@ def test_validation_with_different_numbers_of_batches(kwargs):
 
 @on_ranks(2, 3)
 def test_units_in_another_order_in_every_pass():
-    """What a rank that is done gathers is what the others call, not what it remembers."""
+    """A rank that is done gathers the units that the others call, not those of its last pass."""
 
     class Either(nn.Module):
         def __init__(self):
@@ -81,7 +81,7 @@ def test_units_in_another_order_in_every_pass():
 
 @on_ranks(1, 2)
 def test_training_while_all_ranks_have_batches():
-    """With as many batches on every rank, training inside of the block is training."""
+    """With equally many batches on every rank, training inside the block is the same as outside."""
     states = []
     for joins in (True, False):
         model = wrap_tiny(tiny())
@@ -96,7 +96,7 @@ def test_training_while_all_ranks_have_batches():
 @on_ranks(2, 3)
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_early_termination_throws_where_asked(with_grad):
-    """With ``throw_on_early_termination`` every rank raises at the first pass that lacks one."""
+    """With ``throw_on_early_termination`` every rank raises at the first pass that a rank has no batch for."""
     model = wrap_each(mlp(4, 9, 5))
     num_passes = 0
 
@@ -132,7 +132,7 @@ def test_what_needs_all_ranks_is_refused(what):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("raises_on", ["one rank", "all but one"])
 def test_an_exception_reaches_all_ranks(raises_on):
-    """A rank that raises in the block makes the others raise at their next pass, or where they wait."""
+    """If a rank raises in the block, the others raise at their next pass, or where they wait."""
     model = wrap_each(mlp(4, 9, 5))
     is_bad = (dist.get_rank() == 0) == (raises_on == "one rank")
 
@@ -151,7 +151,7 @@ def test_an_exception_reaches_all_ranks(raises_on):
 
 @on_ranks(2)
 def test_where_it_cannot_be_used():
-    """Inner wrappers, replicas, and a second block inside of the first are refused; ``enable=False`` does nothing."""
+    """Inner wrappers, replicas, and a second block inside the first are refused; ``enable=False`` does nothing."""
     model = wrap_each(mlp(4, 9, 5))
     with pytest.raises(NotRootError), model[0].join():
         pass

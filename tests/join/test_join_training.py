@@ -1,4 +1,4 @@
-"""Training while ranks run out of batches at different times is that of DistributedDataParallel's ``join``."""
+"""Training while ranks run out of batches at different times matches DistributedDataParallel's ``join``."""
 
 import contextlib
 
@@ -20,12 +20,12 @@ from tests.reference import assert_same_state, randn, sgd
 
 
 def num_batches(most):
-    """``most`` for the last rank, two less for each rank before it; at least none."""
+    """``most`` for the last rank, two less for each rank before it; never below 0."""
     return max(most - 2 * (dist.get_world_size() - 1 - dist.get_rank()), 0)
 
 
 def run(model, optimizer, num_steps, *, key=0, num_micro=1, zero="after", clip=None, schedule=None, num_useful=99):
-    """A training loop as users write it; after ``num_useful`` steps with a loss of zero."""
+    """A training loop as users write it; after ``num_useful`` steps the loss is zero."""
     for step in range(num_steps):
         if zero == "before":
             optimizer.zero_grad()
@@ -43,7 +43,7 @@ def run(model, optimizer, num_steps, *, key=0, num_micro=1, zero="after", clip=N
 
 
 def assert_as_ddp(wrapped, ddp):
-    """The weights, on every rank; exact where two ranks add up."""
+    """The weights are those of DDP on every rank; exactly, if two ranks add up."""
     rtol = 0.0 if dist.get_world_size() < 3 else 1e-5
     assert_same_state(wrapped.state_dict(), ddp.module.state_dict(), rtol=rtol, atol=rtol / 10)
 
@@ -63,9 +63,9 @@ COMMON = ("plain", "zeroed before", "accumulated", "divided by those that comput
 @on_ranks(in_full(1), 2, in_full(3), in_full(4))
 @pytest.mark.parametrize("way", [way if way in COMMON else in_full(way) for way in WAYS])
 def test_weights_are_those_of_ddp(way):
-    """After each of three blocks, bit for bit on two ranks; between them all ranks train as ever.
+    """Weights equal DDP's after each of three blocks, bit for bit on two ranks; all ranks train between blocks.
 
-    DDP leaves the momentum of a rank that is done behind; here it gets that of the last rank.
+    DDP does not update the momentum of a rank that is done; here the last rank's is broadcast to it.
     """
     kwargs, loop, joins = WAYS[way]
     wrapped, ddp = wrap_tiny(tiny(), **kwargs), DistributedDataParallel(tiny())
@@ -109,7 +109,7 @@ TELLING = ("never zeroed", "clipped", "bf16", "held gradients", "reentrant")
 @on_ranks(3, in_full(2))
 @pytest.mark.parametrize("case", [case if case in TELLING else in_full(case) for case in CASES])
 def test_a_rank_that_is_done_gives_zeros(case):
-    """Bit for bit, it is as if it went on with a loss of zero."""
+    """A rank that is done acts, bit for bit, as if it continued with a loss of zero."""
     kwargs, make, loop = CASES[case]
     loop = dict(loop)
     checkpointing, frozen, hook = (loop.pop(name, None) for name in ("checkpointing", "frozen", "hook"))
@@ -132,7 +132,7 @@ def test_a_rank_that_is_done_gives_zeros(case):
 
 @on_ranks(2, in_full(3))
 def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
-    """One that has never stepped is not found; given, it steps, and everything is as in DDP."""
+    """An optimizer that has never stepped is not found; passed in ``stateful`` it steps, and all weights are DDP's."""
     wrapped, ddp = wrap_tiny(tiny()), DistributedDataParallel(tiny())
     of_wrapped, of_ddp = sgd(wrapped), sgd(ddp)
     for model, optimizer, stateful in ((wrapped, of_wrapped, {"stateful": [of_wrapped]}), (ddp, of_ddp, {})):
@@ -148,7 +148,7 @@ def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
 
 @on_ranks(2, in_full(3))
 def test_schedulers_are_taken_along_or_asked_for():
-    """A rate that changes with each step is a different one on a rank that is done: all raise, or it is given."""
+    """A rate that changes each step differs on a rank that is done: all raise unless given the scheduler."""
     wrapped, ddp = wrap_tiny(tiny()), DistributedDataParallel(tiny())
     pairs = []
     for model in (wrapped, ddp):
@@ -171,7 +171,7 @@ def test_schedulers_are_taken_along_or_asked_for():
 
 @on_ranks(2, in_full(3))
 def test_torchs_own_join():
-    """``torch.distributed.algorithms.Join([model])`` does the same; a validation and another training follow."""
+    """``torch.distributed.algorithms.Join([model])`` does the same, with validation and more training after it."""
     states = []
     for join in (FSDP.join, lambda model: Join([model])):
         model = wrap_tiny(tiny())
@@ -194,7 +194,7 @@ def test_torchs_own_join():
 
 @on_ranks(2)
 def test_a_loop_goes_on_after_an_exception():
-    """A backward that raises on the ranks that compute, who go on, is dropped everywhere; one that leaves is told."""
+    """A failed backward is dropped everywhere if the loop continues; if the exception leaves the block, all raise."""
 
     class Fault(torch.autograd.Function):
         @staticmethod
@@ -242,7 +242,7 @@ def test_a_loop_goes_on_after_an_exception():
 
 @on_ranks(2)
 def test_gradients_that_are_not_finite_are_named_on_all_ranks():
-    """``nan_check`` looks at a step that lacks a rank as at any other."""
+    """``nan_check`` checks a step without one of the ranks like any other."""
     model = wrap_each(mlp(4, 4), nan_check=True)
     optimizer = sgd(model)
 
@@ -260,7 +260,7 @@ def test_gradients_that_are_not_finite_are_named_on_all_ranks():
 
 @on_ranks(2)
 def test_what_cannot_be_followed_is_refused():
-    """By name, on all ranks: loss scaling, a closure, kept parts, what hooks average."""
+    """Loss scaling, a closure and an averaging hook are refused by name, on all ranks."""
     model = wrap_each(mlp(4, 4))
     optimizer = sgd(model)
     scaler = ShardedGradScaler("cpu", init_scale=2.0)
@@ -288,7 +288,7 @@ def test_what_cannot_be_followed_is_refused():
 
 @on_ranks(in_full(4))
 def test_kept_parts_are_refused():
-    """With ``reshard_after_forward=2`` a rank that is done has kept nothing for the backward; others raise too."""
+    """With ``reshard_after_forward=2`` a rank that is done has kept nothing for the backward: all ranks raise."""
     model = FSDP(mlp(4, 4), reshard_after_forward=2)
 
     def forward_and_backward():
@@ -309,7 +309,7 @@ def test_kept_parts_are_refused():
 
 @on_ranks(2)
 def test_what_a_rank_had_accumulated_is_not_lost():
-    """Its gradients of ``no_sync`` are sent with the others' next backward, which DDP would leave out."""
+    """A rank's ``no_sync`` gradients are sent with the other ranks' next backward; DDP would drop them."""
     model, plain = wrap_each(mlp(4, 4)), mlp(4, 4)
     optimizer, of_plain = sgd(model), sgd(plain)
     with model.join(stateful=[optimizer]):
@@ -330,7 +330,7 @@ def test_what_a_rank_had_accumulated_is_not_lost():
 
 @on_ranks(1, 2)
 def test_what_it_costs_while_all_compute():
-    """Three small all-reduces a step: one at the forward, one at the backward, one at the step."""
+    """A step costs three small all-reduces: one in the forward, one in the backward, one in the optimizer step."""
     model = wrap_each(mlp(4, 4), order_check="off")
     optimizer = sgd(model)
     model(randn(2, 4))
@@ -341,5 +341,5 @@ def test_what_it_costs_while_all_compute():
             model(randn(2, 4)).sum().backward()
             optimizer.step()
         counts.append(counters().get("all_reduce", (0, 0)))
-    more = 4 if dist.get_world_size() > 1 else 0  # and one as each leaves
+    more = 4 if dist.get_world_size() > 1 else 0  # and one when each rank leaves
     assert (counts[0][0] - counts[1][0], counts[0][1] - counts[1][1]) == (more, 4 * more)

@@ -1,4 +1,4 @@
-"""``checkpoint_wrapper`` changes what is kept for the backward, and neither a number nor a name."""
+"""``checkpoint_wrapper`` changes what is kept for the backward, but no number and no name."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def _offload_on_the_cpu_too():
 
 
 def copying_inputs():
-    """With ``offload_to_cpu`` copies are made of tensors that are in host memory already, as if they were not."""
+    """Let ``offload_to_cpu`` copy tensors that are already in host memory, as if they were on a device."""
     keep = checkpoint._Kept.__init__
 
     def copying(self, tensor, offload):
@@ -39,7 +39,7 @@ def copying_inputs():
 
 
 def same_gradients(plain, checkpointed, call, num_steps=2):
-    """Losses, gradients and buffers of both modules are equal, bit for bit, over some steps."""
+    """Losses, gradients and buffers of both modules must be equal, bit for bit, over some steps."""
     for step in range(num_steps):
         results = []
         for model in (plain, checkpointed):
@@ -64,14 +64,14 @@ def block(*layers):
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_gradients_and_buffers_are_the_plain_modules(layer, training, offload_to_cpu):
-    """Random numbers are drawn again as they were; statistics, and their count, are updated once."""
+    """The same random numbers are drawn again; statistics and their count are updated once."""
     plain = block(layer).train(training)
     checkpointed = checkpoint_wrapper(copy.deepcopy(plain), offload_to_cpu)
     same_gradients(plain, checkpointed, lambda model, x: model(x).square().sum())
 
 
 def test_instance_norm_keeps_statistics_too():
-    """A layer that writes what it is given, whatever it is told of tracking."""
+    """InstanceNorm, which writes its statistics even if told not to track them, updates them once."""
     for training in (True, False):
         plain = nn.Sequential(nn.Conv1d(2, 4, 1), nn.InstanceNorm1d(4, track_running_stats=True)).train(training)
         checkpointed = checkpoint_wrapper(copy.deepcopy(plain))
@@ -79,7 +79,7 @@ def test_instance_norm_keeps_statistics_too():
 
 
 def test_activations_are_not_kept():
-    """Between forward and backward only what is outside of the module holds tensors; the forward runs twice."""
+    """Between forward and backward only tensors outside the module are kept; the forward runs twice."""
     kept, calls = [], []
     model = checkpoint_wrapper(block(nn.Dropout(0.5)))
     model[0].register_forward_hook(lambda *_: calls.append(1))
@@ -98,7 +98,7 @@ class Pair:
 
 
 class Nested(nn.Module):
-    """Takes its inputs from everywhere, and finds out whether two are one."""
+    """Takes nested inputs, and checks whether two of them are the same object."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Nested(nn.Module):
 
     def forward(self, pair, items, *, scale, mask=None, offsets=None):
         x = self.a(pair.first) * items["x"][0] + self.b(pair.second)
-        if pair.first is pair.second:  # attention does this, and saves other tensors then
+        if pair.first is pair.second:  # attention does this, and then saves other tensors
             x = x.exp().log()
         return {"out": [F.dropout(x, scale) if mask is None else x * mask], "same": offsets}
 
@@ -114,7 +114,7 @@ class Nested(nn.Module):
 @offloaded_or_not
 @pytest.mark.parametrize("same", [False, True])
 def test_nested_arguments(same, offload_to_cpu):
-    """Tensors in dataclasses, dictionaries, lists and keywords: each is there again, and one object stays one."""
+    """Tensors in dataclasses, dictionaries, lists and keywords are restored, and one object stays one."""
 
     def call(model, x):
         y = x if same else x + 1
@@ -128,7 +128,7 @@ def test_nested_arguments(same, offload_to_cpu):
 
 @offloaded_or_not
 def test_packed_sequences(offload_to_cpu):
-    """An LSTM over a PackedSequence."""
+    """An LSTM over a PackedSequence has the gradients of the plain module."""
 
     class Packed(nn.Module):
         def __init__(self):
@@ -145,7 +145,7 @@ def test_packed_sequences(offload_to_cpu):
 
 @offloaded_or_not
 def test_checkpoints_in_checkpoints(offload_to_cpu):
-    """A checkpointed module inside another, with statistics in both."""
+    """A checkpointed module inside another works, with statistics in both."""
     plain = nn.Sequential(block(nn.BatchNorm1d(8)), nn.BatchNorm1d(4), block(nn.Dropout(0.5)))
     checkpointed = copy.deepcopy(plain)
     checkpoint_wrapper(checkpointed[0], offload_to_cpu)
@@ -154,7 +154,7 @@ def test_checkpoints_in_checkpoints(offload_to_cpu):
 
 
 def test_a_backward_that_keeps_the_graph():
-    """The recomputation may come twice."""
+    """The recomputation may run twice, for a graph that is kept."""
     model = checkpoint_wrapper(block(nn.BatchNorm1d(8)))
     loss = model(torch.randn(6, 4)).square().sum()
     loss.backward(retain_graph=True)
@@ -165,7 +165,7 @@ def test_a_backward_that_keeps_the_graph():
 
 
 def test_without_grad_it_is_a_plain_call():
-    """Nothing is kept, and nothing runs twice."""
+    """Without grad nothing is kept, and nothing runs twice."""
     plain = block(nn.BatchNorm1d(8))
     checkpointed = checkpoint_wrapper(copy.deepcopy(plain))
     x = torch.randn(6, 4)
@@ -176,7 +176,7 @@ def test_without_grad_it_is_a_plain_call():
 
 
 def test_an_input_changed_in_place_is_noticed():
-    """Recomputed from other inputs, gradients would be wrong without a word."""
+    """An input changed in place raises, because gradients recomputed from it would be wrong."""
     x = torch.randn(6, 4)
     loss = checkpoint_wrapper(block())(x).sum()
     x.add_(1)
@@ -198,7 +198,7 @@ def test_autocast_is_the_same_both_times():
 
 
 def test_it_is_the_module_itself():
-    """The same object, of a subclass, under the same names."""
+    """`checkpoint_wrapper` returns the same object, as a subclass of its class, with the same names."""
     model = mlp(4, 9, 5)
     names = [list(dict(f())) for f in (model.named_parameters, model.named_modules, model.state_dict)]
     assert checkpoint_wrapper(model, offload_to_cpu=True) is model
@@ -212,7 +212,7 @@ def test_it_is_the_module_itself():
 
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_checkpointed_too(copied_by):
-    """deepcopy and pickle give a module that computes the same, the same way."""
+    """deepcopy and pickle give a checkpointed module that computes the same."""
     model = checkpoint_wrapper(block(nn.BatchNorm1d(8)), offload_to_cpu=True)
     copied = copied_by(model)
     assert type(copied) is type(model)
@@ -221,7 +221,7 @@ def test_copies_are_checkpointed_too(copied_by):
 
 
 def test_what_cannot_be_checkpointed_is_refused():
-    """A module is needed, with a method to replace."""
+    """Anything but a module raises, and so does a module whose ``forward`` is not a method."""
     with pytest.raises(TypeError, match=r"must be an nn\.Module, but is function"):
         checkpoint_wrapper(lambda x: x)
     model = nn.Linear(4, 4)
@@ -241,7 +241,7 @@ WRAPS = {
 @offloaded_or_not
 @pytest.mark.parametrize("where", WRAPS)
 def test_around_and_inside_of_units(where, offload_to_cpu):
-    """Units train to the plain module's numbers, under its names."""
+    """With checkpoints around and inside of units, training has the plain module's numbers and names."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
 
@@ -294,7 +294,7 @@ def test_with_options_of_units(kwargs):
 
 @on_ranks(2)
 def test_frozen_units():
-    """Parameters that need no gradient in a checkpointed unit, whose inputs need one."""
+    """Frozen parameters in a checkpointed unit get no gradient, and their inputs get theirs."""
     plain = mlp(4, 9, 7, 5)
     plain[2].requires_grad_(False)
     wrapped = copy.deepcopy(plain)
@@ -312,7 +312,7 @@ def test_frozen_units():
 
 
 def test_random_numbers_of_a_gpu_that_inputs_are_moved_to_are_the_same_both_times():
-    """A wrapper inside may move inputs from the host, and torch saves the random state of devices that it is shown."""
+    """Inputs from the host may be moved to a GPU, whose random state must be saved too."""
     gpu = torch.device("meta")
     inputs = checkpoint._Inputs((torch.ones(2),), {}, False)
     assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu"]

@@ -1,4 +1,4 @@
-"""Gradients may be reduced by a hook of the user's, and divided by numbers of the user's."""
+"""A hook of the user may reduce gradients, and the user's numbers may divide them."""
 
 import contextlib
 import copy
@@ -43,7 +43,7 @@ def trained(strategy, hook=None, state=None, **kwargs):
 @strategies
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_the_default_hook_changes_nothing(strategy, is_ours):
-    """The mean by a hook, ours or PyTorch's, is the engine's, to the bit at 1 and 2 ranks."""
+    """The default hooks, ours and PyTorch's, give the engine's mean, to the bit on 1 and 2 ranks."""
     hooks = comm_hooks if is_ours else torch_hooks
     hook = hooks.allreduce_hook if strategy is ShardingStrategy.NO_SHARD else hooks.reduce_scatter_hook
     assert_same_state(trained(strategy, hook, hooks.DefaultState(dist.group.WORLD)), trained(strategy))
@@ -53,7 +53,7 @@ def test_the_default_hook_changes_nothing(strategy, is_ours):
 @strategies
 @pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
 def test_compression_rounds_gradients_once(strategy, name):
-    """What is sent is the gradient in 16 bits: the weights differ from the exact ones by that rounding only."""
+    """Gradients are sent in 16 bits: the weights differ from the exact ones by that rounding only."""
     state = comm_hooks.LowPrecisionState(dist.group.WORLD)
     exact, own = trained(strategy), trained(strategy, getattr(comm_hooks, name), state)
     atol = 2e-3 if name == "fp16_compress_hook" else 2e-2
@@ -64,7 +64,7 @@ def test_compression_rounds_gradients_once(strategy, name):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_compression_is_that_of_its_dtype(name):
-    """Term by term: cast, divided by a power of two, summed in fp32, divided by the rest."""
+    """A gradient is cast, divided by a power of two, summed in fp32, and divided by the remaining factor."""
     world_size, rank, dtype = dist.get_world_size(), dist.get_rank(), getattr(torch, name)
     hook = comm_hooks.fp16_compress_hook if name == "float16" else comm_hooks.bf16_compress_hook
     state = comm_hooks.LowPrecisionState(dist.group.WORLD)
@@ -82,7 +82,7 @@ def test_compression_is_that_of_its_dtype(name):
 @on_ranks(1)
 @pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook", "other"])
 def test_hooks_that_compress_do_all_casting(name):
-    """They get gradients as the backward leaves them; others get them in ``reduce_dtype``."""
+    """Compressing hooks get gradients as the backward leaves them; other hooks get them in ``reduce_dtype``."""
     dtypes = set()
 
     def hook(state, grad, shard):
@@ -97,7 +97,7 @@ def test_hooks_that_compress_do_all_casting(name):
 
 
 def test_factors_are_pytorchs():
-    """The same powers of two, for any number of ranks."""
+    """The factors are PyTorch's powers of two, for any number of ranks."""
     for world_size in range(1, 130):
         state = comm_hooks.DefaultState(mock.Mock(size=lambda number=world_size: number))
         factor = torch_hooks.DefaultState._get_gradient_predivide_factor(world_size)
@@ -106,7 +106,7 @@ def test_factors_are_pytorchs():
 
 @on_ranks(2)
 def test_a_hook_gets_the_whole_flat_gradient_and_a_shard_to_fill():
-    """Of each unit its own, padded; what the hook leaves in the shard is the gradient, undivided."""
+    """A hook gets each unit's padded gradient; the gradient is what it writes to the shard, undivided."""
     model = wrap_each(mlp(4, 9, 5), gradient_predivide_factor=4.0)
     calls = []
 
@@ -130,7 +130,7 @@ def test_a_hook_gets_the_whole_flat_gradient_and_a_shard_to_fill():
 @on_ranks(1)
 @strategies
 def test_a_hook_that_returns_the_mean_is_refused(strategy):
-    """Nobody reads what it returns, nor waits for it; the tensor that it should fill may be returned."""
+    """A hook that returns a tensor raises, unless it is the one to fill, because nothing would read or wait for it."""
     for hook, is_good in ((lambda _, *tensors: tensors[-1].zero_(), True), (lambda _, *tensors: tensors[0] * 1, False)):
         model = wrap_each(mlp(4, 9), sharding_strategy=strategy)
         model.register_comm_hook(None, hook)
@@ -140,7 +140,7 @@ def test_a_hook_that_returns_the_mean_is_refused(strategy):
 
 @on_ranks(2)
 def test_hooks_are_refused_where_they_would_be_lost():
-    """On inner units, twice, late, for hybrid sharding; and a copy of the model would lose it."""
+    """Hooks raise on inner units, twice, late, and for hybrid sharding; copying a model with a hook raises."""
     model = wrap_each(mlp(4, 9, 5))
     model(randn(3, 4))
     with pytest.raises(RuntimeError, match="before the first forward"):
@@ -166,7 +166,7 @@ def test_hooks_are_refused_where_they_would_be_lost():
 @on_ranks(2, 3)
 @strategies
 def test_divisors_scale_the_sum(strategy):
-    """Gradients are the sum over ranks divided by both factors, whichever of them; powers of 2 cost no bit."""
+    """Gradients are the sum over ranks divided by both factors, for any factors; powers of 2 are exact."""
     world_size = dist.get_world_size()
 
     def grads(change=lambda model: None, **kwargs):
@@ -194,7 +194,7 @@ def test_divisors_scale_the_sum(strategy):
 
 @on_ranks(2)
 def test_gradients_may_travel_in_a_group_of_their_own():
-    """``process_group_reduce_scatter`` has the same ranks; all reductions go there, and the result is the same."""
+    """``process_group_reduce_scatter`` has the same ranks and does all reductions; the result is the same."""
     own = dist.new_group()
     assert_same_state(
         trained(ShardingStrategy.FULL_SHARD, process_group_reduce_scatter=own), trained(ShardingStrategy.FULL_SHARD)

@@ -1,4 +1,4 @@
-"""``FlattenParamsWrapper``: one flat parameter to step, the module's own names and numbers everywhere else."""
+"""``FlattenParamsWrapper`` has one flat parameter to step, and otherwise the module's own names and numbers."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def test_it_trains_as_the_plain_module():
 
 
 def test_tied_weights_and_modules_that_run_twice():
-    """A weight with two names is there once; the gradients of both uses add up."""
+    """A weight with two names is stored once, and the gradients of both uses add up."""
     plain = Tiny()
     flat = FlattenParamsWrapper(copy.deepcopy(plain))
     assert flat.flat_param.numel() == sum(param.numel() for param in plain.parameters())
@@ -57,7 +57,7 @@ def test_tied_weights_and_modules_that_run_twice():
 
 
 def test_a_list_of_parameters():
-    """Those in the list are flattened, the others stay; the order of names in the state dict too."""
+    """Parameters in the list are flattened, the others stay, and the state dict keeps the order of names."""
     plain, model = built(), built()
     flat = FlattenParamsWrapper(model, param_list=[model[3].bias, model[0].weight])
     names = [name for name, _ in flat.named_parameters()]
@@ -69,7 +69,7 @@ def test_a_list_of_parameters():
 
 
 def test_recurrent_modules():
-    """An LSTM keeps a list of its weights; it follows."""
+    """An LSTM, which keeps a list of its weights, uses the flattened ones."""
     torch.manual_seed(0)
     plain = nn.LSTM(4, 5, num_layers=2)
     flat = FlattenParamsWrapper(copy.deepcopy(plain))
@@ -81,7 +81,7 @@ def test_recurrent_modules():
 
 
 def test_unflattened_parameters_are_the_modules_own():
-    """Inside the block: names, shapes and memory; what is written stays."""
+    """Inside the block names, shapes and memory are the module's own; writes are kept."""
     plain, flat = built(), FlattenParamsWrapper(built())
     before = flat.flat_param
     with flat.unflatten_params():
@@ -119,7 +119,7 @@ def test_after_an_exception_it_is_flat():
 
 
 def test_flat_state_dict_and_back():
-    """The flat form has the flat parameter and the buffers, and loads; so does the whole form."""
+    """The flat form has the flat parameter and the buffers; both it and the whole form load."""
     trained = FlattenParamsWrapper(built())
     train(trained)
     state = trained.flat_state_dict()
@@ -152,7 +152,7 @@ def test_state_of_a_wrapper_inside_other_modules():
 
 
 def test_loading_by_assignment():
-    """``assign=True`` puts other parameters into the modules; their values come into the flat one."""
+    """With ``assign=True`` the values of the assigned parameters reach the flat parameter."""
     trained, flat = built(1), FlattenParamsWrapper(built())
     flat.load_state_dict(trained.state_dict(), assign=True)
     assert_same_state(flat.state_dict(), trained.state_dict())
@@ -160,7 +160,7 @@ def test_loading_by_assignment():
 
 
 def test_modules_with_their_own_state():
-    """A module that saves and loads its weight in its own way does so."""
+    """A module with its own way to save and load its weight uses it."""
 
     class Own(SavedTransposed, nn.Linear):
         pass
@@ -209,7 +209,7 @@ def test_conversions_reach_the_module():
 
 
 def test_reading_and_calling_a_part_gives_gradients():
-    """Outside of a forward parameters can be read, and what is computed with them has its gradient; after eval too."""
+    """Outside a forward parameters can be read, and computing with them gives gradients, even after an evaluation."""
     flat = FlattenParamsWrapper(built())
     with torch.inference_mode():
         flat(torch.ones(2, 4))
@@ -218,7 +218,7 @@ def test_reading_and_calling_a_part_gives_gradients():
 
 
 def test_modules_without_parameters():
-    """Nothing to flatten is no error."""
+    """A module without parameters works."""
     flat = FlattenParamsWrapper(nn.ReLU())
     assert flat.flat_param is None
     assert list(flat.parameters()) == []
@@ -228,7 +228,7 @@ def test_modules_without_parameters():
 
 
 def test_attributes_are_the_modules():
-    """Attributes, indices and absence."""
+    """Attributes and indices are the module's; a missing attribute raises."""
     flat = FlattenParamsWrapper(built())
     assert flat[0].out_features == 8
     assert FlattenParamsWrapper(nn.Linear(4, 3)).out_features == 3
@@ -237,7 +237,7 @@ def test_attributes_are_the_modules():
 
 
 def test_what_is_done_to_unflattened_parameters_stays():
-    """Gradients of a backward inside are those of the flat parameter, and add up; a second line cannot be shown."""
+    """Gradients of a backward inside the block add to the flat parameter's; showing a second line inside raises."""
     flat = FlattenParamsWrapper(built())
     x = torch.randn(6, 4)
     flat(x).square().sum().backward()
@@ -250,14 +250,14 @@ def test_what_is_done_to_unflattened_parameters_stays():
 
 
 def test_parameters_can_be_read_when_an_optimizer_has_stepped():
-    """In place, outside of a forward."""
+    """After an in-place step, parameters read outside a forward have the new values."""
     flat = FlattenParamsWrapper(built())
     train(flat, 1)
     assert torch.equal(flat.module[0].weight, flat.flat_param[:32].view(8, 4))
 
 
 def test_what_cannot_be_flattened_is_refused():
-    """Parameters that differ are named, strangers told by their shape."""
+    """Parameters that differ are refused by name, parameters of other modules by shape."""
     model = mlp(4, 9, 5)
     model[2].bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"one requires_grad .* `0\.weight` has True and `2\.bias` has False"):
@@ -275,7 +275,7 @@ def test_what_cannot_be_flattened_is_refused():
 
 @on_ranks(2)
 def test_beside_units():
-    """Units flatten by themselves: the two are refused in each other, by name."""
+    """Units and `FlattenParamsWrapper` cannot contain each other: both refusals name the parameter or module."""
     model = nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"must be whole to be flattened, but `0\.flat_param_0` is a shard"):
         FlattenParamsWrapper(model)

@@ -1,4 +1,4 @@
-"""In which order units are gathered, freed and have their gradients, told by the observer."""
+"""The order in which units are gathered, are freed and have their gradients, as the observer reports it."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ BACKWARD = "+2 +1 -2 !2 +0 -1 !1 -0 !0 -root !root"
 
 
 def stack(num_layers, checkpointing=None, **kwargs):
-    """A sharded `Stack`, each layer a unit; ``checkpointing`` of the layers is ours, torch's or none."""
+    """A sharded `Stack`, each layer a unit; layers are checkpointed by our wrapper, torch's or not at all."""
     torch.manual_seed(1)
     wrap = {None: lambda layer: layer, "ours": checkpoint_wrapper, "torch's": torch_checkpoint_wrapper}[checkpointing]
     return FSDP(Stack(FSDP(wrap(Block()), **kwargs) for _ in range(num_layers)), **kwargs)
@@ -41,7 +41,7 @@ KEEPS = {
 @on_ranks(2)
 @pytest.mark.parametrize("checkpointing", [None, "ours", pytest.param("torch's", marks=pytest.mark.full)])
 def test_forward_and_backward(checkpointing):
-    """The backward gathers one unit ahead, in every iteration, and only what the forward has freed."""
+    """The backward gathers one unit ahead, in every iteration, and only units that the forward has freed."""
     for kwargs, forward, backward in KEEPS.values():
         model = stack(3, checkpointing, **kwargs, **AS_CALLED)
         optimizer = sgd(model)
@@ -56,7 +56,7 @@ def test_forward_and_backward(checkpointing):
 
 @on_ranks(2)
 def test_forward_gathers_ahead_by_default():
-    """Once the order is known, each gather comes one event earlier; the backward is the same."""
+    """Once the order is known, each gather is issued one event earlier; the backward is the same."""
     model = stack(3)
     for forward in (FORWARD, "+root +0 +1 -0 +2 -1 -2", "+root +0 +1 -0 +2 -1 -2"):
         with order(model, forward):
@@ -67,7 +67,7 @@ def test_forward_gathers_ahead_by_default():
 
 BACK_THROUGH_LAYERS = "+2 +1 -2 !2 +0 -1 !1 -0 !0"
 SEVERAL = {
-    # What is kept: arguments, whether it serves later forwards, the later forward, the later one's part of the backward
+    # Kept units: arguments, whether later forwards reuse them, the later forward, its part of the backward
     "all": ({"reshard_after_forward": False}, True, "", without_unshards(BACK_THROUGH_LAYERS)),
     "root": ({}, True, FORWARD.removeprefix("+root "), BACK_THROUGH_LAYERS),
     "root, few ranks": ({"reshard_after_forward": 2}, False, FORWARD, BACK_THROUGH_LAYERS),
@@ -78,10 +78,10 @@ SEVERAL = {
 @on_ranks(2)
 @pytest.mark.parametrize("checkpointing", [None, "ours", pytest.param("torch's", marks=pytest.mark.full)])
 def test_several_forwards_before_one_backward(checkpointing):
-    """The backward goes through the later forward and then, gathering anew, through the earlier one.
+    """The backward goes through the later forward, then gathers again and goes through the earlier one.
 
-    Each layer is freed when the backward is through with its later call, though it has no gradients yet. The outermost
-    unit, whose inputs have no gradients, is freed at the end. It is so in every iteration, the first one too.
+    Each layer is freed when the backward has finished its later call, though its gradients are not complete yet. The
+    root, whose inputs have no gradients, is freed at the end. This holds in every iteration, even the first.
     """
     for keeps, (kwargs, serves, again, first_part) in SEVERAL.items():
         forward = KEEPS[keeps][1]
@@ -96,7 +96,7 @@ def test_several_forwards_before_one_backward(checkpointing):
                 sum(losses).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        with order(model, forward):  # as if there had never been several
+        with order(model, forward):  # as if there had never been several forwards
             loss = model(tokens()).sum()
         with order(model, KEEPS[keeps][2]):
             loss.backward()
@@ -104,7 +104,7 @@ def test_several_forwards_before_one_backward(checkpointing):
 
 @on_ranks(2)
 def test_three_forwards_before_one_backward():
-    """Every part of the backward is as the others; with a forward whose outputs are dropped it is the usual one."""
+    """All parts of the backward are alike; after a forward whose outputs are dropped, the backward is the usual one."""
     model = stack(3, **AS_CALLED)
     with order(model, " ".join([FORWARD] * 3)):
         losses = [model(tokens()).sum() for _ in range(3)]
@@ -118,7 +118,7 @@ def test_three_forwards_before_one_backward():
 
 @on_ranks(2)
 def test_what_a_forward_keeps_stays_while_several_await_their_backward():
-    """By default no weight is gathered in a backward that was kept for it; each forward gathers, for weights change."""
+    """By default a backward gathers no kept weight again; each forward gathers, because weights may change."""
     model = stack(3, reshard_after_forward=False, **AS_CALLED)
     with order(model, "+root +0 +1 +2 +root +0 +1 +2"):
         losses = model(tokens()), model(tokens())
@@ -128,7 +128,7 @@ def test_what_a_forward_keeps_stays_while_several_await_their_backward():
 
 @on_ranks(2)
 def test_what_serves_later_forwards_is_gathered_again_once_it_has_changed():
-    """A write to the shards that torch counts, or a step of any optimizer, lets the next forward gather."""
+    """After a write to the shards that torch counts, or a step of any optimizer, the next forward gathers."""
     model = stack(3, reshard_after_forward=False, **AS_CALLED)
     keep_across_passes(model)
     optimizer = sgd(model)
@@ -143,18 +143,18 @@ def test_what_serves_later_forwards_is_gathered_again_once_it_has_changed():
     assert not torch.equal(after, before)
     optimizer.step()
     with order(model, "+root +0 +1 +2"):
-        assert torch.equal(model(tokens()), after)  # it had no gradients
+        assert torch.equal(model(tokens()), after)  # the step had no gradients
 
 
 def keep_across_passes(model):
-    """Let what a forward leaves gathered serve the next one too."""
+    """Make the next forward reuse the units that a forward leaves gathered."""
     for _, unit in units_below(model):
         unit.config = replace(unit.config, late=replace(unit.config.late, keeps_across_passes=True))
 
 
 @on_ranks(2)
 def test_a_unit_that_a_backward_does_not_come_to():
-    """It is not gathered, and has its (empty) gradients at the end; then comes its turn, as planned as the first."""
+    """It is not gathered and has (empty) gradients at the end; a second backward that reaches it is planned alike."""
     for is_last, second_backward in (
         (True, "+1.lin1 +0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),
         (False, "+1.lin1 +0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),
@@ -181,7 +181,7 @@ def branches():
 
 @on_ranks(2)
 def test_named_units_in_forward():
-    """Each layer gathers the next one, or the next two; the backward is the default one."""
+    """Each layer gathers the next one, or the next two; the backward is unchanged."""
     model = stack(4, "torch's", **ROOT_TOO, **AS_CALLED)
     forwards = ("+root +0 +1 -0 +2 -1 +3 -2 -3 -root", "+root +0 +1 +2 -0 +3 -1 -2 -3 -root")
     for number, forward in enumerate(forwards, start=1):
@@ -214,10 +214,10 @@ def test_named_units_in_backward():
 
 @on_ranks(2)
 def test_units_inside_checkpoints():
-    """Inside a checkpoint in a checkpoint, names are followed; by default each unit gathers the next one ahead.
+    """Inside a checkpoint in a checkpoint, names are followed; by default each unit gathers the next one.
 
-    That is the layer, the unit inside it, the layer before it. The outermost unit, which has nothing of its own and no
-    names, gathers what it foresees in either case.
+    The order is the layer, the unit inside it, the layer before it. The root, which has no parameters and no names,
+    gathers the unit that it predicts in either case.
     """
     model = Stack(ExpertBlock() for _ in range(3))
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""Whoever looks on while a method of one object is called sees each call, and leaves nothing behind."""
+"""A tap on a method of one object sees each call, and leaves nothing behind."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from fairshard.observe.method_tap import tap
 
 
 class Adder:
-    """An object with a method, and one that calls it."""
+    """An object with a method, and a second method that calls it."""
 
     def __init__(self, first):
         self.first = first
@@ -21,7 +21,7 @@ class Adder:
 
 
 def test_calls_are_seen_inside_and_out_on_that_object_alone():
-    """With its arguments and its result, which the onlooker may change; other objects have their own method."""
+    """A tap sees arguments and result of each call and may change them; other objects are not affected."""
     seen = []
 
     def around(method, second):
@@ -38,7 +38,7 @@ def test_calls_are_seen_inside_and_out_on_that_object_alone():
 
 @pytest.mark.parametrize("leaving", list(itertools.permutations(range(3))))
 def test_many_may_look_on_and_leave_in_any_order(leaving):
-    """The last to come is called first; leaving twice does no harm."""
+    """The last tap is called first; removing one twice does no harm."""
     seen = []
     watched = Adder(1)
     undo = [

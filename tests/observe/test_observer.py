@@ -1,4 +1,4 @@
-"""What the observer tells beside the order of units, and that it leaves no trace."""
+"""What the observer reports besides the order of units, and that it leaves no trace."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ EVERY_STEP = {"forward", "backward", "unshard_wait", "write_grads", "reduce", "r
 
 
 def train(model, optimizer=None, num_steps=2):
-    """Steps with accumulation; the weights after them."""
+    """Train with accumulation; return the weights."""
     optimizer = sgd(model) if optimizer is None else optimizer
     for step in range(num_steps):
         for number, context in enumerate((model.no_sync(), contextlib.nullcontext())):
@@ -39,14 +39,14 @@ def train(model, optimizer=None, num_steps=2):
 
 
 def assert_paired(events):
-    """Whatever takes time begins and ends by turns, for each unit; times do not run backwards."""
+    """For each unit, begins and ends of an event alternate; times never decrease."""
     assert all(before.time <= after.time for before, after in itertools.pairwise(events))
     ends = {event.event for event in events if event.event.endswith("_end")}
     for end in ends:
         name = end.removesuffix("_end")
         for fqn in {event.fqn for event in events}:
             turns = [event.event for event in events if event.fqn == fqn and event.event in (name, end)]
-            if turns and name not in ("forward", "reduce"):  # a unit may be called in its own call; sums overlap
+            if turns and name not in ("forward", "reduce"):  # a unit may call itself; reductions overlap
                 assert turns == [name, end] * (len(turns) // 2), (fqn, turns)
             assert turns.count(name) == turns.count(end), (fqn, turns)
     return {end.removesuffix("_end") for end in ends}
@@ -64,7 +64,7 @@ CASES = {
 
 @on_ranks(2)
 def test_what_takes_time_has_an_end_and_changes_no_bit():
-    """With any feature, two accumulated passes a step give each unit two ends, and the weights that others get too."""
+    """With any feature, each unit has one end of gradients per pass, and weights equal those of an unobserved run."""
     for case, kwargs in CASES.items():
         events = []
         model = wrap_tiny(tiny(), **kwargs)
@@ -81,7 +81,7 @@ def test_what_takes_time_has_an_end_and_changes_no_bit():
 
 @on_ranks(2)
 def test_frozen_checkpointed_and_hooked_units_are_told_once_a_backward():
-    """Frozen parameters, reentrant checkpoints and communication hooks: one end of gradients for every unit."""
+    """With frozen parameters, checkpoints or a communication hook, every unit has one end of gradients."""
     for case in ("frozen", "reentrant", "not_reentrant", "hooked"):
         model = tiny(case if case.endswith("reentrant") else None)
         if case == "frozen":
@@ -99,7 +99,7 @@ def test_frozen_checkpointed_and_hooked_units_are_told_once_a_backward():
 
 @on_ranks(2)
 def test_nothing_is_left_when_it_is_removed():
-    """Whoever leaves first, objects have their own methods again, and hooks of optimizers are gone."""
+    """In whatever order observers are removed, objects get their own methods back, and optimizer hooks are gone."""
     hooks = len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
     for is_used in (False, True):
         model = wrap_tiny(tiny())
@@ -127,7 +127,7 @@ def test_nothing_is_left_when_it_is_removed():
 
 @on_ranks(1)
 def test_a_model_that_is_dropped_takes_its_observation_along():
-    """Neither the model nor a hook of optimizers lives on; a copy of the model is not observed."""
+    """Neither the model nor an optimizer hook survives; a copy of the model is not observed."""
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     events = []
     model = wrap_each(mlp(4, 4, 4))
@@ -146,7 +146,7 @@ def test_a_model_that_is_dropped_takes_its_observation_along():
 
 @on_ranks(2)
 def test_part_of_a_model():
-    """Of a part, its own units are told, by their names in the whole; of others not even the optimizer is."""
+    """Observing a part reports only its own units, by their names in the whole model, and no other optimizers."""
     model = wrap_tiny(tiny())
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
@@ -166,7 +166,7 @@ def test_part_of_a_model():
 
 @on_ranks(2)
 def test_a_pass_that_raises():
-    """What it began has its end, and the next pass is told as if there had been none."""
+    """Every event that a failed pass began has an end, and the next pass is reported as if it had not happened."""
     model = wrap_each(mlp(4, 4, 4))
     events = []
 
@@ -187,7 +187,7 @@ def test_a_pass_that_raises():
             turns = [event.event for event in events if event.event.startswith("forward")]
             assert turns.count("forward") == turns.count("forward_end")
             with torch.no_grad():
-                model(randn(2, 4))  # cleans up, and records the order again
+                model(randn(2, 4))  # cleans up and records the order again
             events.clear()
             model(randn(2, 4)).sum().backward()
             assert [event[:3] for event in events] == expected
@@ -196,7 +196,7 @@ def test_a_pass_that_raises():
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_cpu_optimizer_steps_once(overlap):
-    """However many steps it makes of one, and wherever."""
+    """However many steps it splits a step into, and wherever they run, one step is reported."""
     model = wrap_tiny(tiny(), cpu_offload=True)
     optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, overlap=overlap)
     events = []
@@ -210,7 +210,7 @@ def test_the_cpu_optimizer_steps_once(overlap):
 
 @on_ranks(1)
 def test_what_cannot_be_observed_is_refused():
-    """A model without units, and what is no function."""
+    """A model without units is refused, and so is anything that is not a function."""
     with pytest.raises(ValueError, match="must contain wrapped modules to be observed, but Linear"):
         observe(nn.Linear(2, 2), print)
     with pytest.raises(TypeError, match="`fn` must be a function of one event, but is a NoneType"):

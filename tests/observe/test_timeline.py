@@ -1,4 +1,4 @@
-"""A step's events become bars on lanes, a trace for Chrome, and a picture."""
+"""Events of a step become bars on lanes, a trace for Chrome, and a picture."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from fairshard.observe.timeline import Bar, bars, draw_timeline, write_trace
 from fairshard.observe.unit_event import Phase, UnitEvent
 
-# name, fqn, time: a forward in which `a` waits for its gather while that of `b` is issued, then a backward of `b`
+# name, fqn, time: a forward in which `a` waits for its gather while `b`'s is issued, then a backward of `b`
 STEP = [
     ("unshard", "", 0),
     ("unshard_wait", "", 1),
@@ -47,7 +47,7 @@ def on(lane):
 
 
 def test_compute_is_cut_where_something_else_is_at_work():
-    """An inner unit interrupts the outer one, a wait or a copy of gradients whoever waits or copies."""
+    """An inner unit interrupts the outer one; waits and copies of gradients interrupt the unit that does them."""
     assert on("compute") == [
         (0, "wait for gather", "", 1, 2),
         (0, "forward", "", 2, 5),
@@ -61,7 +61,7 @@ def test_compute_is_cut_where_something_else_is_at_work():
 
 
 def test_what_overlaps_has_rows_of_its_own():
-    """Gathers last until they were waited for, or freed unused; what has no end, until the last event."""
+    """Gathers last until waited for, or until freed unused; events without an end last until the last event."""
     assert on("gather") == [(0, "gather", "", 0, 2), (0, "gather", "a", 3, 7), (1, "gather", "b", 4, 11)]
     assert on("reduce") == [(0, "reduce", "a, b", 13, 19), (1, "reduce", "", 14, 22)]
     assert on("copy") == [(0, "copy to host", "a", 17, 18)]
@@ -69,19 +69,19 @@ def test_what_overlaps_has_rows_of_its_own():
 
 
 def test_a_unit_may_be_called_in_its_own_call():
-    """The inner end is that of the inner call."""
+    """The first end belongs to the inner call."""
     told = [("forward", "a", 0), ("forward", "a", 1), ("forward_end", "a", 2), ("forward_end", "a", 3)]
     assert [(bar.start, bar.end) for bar in bars(events(told))] == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_an_end_without_a_begin_is_left_out():
-    """Whoever begins to observe in the middle of a step has no such bar."""
+    """An observer that starts in the middle of a step sees ends without a begin: they get no bar."""
     told = [("forward_end", "a", 0), ("reduce_end", "a", 1), ("unshard_wait_end", "a", 2), ("reshard", "a", 3)]
     assert bars(events(told)) == []
 
 
 def test_the_trace_is_what_chrome_reads(tmp_path):
-    """A process for each rank, a thread for each row of a lane, complete events in microseconds."""
+    """The trace has a process for each rank, a thread for each row of a lane, complete events in microseconds."""
     write_trace(tmp_path / "trace.json", [events(), []])
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
@@ -97,11 +97,11 @@ def test_the_trace_is_what_chrome_reads(tmp_path):
 
 @pytest.mark.parametrize("by_rank", [[events(), events()[:9]], [[]]])
 def test_the_picture_is_a_png(tmp_path, by_rank):
-    """Of ranks that did different things, and of nothing."""
+    """The picture is a PNG, for ranks that did different things and for no events."""
     draw_timeline(tmp_path / "trace.png", by_rank, "title")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bars_are_values():
-    """Two bars of the same thing are equal."""
+    """Two bars with equal fields are equal."""
     assert bars(events())[0] == Bar("gather", 0, "gather", "", 0.0, 2.0)

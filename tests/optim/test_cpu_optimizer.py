@@ -1,4 +1,4 @@
-"""CPUOptimizer: an optimizer like any other to its users, and an error where it cannot be."""
+"""CPUOptimizer behaves like any other optimizer, and raises where it cannot."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ HELD = {"cpu_offload": True, "move_grads_to_cpu": False}
 
 
 def model_and_twin(**placement):
-    """The same wrapped model twice: for CPUOptimizer, and, on the compute device, for the plain optimizer."""
+    """The same wrapped model twice: for CPUOptimizer, and on the compute device for the plain optimizer."""
     return wrap_each(mlp(4, 9, 7, 5), **placement), wrap_each(mlp(4, 9, 7, 5))
 
 
@@ -38,7 +38,7 @@ def assert_same_params(one, other):
 
 
 def train_both(*pairs):
-    """Three steps of a model and of its twin, each with its optimizer; they must end alike."""
+    """Train a model and its twin for three steps, each with its optimizer; they must end equal."""
     for step in range(3):
         for model, optimizer in pairs:
             backward(model, step)
@@ -52,7 +52,7 @@ def train_both(*pairs):
 @pytest.mark.parametrize("placement", [{}, {"cpu_offload": True}, {"move_grads_to_cpu": True}, HELD])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam"])
 def test_any_elementwise_optimizer_gives_its_own_numbers(placement, name):
-    """Over any class the result is that of the plain optimizer on the same shards; fused where the class has it."""
+    """Over any class the result is the plain optimizer's on the same shards; it is fused if the class supports it."""
     optimizer_class = getattr(torch.optim, name)
     fused = {"fused": True} if name in ("AdamW", "Adam", "SGD", "Adagrad") else {}
     model, twin = model_and_twin(**placement)
@@ -64,7 +64,7 @@ def test_any_elementwise_optimizer_gives_its_own_numbers(placement, name):
 
 @on_ranks(2)
 def test_param_groups_schedulers_and_state_dicts_work():
-    """Two groups, a scheduler, and a state dict that goes into a plain optimizer and back into a new one of ours."""
+    """Two groups and a scheduler work; state dicts load into a plain optimizer and back into a new CPUOptimizer."""
     model, twin = model_and_twin(cpu_offload=True)
 
     def groups(one):
@@ -92,7 +92,7 @@ def test_param_groups_schedulers_and_state_dicts_work():
 
 @on_ranks(2)
 def test_parameters_outside_of_all_units_are_stepped_too():
-    """A plain module that contains units: its own parameters follow the plain optimizer."""
+    """In a plain module that contains units, the module's own parameters follow the plain optimizer."""
 
     def build(**placement):
         torch.manual_seed(3)
@@ -108,7 +108,7 @@ def test_parameters_outside_of_all_units_are_stepped_too():
 @on_ranks(2)
 @pytest.mark.parametrize("placement", [{"cpu_offload": True}, HELD], ids=["offload", "held"])
 def test_the_fused_kernel_gets_whole_shards(placement):
-    """All in one call where gradients are beside them; one call each where gradients are fetched."""
+    """One call steps all shards that have a ``grad``; shards with fetched gradients get one call each."""
     model, _ = model_and_twin(**placement)
     optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01)
     backward(model, 0)
@@ -127,7 +127,7 @@ def test_the_fused_kernel_gets_whole_shards(placement):
 
 @on_ranks(2)
 def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
-    """What goes wrong on the worker thread is raised in `step`; with half the shards stepped, none follows."""
+    """`step` raises the worker thread's failure by name; later steps raise too, since only some shards were stepped."""
     model, _ = model_and_twin(**HELD)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     backward(model, 0)
@@ -148,7 +148,7 @@ def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
 
 @on_ranks(1)
 def test_state_made_at_construction_is_kept():
-    """Adagrad's sums begin at ``initial_accumulator_value``: they are there before the first step, once."""
+    """Adagrad's sums start at ``initial_accumulator_value``: they exist before the first step, and are created once."""
     model, twin = model_and_twin(cpu_offload=True)
     settings = {"lr": 0.1, "initial_accumulator_value": 0.5}
     ours = CPUOptimizer(model, torch.optim.Adagrad, **settings)
@@ -163,7 +163,7 @@ def test_state_made_at_construction_is_kept():
 
 @on_ranks(1)
 def test_a_dropped_optimizer_frees_its_moments_at_once():
-    """No cycle keeps them until the garbage collector comes by."""
+    """Dropping an optimizer frees its moments without the garbage collector."""
     model, _ = model_and_twin(**HELD)
     optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.1)
     backward(model, 0)
@@ -177,7 +177,7 @@ def test_a_dropped_optimizer_frees_its_moments_at_once():
 
 @on_ranks(2)
 def test_held_gradients_stay_off_the_parameters_and_are_zeroed_with_them():
-    """``p.grad`` is None, the unit has it; accumulation adds; both ways of zeroing work, from model and optimizer."""
+    """The unit holds the gradient, not ``p.grad``; gradients add up; model and optimizer can zero or drop them."""
     model, twin = model_and_twin(**HELD)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     unit = model[0]._unit
@@ -200,7 +200,7 @@ def test_held_gradients_stay_off_the_parameters_and_are_zeroed_with_them():
 
 @on_ranks(1, 2)
 def test_a_plain_optimizer_that_would_skip_held_gradients_is_refused():
-    """Nothing is skipped in silence: the first step raises, names the parameter and the cure."""
+    """A plain optimizer over held gradients raises at its first step, naming the parameter and the cure."""
     model, _ = model_and_twin(**HELD)
     backward(model, 0)
     with pytest.raises(HeldGradientError, match=r"0.flat_param_0.*fairshard.optim.CPUOptimizer"):
@@ -211,9 +211,9 @@ def test_a_plain_optimizer_that_would_skip_held_gradients_is_refused():
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
 @pytest.mark.parametrize("ours", [True, False])
 def test_optimizers_that_need_shapes_or_closures_are_refused(name, ours):
-    """By name and with the cure: at construction by CPUOptimizer, at the first step as a plain optimizer."""
+    """Such a class raises with the cure: under CPUOptimizer at construction, as a plain optimizer at the first step."""
     optimizer_class = getattr(torch.optim, name, None) or type(name, (torch.optim.SGD,), {})
-    if name == "Muon":  # it looks at shapes itself when it is built
+    if name == "Muon":  # torch's Muon checks shapes in its constructor
         optimizer_class = type("Muon", (torch.optim.SGD,), {})
     model = FSDP(mlp(4, 2))
     make = functools.partial(CPUOptimizer, model) if ours else _step_once
@@ -228,7 +228,7 @@ def _step_once(optimizer_class, params):
 @on_ranks(2)
 @pytest.mark.parametrize("ours", [True, False])
 def test_low_precision_masters_on_the_cpu_are_refused(ours):
-    """A bf16 model with offload: its optimizer would keep bf16 moments without anyone having asked for it."""
+    """A bf16 model with offload raises, because its optimizer would silently keep bf16 moments."""
     model = FSDP(mlp(4, 2).bfloat16(), cpu_offload=True)
     optimizer = CPUOptimizer(model, torch.optim.AdamW) if ours else torch.optim.AdamW(model.parameters())
     model(randn(3, 4).bfloat16()).sum().backward()
@@ -249,14 +249,14 @@ def test_low_precision_masters_on_the_cpu_are_refused(ours):
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(settings, words):
-    """At construction, naming the argument."""
+    """Invalid or contradictory arguments raise at construction, by name."""
     with pytest.raises(ValueError, match=words):
         CPUOptimizer(FSDP(mlp(4, 2), cpu_offload=True), torch.optim.SGD, lr=0.1, **settings)
 
 
 @on_ranks(1)
 def test_a_model_without_units_is_refused():
-    """There is nothing to step on the CPU in a plain module, and clipping needs the outermost wrapper."""
+    """A plain module without units raises, and so does clipping without an outermost wrapper."""
     with pytest.raises(ValueError, match="must be sharded or contain FullyShardedDataParallel units"):
         CPUOptimizer(mlp(4, 2), torch.optim.SGD, lr=0.1)
     outer = nn.Sequential(FSDP(mlp(4, 2)))
@@ -268,7 +268,7 @@ def test_a_model_without_units_is_refused():
 
 @on_ranks(1)
 def test_an_optimizer_with_counters_in_its_groups_counts_steps_or_is_refused():
-    """Stepped all at once it counts as ever; a shard at a time it would count shards: wrong, so it raises."""
+    """A class that counts steps in its groups works in one call; shard by shard it would count shards, so it raises."""
 
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
@@ -291,7 +291,7 @@ def test_an_optimizer_with_counters_in_its_groups_counts_steps_or_is_refused():
 
 @on_ranks(2)
 def test_gradients_of_no_sync_alone_are_not_stepped():
-    """A step after ``no_sync`` backwards only would step zeros: it raises and says what is missing."""
+    """A step after ``no_sync`` backwards only would step zeros, so it raises and says what is missing."""
     model, _ = model_and_twin(cpu_offload=True)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     with model.no_sync():
@@ -329,7 +329,7 @@ def test_a_part_of_the_units_can_stay_on_the_device(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("placement", [{"cpu_offload": True}, HELD], ids=["offload", "held"])
 def test_threads_are_set_for_the_step_and_restored(placement):
-    """The kernel sees the threads that were asked for, the training thread those it had."""
+    """The kernel runs with ``num_threads`` threads, and the training thread keeps its own number."""
     model, _ = model_and_twin(**placement)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, num_threads=2)
     backward(model, 0)
@@ -350,7 +350,7 @@ def test_threads_are_set_for_the_step_and_restored(placement):
 @on_ranks(2)
 @pytest.mark.parametrize(("local", "overlap", "threads"), [("2", False, 4), ("2", True, 3), ("16", True, 1)])
 def test_threads_are_this_ranks_part_of_the_cpus(local, overlap, threads):
-    """CPUs over local ranks, less one for the rank itself when its backward goes on meanwhile."""
+    """The default is CPUs over local ranks, less one with ``overlap``, when the backward runs at the same time."""
     with (
         mock.patch.object(cpu_worker, "visible_cpus", return_value=8),
         mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=local),
@@ -360,7 +360,7 @@ def test_threads_are_this_ranks_part_of_the_cpus(local, overlap, threads):
 
 @on_ranks(1)
 def test_it_is_not_pickled_or_copied():
-    """A copy would step the parameters of the original: refused, with the way to do it."""
+    """Copying or pickling raises with the cure, because a copy would step the original's parameters."""
     optimizer = CPUOptimizer(FSDP(mlp(4, 2)), torch.optim.SGD, lr=0.1)
     for make in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="load_state_dict"):
@@ -369,7 +369,7 @@ def test_it_is_not_pickled_or_copied():
 
 @on_ranks(2)
 def test_a_closure_is_called_before_the_step():
-    """As with any torch optimizer: its loss is returned, its gradients are stepped."""
+    """As in any torch optimizer, `step` runs the closure first, steps its gradients and returns its loss."""
     model, twin = model_and_twin(cpu_offload=True)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
 
@@ -387,7 +387,7 @@ def test_a_closure_is_called_before_the_step():
 
 @on_ranks(2)
 def test_a_disabled_scaler_changes_nothing():
-    """``ShardedGradScaler(enabled=False)`` is accepted everywhere, also where a real one is not."""
+    """``ShardedGradScaler(enabled=False)`` is accepted everywhere, even where an enabled one is not."""
     model, twin = model_and_twin(cpu_offload=True)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
     scaler = ShardedGradScaler("cpu", enabled=False)

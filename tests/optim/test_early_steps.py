@@ -43,9 +43,9 @@ def assert_same_bits(one, other):
 
 @on_ranks(2)
 def test_shards_are_stepped_while_the_backward_runs():
-    """The last layer's shard has been stepped before the first layer's gradient is there."""
+    """The last layer's shard is stepped before the first layer's gradient is ready."""
     model, optimizer = build()
-    loss_of(model, 0).backward()  # the first forward tells how often each unit is called
+    loss_of(model, 0).backward()  # the first forward records how often each unit is called
     optimizer.step()
     optimizer.zero_grad()
     stepped = []
@@ -73,7 +73,7 @@ def test_shards_are_stepped_while_the_backward_runs():
 @on_ranks(2)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_what_is_not_stepped_early_is_stepped_by_step(clip):
-    """A parameter outside of all units has no part in the backward's steps: `step` steps it, clipped or not."""
+    """A parameter outside all units is not stepped in the backward; `step` steps it, clipped or not."""
     model = wrap_each(mlp(4, 9, 5), **OFFLOAD)
     extra = torch.nn.Parameter(torch.ones(3))
     settings = {"lr": 0.5, "overlap": True, "clip_grad_norm": clip, "clip_mode": "speculate"}
@@ -88,7 +88,7 @@ def test_what_is_not_stepped_early_is_stepped_by_step(clip):
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["lr", "momentum"])
 def test_a_hyperparameter_changed_before_the_step_is_refused(name):
-    """The shards were stepped with the old value: `step` raises and names it."""
+    """A hyperparameter changed after the early steps raises in `step`, by name: the shards used the old value."""
     model, optimizer = build()
     with optimizer.last_backward():
         loss_of(model, 0).backward()
@@ -101,7 +101,7 @@ def test_a_hyperparameter_changed_before_the_step_is_refused(name):
 @pytest.mark.parametrize("placement", [OFFLOAD, HELD])
 @pytest.mark.parametrize("edit", ["in place", "replaced"])
 def test_a_gradient_edited_before_the_step_is_refused(placement, edit):
-    """The edit would have come too late: `step` raises and names the parameter."""
+    """A gradient edited after its early step raises in `step`, by name: the edit is too late."""
     model, optimizer = build(**placement)
     with optimizer.last_backward():
         loss_of(model, 0).backward()
@@ -118,7 +118,7 @@ def test_a_gradient_edited_before_the_step_is_refused(placement, edit):
 
 @on_ranks(2)
 def test_without_copies_a_backward_that_raises_breaks_the_optimizer_until_a_load():
-    """Some shards are a step ahead: no further step is taken, the message says so, a loaded state ends it."""
+    """An interrupted backward leaves some shards a step ahead: later steps raise and say so until a state is loaded."""
     model, optimizer = build()
     loss_of(model, 0).backward()
     optimizer.step()
@@ -144,7 +144,7 @@ def _fail(*_):
 
 @on_ranks(2)
 def test_with_copies_a_backward_that_raises_changes_no_bit():
-    """Speculative steps of an interrupted backward are undone, the first step's too, which made the state."""
+    """Speculative steps of an interrupted backward are undone, including the first step, which created the state."""
     model, optimizer = build("speculate", clip=1.0)
     before = bits(model, optimizer)
     for step in range(2):
@@ -164,7 +164,7 @@ def test_with_copies_a_backward_that_raises_changes_no_bit():
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_overflow_on_one_rank_undoes_the_steps_of_all(rank):
-    """Rank ``rank`` overflows: shards and momenta of both ranks are what they were, and the scale is halved."""
+    """If ``rank`` overflows, both ranks restore their shards and momenta and halve the scale."""
     model, optimizer = build("speculate")
     scaler = ShardedGradScaler("cpu", init_scale=8.0)
     for step in range(3):
@@ -185,7 +185,7 @@ def test_an_overflow_on_one_rank_undoes_the_steps_of_all(rank):
 
 @on_ranks(2)
 def test_a_scaler_must_be_named_and_used():
-    """Early steps need the scale, and to be told of an overflow: both omissions are errors, not wrong weights."""
+    """Early steps need the scaler in `last_backward` and in ``scaler.step``; omitting either raises."""
     model, optimizer = build("speculate")
     scaler = ShardedGradScaler("cpu", init_scale=8.0)
     with optimizer.last_backward():
@@ -204,7 +204,7 @@ def test_a_scaler_must_be_named_and_used():
 
 @on_ranks(1)
 def test_last_backward_needs_overlap_and_a_step_each_time():
-    """Entered without ``overlap=True``, or twice without a step: refused."""
+    """`last_backward` raises without ``overlap=True``, or if entered twice without a step."""
     model, optimizer = build()
     plain = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="overlap=True"), plain.last_backward():
@@ -217,7 +217,7 @@ def test_last_backward_needs_overlap_and_a_step_each_time():
 
 @on_ranks(2)
 def test_a_failing_early_step_is_raised_by_step():
-    """The worker's exception comes out of `step`, with the unit's name; the optimizer then refuses to go on."""
+    """`step` raises the worker's exception with the unit's name; later steps raise as well."""
     model, optimizer = build()
     with mock.patch.object(ShardStep, "run", mock.Mock(side_effect=MemoryError("no more of it"))):
         with optimizer.last_backward():
@@ -230,7 +230,7 @@ def test_a_failing_early_step_is_raised_by_step():
 
 @on_ranks(2)
 def test_undoing_removes_state_that_the_step_has_made():
-    """Somebody has looked at ``optimizer.state[param]``, which makes it; an overflow still leaves it empty."""
+    """If reading ``optimizer.state[param]`` has created an empty entry, an overflow leaves it empty."""
     model, optimizer = build("speculate")
     scaler = ShardedGradScaler("cpu", init_scale=8.0)
     for param in model.parameters():
@@ -243,7 +243,7 @@ def test_undoing_removes_state_that_the_step_has_made():
 
 @on_ranks(2)
 def test_a_gradient_edited_before_it_is_unscaled_is_refused():
-    """With a scaler too: the edit would have come too late."""
+    """With a scaler, a gradient edited after its early step raises as well."""
     model, optimizer = build("speculate")
     scaler = ShardedGradScaler("cpu", init_scale=8.0)
     with optimizer.last_backward(scaler):
@@ -255,7 +255,7 @@ def test_a_gradient_edited_before_it_is_unscaled_is_refused():
 
 @on_ranks(2)
 def test_a_failure_on_one_rank_is_raised_on_all_before_they_clip():
-    """Only rank 1 edits a gradient: rank 0 does not wait for it in the norm, but raises too."""
+    """If only rank 1 edits a gradient, rank 0 raises too instead of waiting for it in the norm."""
     model, optimizer = build("speculate", clip=1.0)
     before = bits(model, optimizer)
     with optimizer.last_backward():
@@ -270,7 +270,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_before_they_clip():
 
 
 class Twice(torch.nn.Module):
-    """A Linear inside a reentrant checkpoint, and again outside of it."""
+    """Calls a Linear inside a reentrant checkpoint, and again outside it."""
 
     def __init__(self, inner):
         super().__init__()
@@ -301,7 +301,7 @@ def test_a_shard_is_stepped_when_all_parts_of_its_gradient_are_there(cap):
 
 @on_ranks(1)
 def test_what_computes_on_the_shard_itself_is_stepped_after_the_backward():
-    """One rank, no offload: the backward reads the very memory that a step would change."""
+    """Without offload on one rank, shards are stepped after the backward, which reads the same memory."""
     model = wrap_each(mlp(4, 9, 5))
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
     before = [param.detach().clone() for param in model.parameters()]

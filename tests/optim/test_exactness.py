@@ -1,8 +1,8 @@
 """Where shards and gradients are kept, and when they are stepped, never changes a bit: the exactness matrix.
 
-Every cell trains twice with the same data: as it says, and with everything on the compute device under a plain
-torch optimizer. Losses, weights and momenta must be equal bit for bit, and near a single process that sees the
-batches of all ranks. What a cell asks for and cannot have must be refused by name.
+Each cell trains twice on the same data: with its own settings, and with everything on the compute device under a plain
+torch optimizer. Losses, weights and momenta must be equal bit for bit, and close to those of a single process that
+sees the batches of all ranks. A combination that is not supported must raise by name.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ PRECISIONS = {
     "fp16": {"mixed_precision": True},
 }
 CLIPS = {"none": None, "active": 0.05, "inactive": 1e9}
-# fp32 adds in another order; 8 and 11 bits of mantissa, over four steps of SGD with losses around 2.6.
+# fp32 adds in another order; bf16 and fp16 have 8 and 11 bits of mantissa. Four SGD steps, losses around 2.6.
 BOUNDS = {"fp32": 2e-6, "bf16": 3e-2, "fp16": 5e-3}
 
 
@@ -69,7 +69,7 @@ def _num_passes(cell):
 
 
 def _is_poisoned(cell, step, rank):
-    """Whether this rank's loss overflows in this step: one rank's does, and all must skip it."""
+    """Whether this rank's loss overflows in this step, which all ranks must then skip."""
     return cell["precision"] == "fp16" and step == OVERFLOW_STEP and rank == 0
 
 
@@ -140,7 +140,7 @@ def _train(cell, placement, kind):
 
 
 def _train_alone(cell):
-    """One process with fp32 weights that sees the batches of all ranks."""
+    """Train one process with fp32 weights on the batches of all ranks."""
     model = copy.deepcopy(_build(cell))
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(params, lr=LR, momentum=0.9)
@@ -150,7 +150,7 @@ def _train_alone(cell):
             for index in range(num_passes):
                 *inputs, targets = tiny_batch(rank, step, index)
                 (tiny_loss(model(*inputs), targets) / num_passes / len(ranks)).backward()
-        for param in params:  # an unused one has a gradient of zeros when it is sharded
+        for param in params:  # sharded, an unused one has a gradient of zeros
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         if not any(_is_poisoned(cell, step, rank) for rank in ranks):
             if CLIPS[cell["clip"]] is not None:
@@ -161,7 +161,7 @@ def _train_alone(cell):
 
 
 def _check(cell, ways):
-    """All ``ways`` (placement and optimizer) of the settings in ``cell`` against one run without any."""
+    """Compare all ``ways`` (placement and optimizer) with the run without offload, under the settings in ``cell``."""
     same_losses, same_state, same_momenta = _train(cell, "device", "plain")
     bound = BOUNDS[cell["precision"]]
     for name, value in _train_alone(cell).items():
@@ -183,7 +183,7 @@ def _check(cell, ways):
 @over_cells(covering_array(AXES))
 @on_ranks()
 def test_every_pair_of_settings_is_exact(cell):
-    """Losses, weights and momenta are those of the run without offload, in cells that hold every pair."""
+    """For every pair of settings, losses, weights and momenta equal those of the run without offload."""
     _check(cell, [{name: cell[name] for name in WAYS}])
 
 
@@ -191,5 +191,5 @@ def test_every_pair_of_settings_is_exact(cell):
 @over_cells(all_cells({"world_size": [2], **SETTINGS}))
 @on_ranks()
 def test_every_combination_of_settings_is_exact(cell):
-    """The same for all placements and optimizers, in all settings, on two ranks."""
+    """On two ranks the same holds for every combination of placements, optimizers and settings."""
     _check(cell, all_cells(WAYS))

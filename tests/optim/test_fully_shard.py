@@ -47,7 +47,7 @@ def train(model, optimizer, steps=range(3), clip=None, early=False):
 
 
 def full_optimizer_state(optimizer):
-    """By position, each value whole."""
+    """The whole state, keyed by position."""
     return {
         f"{index}.{name}": value.full_tensor() if isinstance(value, DTensor) else value
         for index, state in sorted(optimizer.state_dict()["state"].items())
@@ -58,7 +58,7 @@ def full_optimizer_state(optimizer):
 @on_ranks(in_full(1), in_full(2), 3)
 @pytest.mark.parametrize("kind", ["no_dim", "frozen", *map(in_full, ["few_rows", "empty"])])
 def test_the_plain_optimizers_bits(kind):
-    """Parameters and state after steps with param groups, in host memory and not, in the backward and after it."""
+    """With param groups, in host memory or not, stepped early or late, parameters and state equal the plain ones."""
     plain = build(kind)
     of_plain = torch.optim.AdamW(groups_of(plain), **ADAMW)
     train(plain, of_plain)
@@ -77,7 +77,7 @@ def test_the_plain_optimizers_bits(kind):
 
 @on_ranks(2)
 def test_gradients_are_let_go():
-    """A step keeps no gradient alive, and counts as a change of the weights, also where there is no state."""
+    """A step keeps no gradient alive and increments the weights' version, even if the optimizer has no state."""
     model = build("plain", offload_policy=OffloadPolicy())
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     loss_of_tiny(model, (0,)).backward()
@@ -94,7 +94,7 @@ def test_gradients_are_let_go():
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("kind", ["no_dim", "few_rows"])
 def test_its_clipping_is_torchs(kind):
-    """With ``clip_grad_norm``, each parameter counted once, also what every rank has whole; before or after steps."""
+    """``clip_grad_norm`` is torch's: each parameter counts once, even a replicated one, in both clip modes."""
     plain = build(kind)
     options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
     train(plain, torch.optim.SGD(plain.parameters(), **options), clip=0.05)
@@ -108,7 +108,7 @@ def test_its_clipping_is_torchs(kind):
 
 @on_ranks(2, in_full(3))
 def test_state_travels():
-    """Through its own ``state_dict``, PyTorch's functions, and between it and a plain optimizer; training goes on."""
+    """State loads through ``state_dict``, PyTorch's functions and from or into a plain optimizer; training goes on."""
     model = build()
     optimizer = CPUOptimizer(model, torch.optim.AdamW, params=groups_of(model), lr=0.01)
     train(model, optimizer, range(2))
@@ -142,7 +142,7 @@ def test_state_travels():
 
 @on_ranks(2)
 def test_half_moments_and_a_part_on_the_device():
-    """``state_dtype`` and ``offload_fraction``: moments are DTensors in bf16, and the same on ranks that have all."""
+    """With ``state_dtype`` and ``offload_fraction`` moments are bf16 DTensors; replicated ones agree on all ranks."""
     model = build()
     optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16, offload_fraction=0.5)
     train(model, optimizer)
@@ -161,7 +161,7 @@ def test_half_moments_and_a_part_on_the_device():
 @on_ranks(2)
 @pytest.mark.parametrize("edit", ["clip", "scale", "zero"])
 def test_an_edit_after_an_early_step_is_refused(edit):
-    """Though torch counts no ``foreach`` write to a DTensor: clipping too late raises and names a parameter."""
+    """A gradient edited after an early step raises by name, even by ``foreach``, whose writes torch does not count."""
     model = build()
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
     with optimizer.last_backward():
@@ -178,7 +178,7 @@ def test_an_edit_after_an_early_step_is_refused(edit):
 
 @on_ranks(2)
 def test_what_needs_shapes_is_refused():
-    """It steps elements; PyTorch's own Muon and LBFGS are for the DTensors themselves."""
+    """CPUOptimizer refuses classes that need shapes; PyTorch's own Muon and LBFGS step the DTensors directly."""
     for name in ("Muon", "Adafactor", "LBFGS"):
         with pytest.raises(ShardOptimizerError, match=r"`embed\.weight`"):
             CPUOptimizer(build(), getattr(torch.optim, name), lr=0.1)

@@ -20,7 +20,7 @@ def loss_of(model, key):
 
 
 def pair_with_grads(wrap=wrap_each):
-    """A plain model with averaged gradients, and a wrapped one with the same as shards."""
+    """A plain model with averaged gradients, and a wrapped one with the same gradients as shards."""
     plain = mlp(4, 9, 7, 5)
     wrapped = wrap(copy.deepcopy(plain))
     for one in (plain, wrapped):
@@ -30,7 +30,7 @@ def pair_with_grads(wrap=wrap_each):
 
 
 def full_grads(wrapped):
-    """The gradients of all units, whole: what a step of 1 takes off the weights."""
+    """The whole gradients of all units: what an SGD step with ``lr=1`` subtracts from the weights."""
     before = wrapped.state_dict()
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     after = wrapped.state_dict()
@@ -41,7 +41,7 @@ def full_grads(wrapped):
 @pytest.mark.parametrize("norm_type", [1, 2, 2.0, 3.5, math.inf, "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 1, 1e6])
 def test_norm_and_gradients_are_torchs(norm_type, max_norm):
-    """The norm, and the gradients after it, equal torch's on the averaged gradients of the plain model."""
+    """The norm and the clipped gradients equal torch's on the averaged gradients of the plain model."""
     plain, wrapped = pair_with_grads()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, float(norm_type))
     norm = wrapped.clip_grad_norm_(max_norm, norm_type)
@@ -51,13 +51,13 @@ def test_norm_and_gradients_are_torchs(norm_type, max_norm):
     assert norm.device.type == rank_device().type
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     for (name, grad), param in zip(full_grads(wrapped).items(), plain.parameters(), strict=True):
-        # What comes from the weights' difference is rounded once at the size of the weights, below 4.
+        # The difference of the weights is rounded once at the magnitude of the weights, below 4.
         torch.testing.assert_close(grad, param.grad.double(), rtol=1e-6, atol=1e-6, msg=name)
 
 
 @on_ranks(2, 3)
 def test_the_norm_is_the_same_on_all_ranks():
-    """Every rank returns the same bits, whatever its own part is."""
+    """Every rank returns the same bits, whatever its shards hold."""
     _, wrapped = pair_with_grads()
     norm = wrapped.clip_grad_norm_(1.0)
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
@@ -89,7 +89,7 @@ def test_the_scale_is_max_norm_over_the_norm(norm_type):
 
 @on_ranks(3)
 def test_padding_does_not_count():
-    """Elements that pad a shard are no gradients, even if someone wrote to them."""
+    """Padding does not count in the norm, even if it was written to."""
     plain = mlp(4, 1)  # 5 elements on 3 ranks: one of padding on the last
     wrapped = FSDP(copy.deepcopy(plain))
     for one in (plain, wrapped):
@@ -103,7 +103,7 @@ def test_padding_does_not_count():
 
 @on_ranks(2)
 def test_a_rank_without_gradients_takes_part():
-    """A rank that has none contributes 0, and gets the same norm."""
+    """A rank without gradients contributes 0 and gets the same norm."""
     _, wrapped = pair_with_grads()
     whole = wrapped.clip_grad_norm_(1e9)
     if dist.get_rank() == 1:
@@ -119,7 +119,7 @@ def test_a_rank_without_gradients_takes_part():
 
 @on_ranks(2)
 def test_frozen_parameters_do_not_count():
-    """Frozen ones have no gradient."""
+    """Frozen parameters have no gradient and do not count in the norm."""
     plain = mlp(4, 9, 5)
     plain[0].requires_grad_(False)
     wrapped = wrap_each(copy.deepcopy(plain))
@@ -132,7 +132,7 @@ def test_frozen_parameters_do_not_count():
 
 @on_ranks(2)
 def test_tied_weights_count_once():
-    """A tied weight is one parameter of the norm."""
+    """A tied weight counts once in the norm."""
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain))
     *inputs, targets = tiny_batch(0)
@@ -144,7 +144,7 @@ def test_tied_weights_count_once():
 
 @on_ranks(2)
 def test_large_gradients_under_fp16():
-    """Gradients whose squares overflow fp16 have a finite norm: shards are fp32."""
+    """Gradients whose squares overflow fp16 have a finite norm, because shards are fp32."""
     wrapped = FSDP(nn.Linear(4, 4).to(rank_device()), mixed_precision=True)
     (wrapped(torch.ones(2, 4, device=rank_device())) * 1000).sum().backward()
     norm = wrapped.clip_grad_norm_(1.0)
@@ -184,7 +184,7 @@ def test_it_is_for_the_root_only_and_between_passes():
 @on_ranks(2)
 @pytest.mark.parametrize("norm_type", [0, -1.0])
 def test_a_norm_type_that_is_none_is_refused(norm_type):
-    """A p that gives no norm is a ValueError on all ranks."""
+    """A ``norm_type`` that is not positive is a ValueError on all ranks."""
     _, wrapped = pair_with_grads()
     with pytest.raises(ValueError, match="norm_type"):
         wrapped.clip_grad_norm_(1.0, norm_type)

@@ -1,4 +1,4 @@
-"""Gradients that units hold come to host memory through two buffers in turn."""
+"""Held gradients are copied to host memory through two alternating buffers."""
 
 import time
 from unittest import mock
@@ -14,7 +14,7 @@ from tests.reference import assert_same_state, randn
 
 @on_ranks(1, 2)
 def test_a_buffer_is_not_written_before_its_gradient_is_stepped():
-    """However late the worker is, each shard is stepped with its own gradient: the result is that without offload."""
+    """However late the worker is, each shard is stepped with its own gradient: results are those without offload."""
     run = ShardStep.run
 
     def late(self, *args):

@@ -13,10 +13,10 @@ from tests.reference import randn
 
 @on_ranks(2)
 def test_half_moments_follow_the_loss_of_full_ones():
-    """``state_dtype=torch.bfloat16``: moments take half the memory, losses stay near over 60 steps.
+    """With ``state_dtype=torch.bfloat16`` moments take half the memory, and losses stay close over 60 steps.
 
-    Rounded at random, a moment is off by at most 2**-8 of itself, and by 0 on average: an update is off by less than
-    1 %, a loss that falls from 2.6 by less than 2 % of itself.
+    With stochastic rounding a moment is off by at most 2**-8 of itself, and by 0 on average: an update is off by less
+    than 1 %, a loss that falls from 2.6 by less than 2 % of itself.
     """
     curves, sizes = [], []
     for state_dtype in (None, torch.bfloat16):
@@ -40,7 +40,7 @@ def test_half_moments_follow_the_loss_of_full_ones():
 
 @on_ranks(2)
 def test_half_moments_are_the_same_after_a_load():
-    """Rounding at random depends on shard and step only: a run resumed from a state dict repeats every bit."""
+    """Stochastic rounding depends on shard and step only: a run resumed from a state dict repeats every bit."""
     states = []
     for resume in (False, True):
         model = wrap_each(mlp(4, 9, 7, 5), cpu_offload=True)

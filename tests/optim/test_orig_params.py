@@ -43,7 +43,7 @@ def backward(model, step, scaler=None):
 @PLACEMENTS
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_param_groups_by_original_parameter_in_every_placement(placement, clip):
-    """Rates and weight decay by parameter, clipped or not, accumulated or not: the plain optimizer's bits."""
+    """Rates and weight decay per parameter give the plain optimizer's weights, clipped or not, accumulated or not."""
     model = build(use_orig_params=True, **placement)
     twin = wrap_each(mlp(4, 9, 7, 5), flatten_parameters=False)
     options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
@@ -70,7 +70,7 @@ def test_param_groups_by_original_parameter_in_every_placement(placement, clip):
 @PLACEMENTS
 @pytest.mark.parametrize("scaled", [False, True])
 def test_steps_during_the_backward(placement, scaled):
-    """With ``overlap`` and speculation each view is stepped early, undone where the norm says so; same bits."""
+    """With ``overlap`` and speculation views are stepped early, undone if the norm requires it, with the same bits."""
     model = build(use_orig_params=True, **placement)
     twin = build(use_orig_params=True)
     options = {"lr": 0.1, "momentum": 0.9, "clip_grad_norm": 3.0}
@@ -94,7 +94,7 @@ def test_steps_during_the_backward(placement, scaled):
 @on_ranks(2)
 @pytest.mark.parametrize("placement", [{"cpu_offload": True}, HELD], ids=["offload", "held"])
 def test_an_edit_after_an_early_step_is_refused(placement):
-    """One view's gradient edited after its shard was stepped: `step` raises and names the parameter."""
+    """Editing one view's gradient after its shard was stepped raises in `step`, naming the parameter."""
     model = build(use_orig_params=True, **placement)
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
     with optimizer.last_backward():
@@ -107,7 +107,7 @@ def test_an_edit_after_an_early_step_is_refused(placement):
 
 @on_ranks(2)
 def test_half_moments_and_a_part_on_the_device():
-    """``state_dtype`` and ``offload_fraction`` go by unit and by view; training goes on and state is in bf16."""
+    """``state_dtype`` and ``offload_fraction`` apply by unit and by view; training goes on and state is in bf16."""
     model = build(use_orig_params=True, cpu_offload=True)
     optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.01, state_dtype=torch.bfloat16, offload_fraction=0.5)
     for step in range(2):
@@ -142,7 +142,7 @@ def test_a_scaled_step_is_skipped_on_all_ranks():
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
 def test_optimizers_that_need_shapes_are_refused_by_parameter_name(name):
-    """A view is 1-D and may be empty: what needs shapes or all parameters is refused, and the view named."""
+    """A view is 1-D and may be empty: an optimizer that needs shapes or all parameters raises and names the view."""
     model = FSDP(mlp(4, 9, 5), use_orig_params=True)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
     backward(model, 0)

@@ -30,7 +30,7 @@ def sgd_reference():
 @on_ranks(2)
 @PLACEMENTS
 def test_zeroing_one_leaves_the_gradients_of_the_other(placement):
-    """`zero_grad` of the first optimizer comes before the step of the second, which steps all the same."""
+    """If the first optimizer's `zero_grad` runs before the second's step, the second still steps its own gradients."""
     model = wrap_each(mlp(4, 9, 5), **placement)
     first, second = (CPUOptimizer(model, torch.optim.SGD, params=[param], lr=0.1) for param in model.parameters())
     loss_of(model).backward()
@@ -43,7 +43,7 @@ def test_zeroing_one_leaves_the_gradients_of_the_other(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("placement", [{"cpu_offload": True}, {"move_grads_to_cpu": True}], ids=["offload", "master"])
 def test_gradients_that_are_not_stepped_early_are_there_for_others(placement):
-    """`last_backward` of an optimizer over one shard: the other's gradient has landed on it for plain SGD."""
+    """After `last_backward` of an optimizer over one shard, the other shard has its gradient for plain SGD."""
     model = wrap_each(mlp(4, 9, 5), **placement)
     one, other = model.parameters()
     ours = CPUOptimizer(model, torch.optim.SGD, params=[one], lr=0.1, overlap=True)
@@ -58,7 +58,7 @@ def test_gradients_that_are_not_stepped_early_are_there_for_others(placement):
 
 @on_ranks(1)
 def test_shards_of_another_model_are_refused():
-    """Their held gradients would never be fetched: refused at construction, and by `add_param_group`."""
+    """Shards of another model raise at construction and in `add_param_group`: nothing would fetch their gradients."""
     model, stranger = (wrap_each(mlp(4, 5), cpu_offload=True, move_grads_to_cpu=False) for _ in range(2))
     with pytest.raises(ValueError, match=r"`0\.flat_param_0` belongs to another"):
         CPUOptimizer(model, torch.optim.SGD, params=[*model.parameters(), *stranger.parameters()], lr=0.1)

@@ -1,4 +1,4 @@
-"""ShardedGradScaler: the loss scale of all ranks, whichever of them overflows."""
+"""ShardedGradScaler keeps one loss scale for all ranks, whichever rank overflows."""
 
 import pickle
 
@@ -42,7 +42,7 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none(placement, poison):
 
 @on_ranks(2)
 def test_a_shard_that_overflows_on_one_rank_only_is_seen_by_all():
-    """The gradient of one element overflows, which only one rank owns: the verdict is the same on both."""
+    """An overflow in an element that only one rank owns makes both ranks skip the step."""
     model = wrap_each(mlp(4, 9, 5))
     optimizer, scaler = sgd(model), ShardedGradScaler("cpu", init_scale=8.0)
     scaled_backward(model, scaler, 0)
@@ -72,7 +72,7 @@ def test_gradients_are_unscaled_where_they_are(held):
 
 @on_ranks(2)
 def test_a_rank_without_gradients_takes_part():
-    """An optimizer that has nothing to unscale on one rank still answers: no hang, and the others' verdict counts."""
+    """A rank with nothing to unscale still takes part: it does not hang, and another rank's overflow counts."""
     model = wrap_each(mlp(4, 9, 5))
     optimizer, scaler = sgd(model), ShardedGradScaler("cpu", init_scale=8.0)
     scaled_backward(model, scaler, 0, float("inf"))
@@ -85,7 +85,7 @@ def test_a_rank_without_gradients_takes_part():
 
 @on_ranks(1)
 def test_it_grows_backs_off_and_remembers_as_torchs_does():
-    """The scale doubles after ``growth_interval`` good steps, shrinks on overflow; lists are scaled; state loads."""
+    """The scale grows after ``growth_interval`` good steps and shrinks on overflow; lists are scaled; state loads."""
     model = wrap_each(mlp(4, 5))
     optimizer = sgd(model, lr=0.0)
     scaler = ShardedGradScaler("cpu", init_scale=8.0, backoff_factor=0.25, growth_factor=4.0, growth_interval=2)
@@ -108,7 +108,7 @@ def test_it_grows_backs_off_and_remembers_as_torchs_does():
 
 @on_ranks(1)
 def test_wrong_use_is_an_error_with_the_cure():
-    """A step twice without update, and a closure."""
+    """Stepping twice without ``update``, or with a closure, raises with the cure."""
     model = wrap_each(mlp(4, 5))
     optimizer, scaler = sgd(model), ShardedGradScaler("cpu", init_scale=8.0)
     scaled_backward(model, scaler, 0)

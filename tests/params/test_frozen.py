@@ -41,7 +41,7 @@ def test_frozen_layers_train_as_on_the_plain_model(flatten, wrap, indices):
 
 @on_ranks(2)
 def test_frozen_and_trainable_parameters_of_a_unit_are_apart():
-    """One flat parameter for each ``requires_grad``; the frozen one keeps its value, and never has a gradient."""
+    """A unit has one flat parameter per ``requires_grad``; the frozen one keeps its value, and never has a gradient."""
     model = Block(4, 5)
     model.up.requires_grad_(False)
     model.norm.bias.requires_grad_(False)
@@ -72,7 +72,7 @@ def test_gradients_pass_through_a_frozen_model():
 
 @on_ranks(2)
 def test_frozen_parameters_hold_no_gradient_memory():
-    """After a backward a frozen unit keeps no gradient anywhere: not on its shard, its leaves or beside them."""
+    """After a backward a frozen unit keeps no gradient: not on its shard, on its leaves or elsewhere."""
     model = mlp(4, 257, 5)
     model[0].requires_grad_(False)
     wrapped = wrap_each(model)
@@ -85,7 +85,7 @@ def test_frozen_parameters_hold_no_gradient_memory():
 
 @on_ranks(2)
 def test_low_rank_adapters():
-    """Frozen base weights with small trainable matrices beside them, one unit each: only those change."""
+    """With frozen base weights and small trainable matrices, each in a unit, only the small matrices change."""
 
     class Adapted(nn.Module):
         def __init__(self, base):
@@ -122,7 +122,7 @@ class Offset(nn.Module):
 
 
 class Around(nn.Module):
-    """A short path through one Linear, and a long path through an inner module and several times another Linear."""
+    """A short path through one Linear, and a long path through an inner module and another Linear three times."""
 
     def __init__(self, inner_takes, frozen):
         super().__init__()
@@ -151,7 +151,7 @@ OFFLOAD = pytest.param({"cpu_offload": True, "reshard_after_forward": False}, ma
 def test_frozen_weights_around_a_trainable_unit(kwargs, frozen):
     """Frozen weights stay gathered until gradients have reached the inner unit, whether it depends on the input or not.
 
-    Inputs: a leaf that wants a gradient; computed from one; without; a leaf of a reentrant checkpoint's own.
+    Inputs: a leaf with a gradient, a tensor computed from it, a constant, and the leaf of a reentrant checkpoint.
     """
     inputs = {
         "leaf": lambda model, x: model(x),
@@ -217,7 +217,7 @@ def test_frozen_units_are_freed_on_the_way(checkpointing):
 
 @on_ranks(2)
 def test_freezing_a_flat_parameter_later():
-    """``requires_grad_`` on a flat parameter takes effect at the next forward, and back again."""
+    """Freezing or unfreezing a flat parameter takes effect at the next forward."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     for step, trainable in enumerate((True, False, True)):

@@ -73,7 +73,7 @@ class Late(Event):
 
 @contextlib.contextmanager
 def late_copies(twin=False):
-    """Every copy of a gradient is late; the ``twin`` does not wait for copies."""
+    """Make every copy of a gradient late; with ``twin`` nothing waits for copies."""
     made = []
 
     def copy_later(transfers, source, target):
@@ -89,7 +89,7 @@ def late_copies(twin=False):
 @on_ranks(1, 2)
 @PLACEMENTS
 def test_what_the_optimizer_sees_is_where_the_table_says(placement):
-    """Parameters are fp32 on the CPU; their gradients are on them, or only held by the unit."""
+    """Parameters are fp32 on the CPU; gradients are in ``p.grad``, or held by the unit only."""
     model = build(placement)
     backward(model, 0)
     for wrapper in (model[0], model[2]):
@@ -108,7 +108,7 @@ def test_what_the_optimizer_sees_is_where_the_table_says(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("twin", [False, True])
 def test_a_gradient_is_read_only_after_its_copy_has_landed(twin):
-    """Late copies change neither the optimizer's step, the norm nor ``p.grad``; without the waits these are NaN."""
+    """Late copies change neither ``p.grad`` nor the norm; without the waits both are NaN."""
     model, reference = build("offload"), build()
     with late_copies(twin):
         backward(model, 0)
@@ -131,7 +131,7 @@ def test_late_copies_change_no_bit_of_training(placement):
         losses = train(model)
     assert losses == train(reference)
     assert_same_state(model.state_dict(), reference.state_dict())
-    # Held gradients are fetched while other shards are stepped: training does not stand still for them.
+    # Held gradients are fetched while other shards are stepped: training does not wait for them.
     assert (copy_wait_s(model) > 0) == (placement != "held")
 
 
@@ -202,7 +202,7 @@ def test_a_gradient_that_the_user_keeps_is_not_written_over():
 @on_ranks(2)
 @PLACEMENTS
 def test_a_changed_shard_is_seen_by_the_next_forward_however_it_was_changed(placement):
-    """A write in place, to ``.data``, of a new ``.data`` or by an optimizer shows in the next output and state dict."""
+    """A write in place, to ``.data``, by a new ``.data`` or by an optimizer shows in the next output and state dict."""
     model, reference = build(placement), build()
     model(randn(3, 4))
 
@@ -261,7 +261,7 @@ def fail(*_):
 @on_ranks(2)
 @PLACEMENTS
 def test_the_step_after_an_exception_is_clean(placement):
-    """After a forward and a backward that raised, and `zero_grad`, gradients are those of a fresh model."""
+    """After a forward or backward that raised, and `zero_grad`, gradients are those of a fresh model."""
     model, reference = build(placement), build()
     for register in ("register_forward_hook", "register_full_backward_pre_hook"):
         hook = getattr(model[0].module, register)(fail)
@@ -348,7 +348,7 @@ def test_a_copy_of_an_offloaded_model_trains_on_its_own(placement, by):
 @on_ranks(2)
 @PLACEMENTS
 def test_frozen_units_have_no_gradient_memory(placement):
-    """A frozen unit's shard is on the CPU too, and has neither gradient nor a buffer for one."""
+    """A frozen unit's shard is also on the CPU, and has neither a gradient nor a buffer for one."""
     model = mlp(4, 9, 5)
     model[0].requires_grad_(False)
     model = wrap_each(model, **SETTINGS[placement])
@@ -388,12 +388,12 @@ def test_plain_optimizers_work_as_without_offload(placement):
 @on_ranks(2)
 @pytest.mark.parametrize("poor", [None, 0, 1])
 def test_more_pinned_memory_than_the_host_has_is_refused_on_all_ranks(poor):
-    """If the host of one rank has too little free memory, both raise with that rank's number; otherwise none does."""
+    """If one rank's host has too little free memory, both ranks raise with its number; otherwise neither raises."""
     model = build("offload")
     model(randn(3, 4))
     units = [wrapper._unit for wrapper in (model, model[0], model[2])]
     shards = sum(param.nbytes for param in model.parameters())
-    nbytes = 2 * 3 * shards  # a shard and twice its gradient, of the two ranks of this host
+    nbytes = 2 * 3 * shards  # a shard and two gradients, for each of this host's two ranks
     free = int(nbytes / 0.8) + 1 if dist.get_rank() != poor else int(nbytes / 0.8) - 1
     with (
         mock.patch("fairshard.utils.pinned.free_host_memory", return_value=free),

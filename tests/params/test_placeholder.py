@@ -1,6 +1,6 @@
-"""A parameter read outside of its unit is a Python error that names it and the cure, never a crash.
+"""Reading a parameter outside its unit raises a Python error that names it and the cure, and never crashes.
 
-Each operation runs in processes of its own: one that crashes is reported by its exit code.
+Each operation runs in its own processes, so that a crash is reported by its exit code.
 """
 
 import copy
@@ -80,7 +80,7 @@ def test_reading_a_sharded_parameter_raises(name):
 
 @on_ranks(1, 2)
 def test_its_repr_is_readable():
-    """Printing it, or the model, works and tells what it is."""
+    """Printing the placeholder or the model works and says what the placeholder is."""
     model = FSDP(Model())
     for _ in states(model):
         text = repr(model.fc.module.weight)
@@ -103,7 +103,7 @@ def test_forwarded_attributes_raise_the_same():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"use_orig_params": True}], ids=str)
 def test_calling_the_inner_module_directly_raises(kwargs):
-    """The wrapped module called past its wrapper raises the error, not a crash, and the wrapper still works."""
+    """Calling the wrapped module past its wrapper raises instead of crashing, and the wrapper still works."""
     original = FSDP(Model(**kwargs), **kwargs)
     for model in (original, copy.deepcopy(original)):
         for _ in states(model):
@@ -129,7 +129,7 @@ class Vectors(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("kwargs", [{"flatten_parameters": False}, {"use_orig_params": True}], ids=str)
 def test_shards_are_not_computed_with(kwargs):
-    """Where the shape of a shard would fit by chance, too; a method that fails with it is told what to do."""
+    """Computing with a shard raises even if its shape fits by chance; in a custom method the error names the cure."""
     model = FSDP(Vectors(), **kwargs)
     inner = model.module
     assert (randn(3, 8) @ inner.matrix).shape == (3,)
@@ -142,7 +142,7 @@ def test_shards_are_not_computed_with(kwargs):
 
 @on_ranks(1, 2)
 def test_unflattened_parameters_show_the_shard():
-    """Without flattening what is registered shows through: this rank's 1-D shard, safe to read."""
+    """Without flattening the module shows this rank's 1-D shard, which is safe to read."""
     model = Model(flatten_parameters=False)
     wrapped = FSDP(model, flatten_parameters=False)
     numel = 20 // torch.distributed.get_world_size()
@@ -158,7 +158,7 @@ def test_unflattened_parameters_show_the_shard():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_saved_references_do_not_crash(flatten):
-    """Someone who kept the Parameter from before wrapping may read it in any state without a crash."""
+    """Reading a Parameter kept from before wrapping does not crash in any state."""
     layer = nn.Linear(4, 5)
     weight = layer.weight
     model = FSDP(layer, flatten_parameters=flatten)
@@ -180,7 +180,7 @@ def test_copies_of_modules_do_not_crash():
 
 @on_ranks(1, 2)
 def test_hasattr_and_isinstance_may_probe():
-    """Probing for a protocol, as libraries do, finds its absence instead of an error."""
+    """Probing a placeholder for a protocol, as libraries do, finds nothing and does not raise."""
     weight = FSDP(Model()).fc.module.weight
     assert not hasattr(weight, "__cuda_array_interface__")
     assert not isinstance(weight, torch.Tensor)

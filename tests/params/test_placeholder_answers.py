@@ -1,6 +1,6 @@
-"""What stands for a flattened parameter of another unit says what it will be when gathered; it has no values.
+"""The placeholder of a sharded parameter reports the dtype, shape and so on of the gathered one; it has no values.
 
-Where something is registered under the parameter's own name, that answers: the shard, in the dtype of the shard.
+Where a shard is registered under the parameter's own name, the shard answers, with its own dtype.
 """
 
 import copy
@@ -64,7 +64,7 @@ def answers_of(part):
 
 
 class Asking(nn.Module):
-    """Asks a unit inside, from its forward, for each parameter that it does not gather itself."""
+    """Asks an inner unit, in its own forward, about each parameter that it does not gather itself."""
 
     def __init__(self, part):
         super().__init__()
@@ -80,7 +80,7 @@ class Asking(nn.Module):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kwargs", [{}, BF16, {"cpu_offload": True}, {**BF16, "cpu_offload": True}], ids=str)
 def test_a_sharded_parameter_answers_as_the_gathered_one(kwargs):
-    """In every state, from inside the forward of another unit and from outside, to each of `QUESTIONS`."""
+    """In every state, inside another unit's forward or outside, a placeholder answers like the gathered parameter."""
     plain = Part().to(rank_device())
     dtype = torch.bfloat16 if "compute_dtype" in kwargs else torch.float32
     expected = {}
@@ -104,7 +104,7 @@ def test_a_sharded_parameter_answers_as_the_gathered_one(kwargs):
 
 @on_ranks(2)
 def test_what_follows_the_shard():
-    """``.to(dtype)`` before the first forward, and ``requires_grad`` of the flat parameter at any time."""
+    """A placeholder follows dtype conversions before the first forward, and the flat ``requires_grad`` at any time."""
     model = FSDP(nn.Linear(3, 5))
     weight = model.module.weight
     model.half()
@@ -122,7 +122,7 @@ def test_what_follows_the_shard():
 
 @on_ranks(2)
 def test_everything_else_raises():
-    """Values, and changes through what stands there, are refused by the parameter's name."""
+    """Reading values, or changing the parameter through its placeholder, raises with the parameter's name."""
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 5)), nn.Linear(5, 2)))
     for _ in range(2):
         weight = model[0].module.weight
@@ -145,7 +145,7 @@ def test_everything_else_raises():
 
 @on_ranks(2)
 def test_copies_answer():
-    """Copies of the model, and of a module in it alone, answer as the original; those of the model follow theirs."""
+    """Placeholders in a copy of the model, or of one module, answer like the original's, for the copy's own shards."""
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 5), **BF16), nn.Linear(5, 2)), **BF16)
     for _ in range(2):
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -165,7 +165,7 @@ def test_copies_answer():
 @pytest.mark.parametrize("how", ["apart", "orig", "rows"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_is_registered_answers_for_itself(how, offload):
-    """A view of the shard, or a DTensor, has the shard's dtype, fp32 for bf16 compute: it is what optimizers step."""
+    """A registered shard view or DTensor has the shard's dtype (fp32 for bf16 compute): optimizers step it."""
     layer = nn.Linear(3, 5).to(rank_device())
     if how == "rows":
         more = {"offload_policy": CPUOffloadPolicy()} if offload else {}

@@ -66,7 +66,7 @@ def test_inside_a_forward_both_names_are_one_tensor():
 
 @on_ranks(2)
 def test_a_weight_shared_with_an_inner_unit_is_refused():
-    """Tied weights must lie in one unit; the error names both places."""
+    """A weight shared with an inner unit raises, naming both places: tied weights must be in one unit."""
     model = Tied()
     model.first = FSDP(model.first)
     with pytest.raises(ValueError, match=r"second\.weight.*first|second\.weight.*weight"):
@@ -76,7 +76,7 @@ def test_a_weight_shared_with_an_inner_unit_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
-    """Sharding it a second time raises with the cure, also in a copy: the other module only has an empty leaf."""
+    """Sharding a tied weight twice, also in a copy, raises with the cure: the other module has an empty leaf."""
     model = Tied()
     model.first = FSDP(model.first, flatten_parameters=flatten)
     for tied in (model, copy.deepcopy(model)):

@@ -1,4 +1,4 @@
-"""What a forward writes to its own gathered parameters would be lost: it raises, by name."""
+"""A forward that writes to its own gathered parameters raises, by name, because the write would be lost."""
 
 import copy
 
@@ -29,7 +29,7 @@ class Normed(nn.Linear):
 
 
 class Words(nn.Embedding):
-    """An embedding that keeps its rows short."""
+    """An embedding that limits the norm of its rows."""
 
     def forward(self, x):
         return super().forward(x.abs().long() % self.num_embeddings).sum(-2)
@@ -47,7 +47,7 @@ def build(make, door, **kwargs):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("how", ["copy_", "data", "max_norm"])
 def test_a_write_inside_the_forward_raises(door, reshard, how):
-    """In training and without gradients; a forward that writes nothing goes on afterwards."""
+    """The write raises with and without gradients; a later forward that writes nothing works."""
     make = (lambda: Words(5, 4, max_norm=0.1)) if how == "max_norm" else (lambda: Normed(4, 4))
     model = build(make, door, reshard_after_forward=reshard)
     layer = next(module for module in model.modules() if isinstance(module, Normed | Words))
@@ -60,7 +60,7 @@ def test_a_write_inside_the_forward_raises(door, reshard, how):
 
 
 class Forces(nn.Module):
-    """Takes the gradient of its energy inside of its forward, as models of molecules do."""
+    """Takes the gradient of its energy inside its forward, as molecular models do."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Forces(nn.Module):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("door", ["wrapper", "orig_params", "fully_shard"])
 def test_a_backward_inside_the_forward_writes_nothing(door):
-    """The parameters of the unit itself stay as they are."""
+    """A backward inside the forward does not count as a write to the unit's own parameters."""
     model = build(Forces, door)
     for _ in range(2):
         with torch.no_grad():

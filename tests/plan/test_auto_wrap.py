@@ -59,7 +59,7 @@ def units(model):
     ids=["class", "torch", "size", "always", "offload"],
 )
 def test_wrapped_by_a_policy_a_model_trains_as_it_is(policy, kwargs):
-    """A model with tied weights and a module that runs twice, whatever the policy: bit for bit the plain model."""
+    """Under any policy a model with tied weights and a module that runs twice gives the bits of the plain model."""
 
     def wrapped(model):
         with warnings.catch_warnings():
@@ -72,7 +72,7 @@ def test_wrapped_by_a_policy_a_model_trains_as_it_is(policy, kwargs):
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", ["reentrant", "not_reentrant"])
 def test_checkpointed_blocks_accumulate(reentrant):
-    """With recomputed blocks, ``no_sync`` and clipping, the units of a policy give the bits of units by hand."""
+    """With recomputed blocks, ``no_sync`` and clipping, a policy's units give the bits of units wrapped by hand."""
     found = []
     for by_hand in (True, False):
         model = tiny(reentrant)
@@ -95,7 +95,7 @@ def test_checkpointed_blocks_accumulate(reentrant):
 
 
 def test_inner_units_get_the_outer_arguments(group):
-    """All of the outer wrapper's arguments, with those that a policy says instead."""
+    """Inner units get all of the outer wrapper's arguments, except those that the policy overrides."""
     policy = CustomPolicy(lambda m: {"reshard_after_forward": True} if m is model[2] else isinstance(m, nn.Linear))
     model = mlp(4, 4, 4)
     wrapped = FSDP(
@@ -116,7 +116,7 @@ def test_inner_units_get_the_outer_arguments(group):
 
 
 def test_every_argument_reaches_inner_units():
-    """What the wrapper takes beside its module and the policy is what it hands on: none is forgotten."""
+    """The wrapper passes all of its arguments to inner units, except its module and its policy."""
     given = {}
 
     def remember(module, policy, wrapper_cls, arguments, **kwargs):
@@ -127,14 +127,14 @@ def test_every_argument_reaches_inner_units():
         patch.setattr("fairshard.nn.data_parallel.fully_sharded_data_parallel.auto_wrap_children", remember)
         FSDP(nn.Linear(1, 1), auto_wrap_policy=always_wrap_policy)
     own = set(inspect.signature(FSDP).parameters) - {"module", "auto_wrap_policy"}
-    # What is ignored goes on by itself, as one list, and the later name of `cpu_offload` as that.
+    # Ignored parameters are passed separately, as one list, and `move_params_to_cpu` as `cpu_offload`.
     own -= {"ignored_modules", "ignored_states", "ignored_parameters", "move_params_to_cpu"}
     assert own == given.keys()
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
 def test_strategies_reach_inner_units(group, strategy):
-    """A strategy is that of every unit."""
+    """Every unit gets the strategy of the outer wrapper."""
     wrapped = FSDP(mlp(4, 4, 4), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     assert {unit.config.sharding_strategy for unit in units(wrapped).values()} == {strategy}
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_sharded_is_found_before_anything_is_wrapped(group, spoil
     ],
 )
 def test_bad_policies_are_warned_of_with_the_table_of_units(group, widths, policy, says):
-    """One that matches nothing, and one that leaves more than half in a unit; the table tells how much."""
+    """A policy that matches nothing, or leaves more than half of the model in a unit, warns with the table of units."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         wrapped = FSDP(mlp(*widths), auto_wrap_policy=policy)
@@ -223,7 +223,7 @@ class Normed(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("classes", [None, (nn.BatchNorm1d, nn.LayerNorm)], ids=["default", "both"])
 def test_norms_are_wrapped_apart_without_mixed_precision(classes):
-    """They compute with fp32 weights, the modules around them in bf16; one warning names them."""
+    """Norms compute with fp32 weights and the modules around them in bf16; one warning names the norms."""
     torch.manual_seed(0)
     given = {} if classes is None else {"_module_classes_to_ignore": classes}
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=False, **given)
@@ -243,14 +243,14 @@ def test_norms_are_wrapped_apart_without_mixed_precision(classes):
 
 
 def test_norms_are_not_wrapped_apart_in_full_precision(group):
-    """Without mixed precision there is nothing to keep them from."""
+    """Without mixed precision a policy does not wrap norms separately."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert units(FSDP(Normed(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))).keys() == {"", "up", "down"}
 
 
 def test_enable_wrap(group):
-    """Inside it ``wrap`` wraps, with overrides; outside it gives the module back. The innermost counts."""
+    """Inside `enable_wrap` ``wrap`` wraps, with overrides; outside it does nothing; the innermost context counts."""
     layer = nn.Linear(2, 2)
     assert wrap(layer) is layer
     assert auto_wrap(layer, always_wrap_policy) is layer
@@ -270,7 +270,7 @@ def test_enable_wrap(group):
 
 
 def test_auto_wrap(group):
-    """The policy of the call comes before that of the context; the outermost module is asked about too."""
+    """The policy of the call overrides that of the context; it is asked about the outermost module as well."""
     with enable_wrap(ModuleWrapPolicy({nn.Linear}), wrapper_cls=FSDP, bucket_cap_mb=7):
         by_context = auto_wrap(mlp(4, 5, 6), bucket_cap_mb=8)
         by_call = auto_wrap(mlp(4, 5, 6), always_wrap_policy)
@@ -284,7 +284,7 @@ def test_auto_wrap(group):
 
 
 def test_auto_wrap_takes_any_wrapper(group):
-    """The class may be another than ours, or a function; a class's own instances inside are refused."""
+    """The wrapper may be another class, or a function; instances of the class inside the module raise."""
     with enable_wrap(ModuleWrapPolicy({nn.Linear}), wrapper_cls=nn.Sequential):
         model = auto_wrap(nn.ModuleList([nn.Linear(2, 2)]))
         assert isinstance(model[0], nn.Sequential)
@@ -294,7 +294,7 @@ def test_auto_wrap_takes_any_wrapper(group):
 
 @on_ranks(1, 2)
 def test_what_auto_wrap_made_trains_as_the_plain_model():
-    """fairscale's way: inside the context, modules by policy, then the whole."""
+    """A model wrapped as in fairscale, parts by `auto_wrap` and then the whole, trains as the plain model."""
 
     def wrapped(model):
         with enable_wrap(wrapper_cls=FSDP), warnings.catch_warnings():

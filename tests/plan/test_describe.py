@@ -1,4 +1,4 @@
-"""A plan made on paper tells the units, buckets and memory that a run then has."""
+"""The units, buckets and memory that `describe` predicts are those of a run."""
 
 import functools
 import time
@@ -33,7 +33,7 @@ SIZES = GPTConfig(layers=4, dim=256, heads=4, context=16)
 
 
 def gpt(device="cpu", frozen=False):
-    """3.1 million parameters in blocks and 0.1 million around them; ``frozen``: the embeddings."""
+    """3.1 million parameters in blocks and 0.1 million around them; ``frozen`` freezes the embeddings."""
     with torch.device(device):
         model = GPT(SIZES)
     if frozen:
@@ -43,7 +43,7 @@ def gpt(device="cpu", frozen=False):
 
 
 def train(model, optimizer, num_steps):
-    """Steps on sequences of two bytes, whose activations are next to nothing beside the weights."""
+    """Steps on sequences of two bytes, whose activations are negligible beside the weights."""
     for _ in range(num_steps):
         tokens = torch.randint(256, (1, 2))
         model(tokens).float().square().mean().backward()
@@ -52,7 +52,7 @@ def train(model, optimizer, num_steps):
 
 
 def peak_of(prof, since):
-    """The most bytes that torch's CPU allocator had given out at a time after ``since``."""
+    """The most bytes that torch's CPU allocator had allocated at the same time after ``since``."""
     events = []
     waiting = list(prof.profiler.kineto_results.experimental_event_tree())
     while waiting:
@@ -116,7 +116,7 @@ def full(*values):
     ],
 )
 def test_the_predicted_peak_is_what_is_measured(policy, optimizer, frozen, kwargs):
-    """Within 5 %, against every allocation of the process from the second step on; hybrid: two replicas."""
+    """The predicted peak is within 5 % of the measured one, from the second step on; hybrid runs have two replicas."""
     world_size, hybrid = dist.get_world_size(), {}
     if getattr(kwargs.get("sharding_strategy"), "is_hybrid", False):
         world_size //= 2
@@ -146,7 +146,7 @@ def test_the_predicted_peak_is_what_is_measured(policy, optimizer, frozen, kwarg
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.filterwarnings("ignore:`auto_wrap_policy`")
 def test_the_units_are_those_that_wrapping_makes(kwargs, frozen, world_size):
-    """The table of a plan, made without a group on the meta device, is that of the wrapped model."""
+    """The table of a plan, made without a group on the meta device, equals that of the wrapped model."""
     loose = {"flatten_parameters": False}
     policy = CustomPolicy(lambda m: loose if isinstance(m, Block) else isinstance(m, nn.Embedding))
     plan = describe(gpt("meta", frozen), policy, world_size, **kwargs)
@@ -157,7 +157,7 @@ def test_the_units_are_those_that_wrapping_makes(kwargs, frozen, world_size):
 @on_ranks(2)
 @pytest.mark.parametrize("cap", [0, 0.5, 4, 25])
 def test_the_buckets_are_those_that_are_sent(cap):
-    """As many reduce-scatters a step as the plan has buckets, of the same bytes; half of them stay on the rank."""
+    """A step sends one reduce-scatter per bucket of the plan, with the same bytes; half of the bytes stay local."""
     model = FSDP(gpt(), auto_wrap_policy=BLOCKS, bucket_cap_mb=cap)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     train(model, optimizer, 1)
@@ -205,7 +205,7 @@ def test_what_offload_keeps_in_host_memory_is_told_apart():
 
 
 def test_nothing_is_changed_by_a_plan():
-    """The module has its parameters, its hooks and its children as before, and no group was needed."""
+    """A plan does not change the module's parameters, hooks or children, and needs no group."""
     model = tiny()
     before = dict(model.named_parameters())
     described = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -216,7 +216,7 @@ def test_nothing_is_changed_by_a_plan():
 
 
 def test_a_module_that_runs_in_two_places_is_counted_twice_in_time_and_once_in_space():
-    """Its gradients are sent once, when the backward is done with its first place; its parameters are one unit."""
+    """A module that runs twice is one unit, and its gradients are sent once, after the backward of its first call."""
     shared = nn.Linear(8, 8, bias=False)
     model = nn.Sequential(shared, nn.Linear(8, 8, bias=False), shared)
     plan = describe(model, ModuleWrapPolicy({nn.Linear}), 2, bucket_cap_mb=0)
@@ -226,7 +226,7 @@ def test_a_module_that_runs_in_two_places_is_counted_twice_in_time_and_once_in_s
 
 @pytest.mark.parametrize("name", ["ignored_modules", "ignored_states", "ignored_parameters"])
 def test_what_is_ignored_is_not_counted(name):
-    """Under each name that the wrapper has for it."""
+    """Modules and parameters that any of the wrapper's arguments ignores are not counted."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     ignored = model[0].weight if name == "ignored_parameters" else model[0]
     plan = describe(model, ModuleWrapPolicy({nn.Linear}), 2, **{name: [ignored]})
@@ -234,7 +234,7 @@ def test_what_is_ignored_is_not_counted(name):
 
 
 def test_a_large_model_takes_no_memory():
-    """A hundred billion parameters on the meta device are planned for in a moment."""
+    """A hundred billion parameters on the meta device are planned in a moment."""
     model = nn.Sequential(*(nn.Linear(2**15, 2**15, bias=False, device="meta") for _ in range(100)))
     plan = describe(model, ModuleWrapPolicy({nn.Linear}), 1024, **BF16, device="cuda")
     assert sum(row.numel for row in plan.units) == 100 * 2**30
@@ -259,14 +259,14 @@ def test_a_large_model_takes_no_memory():
     ],
 )
 def test_what_cannot_be_planned_for_is_refused(kwargs, error, match):
-    """By name, as the wrapper refuses its own arguments."""
+    """Invalid arguments raise by name, as the wrapper refuses its own."""
     with pytest.raises(error, match=match):
         describe(tiny(), ModuleWrapPolicy({TinyBlock}), **{"world_size": 2, **kwargs})
 
 
 @pytest.mark.parametrize("door", [FSDP, fully_shard])
 def test_a_sharded_module_is_refused(door):
-    """What is sharded already, by either door, has its table in ``unit_table``."""
+    """A module with units of the wrapper or of ``fully_shard`` raises; ``unit_table`` gives its table."""
     with fake_group(2):
         sharded = nn.Sequential(door(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="`0` is wrapped already"):

@@ -1,4 +1,4 @@
-"""The table of units tells sizes that can be computed by hand."""
+"""The table of units has the sizes computed by hand."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_sizes_of_units(kwargs, compute):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_sizes_of_units_cut_by_rows(param_dtype):
-    """With ``fully_shard`` each parameter is padded to as many rows on every rank, and so is what is gathered."""
+    """With ``fully_shard`` each parameter, sharded or gathered, is padded to the same number of rows on every rank."""
     world_size = torch.distributed.get_world_size()
     policy, compute = MixedPrecisionPolicy(param_dtype), (param_dtype or torch.float32).itemsize
     model = mlp(4, 9, 5)
@@ -45,7 +45,7 @@ def test_sizes_of_units_cut_by_rows(param_dtype):
 
 @on_ranks(2)
 def test_state_of_parameters_that_are_dtensors_is_that_of_this_rank():
-    """Of moments that are DTensors only the local part is in memory here; padding has no moments."""
+    """Only the local part of moments that are DTensors is counted; padding has no moments."""
     model = fully_shard(mlp(4, 8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(3, 4, device=rank_device())).sum().backward()
@@ -58,7 +58,7 @@ def test_state_of_parameters_that_are_dtensors_is_that_of_this_rank():
 
 @pytest.mark.parametrize(("numel", "warned"), [(50, False), (51, True)])
 def test_a_unit_with_more_than_half_of_the_model_is_warned_of(numel, warned):
-    """The warning names the unit, and half of the parameters exactly is no reason for one."""
+    """The warning names the unit; exactly half of the parameters does not warn."""
     rows = [UnitRow("", 100 - numel, 1, 2, 3), UnitRow("blocks.0", numel, 30, 40, 50)]
     lines = unit_lines(rows)
     assert ("warning: unit blocks.0 holds 51%" in lines[-1]) == warned

@@ -1,4 +1,4 @@
-"""Policies say the same as FSDP1's and fairscale's, and are asked in the way that they expect."""
+"""Policies decide as FSDP1's and fairscale's do, and are called with the arguments that they expect."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ class Linears(nn.Sequential):
 
 
 def chosen(module, policy, ignored=(), include_root=False):
-    """What ``policy`` wraps, by fqn, outer ones last; a warning is an error."""
+    """What ``policy`` wraps, by fqn, outer modules last; a warning is an error."""
     tree = ModuleTree(module, resolve_ignored(module, ignored, None, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -71,20 +71,20 @@ def test_fairscales_default_policy_has_its_names():
     ("least", "expected"),
     [
         (441, set()),
-        (221, set()),  # the pairs hold 220; what is left for the root is not asked about
+        (221, set()),  # the pairs hold 220; the policy is not asked about the root
         (220, {"0", "1"}),
         (111, {"0", "1"}),  # a Linear holds 110
-        (110, {"0.0", "0.1", "1.0", "1.1"}),  # nothing is left for the pairs
+        (110, {"0.0", "0.1", "1.0", "1.1"}),  # no parameters are left for the pairs
     ],
 )
 def test_size_based(source, least, expected):
-    """A module is wrapped when what its inner wrappers left reaches the size; the root is the caller's."""
+    """A module is wrapped if the parameters outside its inner wrappers reach the size; the caller wraps the root."""
     policy = functools.partial(source.size_based_auto_wrap_policy, min_num_params=least)
     assert chosen(Linears(), policy).keys() == expected
 
 
 def test_size_based_exemptions():
-    """A ModuleList is not wrapped but looked into, MultiheadAttention neither; both sets can be given."""
+    """ModuleList is not wrapped but searched, MultiheadAttention is not searched; both sets can be given."""
     model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(10, 10)]), "attention": nn.MultiheadAttention(10, 1)})
     policy = functools.partial(ours.size_based_auto_wrap_policy, min_num_params=100)
     assert chosen(model, policy).keys() == {"list.0"}
@@ -93,7 +93,7 @@ def test_size_based_exemptions():
 
 
 def test_fairscales_policy_may_take_a_small_root():
-    """``skip_params_check_for_root`` wraps the outermost module though what is left of it is small."""
+    """``skip_params_check_for_root`` wraps the outermost module even if few parameters are left for it."""
     policy = functools.partial(ours.default_auto_wrap_policy, min_num_params=220)
     assert chosen(Linears(), policy, include_root=True).keys() == {"0", "1"}
     policy = functools.partial(policy, skip_params_check_for_root=True)
@@ -102,7 +102,7 @@ def test_fairscales_policy_may_take_a_small_root():
 
 @pytest.mark.parametrize("source", [ours, theirs])
 def test_by_class(source):
-    """The classes of ModuleWrapPolicy and of transformer_auto_wrap_policy, subclasses too."""
+    """ModuleWrapPolicy and transformer_auto_wrap_policy wrap their classes and subclasses of these."""
     for policy in (
         source.ModuleWrapPolicy({nn.Sequential}),
         functools.partial(source.transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
@@ -125,7 +125,7 @@ def test_custom_policy_may_override_arguments(source):
 
 @pytest.mark.parametrize("source", [ours, theirs])
 def test_always_and_or(source):
-    """``always_wrap_policy`` takes all modules with parameters; ``_or_policy`` what any of its policies does."""
+    """``always_wrap_policy`` wraps all modules with parameters; ``_or_policy`` wraps what any of its policies wraps."""
     assert len(chosen(Linears(), source.always_wrap_policy)) == 6
     first, second = (
         functools.partial(source.lambda_auto_wrap_policy, lambda_fn=lambda m, n=num: getattr(m, "out_features", 0) == n)
@@ -138,7 +138,7 @@ def test_always_and_or(source):
 
 
 class Recorder:
-    """A policy with a given signature that notes what it was called with."""
+    """A policy with a given signature that records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -161,7 +161,7 @@ class Recorder:
 
 @pytest.mark.parametrize("form", ["new", "old", "fairscale", "open"])
 def test_policies_are_called_by_the_names_they_have(form):
-    """FSDP1's name of the third argument, the older one, fairscale's with ``is_root``, and ``**kwargs``."""
+    """A policy may take FSDP1's third argument, by its new or old name, fairscale's ``is_root``, or ``**kwargs``."""
     recorder = Recorder()
     chosen(Linears(), getattr(recorder, form))
     assert recorder.calls[:2] == [(True, 440), (True, 220)]
@@ -183,7 +183,7 @@ def test_what_is_no_policy_is_refused(policy):
 
 
 def test_classes_must_be_modules():
-    """A class that is none, or an instance, is refused when the policy is made."""
+    """A class that is not a module's, or an instance, is refused when the policy is made."""
     for classes in ({int}, [nn.Linear(1, 1)], nn.Linear):
         if classes is nn.Linear:
             assert repr(ours.ModuleWrapPolicy([nn.Linear])) == "ModuleWrapPolicy({Linear})"
@@ -193,7 +193,7 @@ def test_classes_must_be_modules():
 
 
 class Tied(nn.Module):
-    """Two branches that share a weight, each with another of its own."""
+    """Two branches that share a weight, and each have another weight of their own."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +215,7 @@ def test_a_parameter_of_two_modules_goes_to_the_unit_around_both():
 
 
 def test_a_module_in_two_places_is_one_unit():
-    """A module that hangs twice is wrapped once and asked about once; a module around one of its places is not."""
+    """A module in two places is wrapped once and asked about once; a module around one of its places is not wrapped."""
     shared = nn.Linear(4, 4)
     model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared), shared)
     recorder = Recorder()
@@ -242,7 +242,7 @@ def test_what_cannot_be_a_unit_is_never_chosen():
 
 
 def test_ignored_modules_are_not_looked_at():
-    """Neither they nor what is below are asked about, and their parameters do not count."""
+    """The policy is not asked about ignored modules or modules below them, and their parameters do not count."""
     model = Linears()
     policy = functools.partial(ours.size_based_auto_wrap_policy, min_num_params=220)
     assert chosen(model, policy, ignored=[model[0][0]]).keys() == {"1"}
@@ -250,7 +250,7 @@ def test_ignored_modules_are_not_looked_at():
 
 
 def test_a_wrapper_config_must_be_a_dict():
-    """``config_auto_wrap_policy`` wraps what has one."""
+    """``config_auto_wrap_policy`` wraps modules with a ``wrapper_config``, which must be a dict."""
     model = Linears()
     model[0].wrapper_config = {"bucket_cap_mb": 1}
     assert chosen(model, ours.config_auto_wrap_policy) == {"0": {}}

@@ -21,7 +21,7 @@ HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZE
 
 
 def pairs(num_shards):
-    """This rank's groups: of ``num_shards`` consecutive ranks, and of the ranks at its place in the others."""
+    """This rank's groups: ``num_shards`` consecutive ranks, and the ranks at the same place in each such group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = []
     starts = range(0, world_size, num_shards)
@@ -39,7 +39,7 @@ def pairs(num_shards):
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0])
 def test_hybrid_takes_the_mean_over_shards_and_replicas(strategy, num_shards, bucket_cap_mb):
-    """Weights equal those of a replica with the same sums, in the same order, to the bit."""
+    """Weights equal those of a plain replica that adds in the same order, to the bit."""
     plain = tiny()
     wrapped = wrap_tiny(
         copy.deepcopy(plain), process_group=pairs(num_shards), sharding_strategy=strategy, bucket_cap_mb=bucket_cap_mb
@@ -90,7 +90,7 @@ def test_low_precision_sums_are_wide(mixed):
 
 @on_ranks(4)
 def test_a_mesh_and_nodes_give_the_same_groups():
-    """A 2-D mesh (replicas, shards), and node boundaries, cut as a pair of groups does."""
+    """A 2-D mesh (replicas, shards) and node boundaries give the same groups as a pair of groups."""
     mesh = init_device_mesh(rank_device().type, (2, 2))
     by_mesh = FSDP(mlp(4, 9), device_mesh=mesh, sharding_strategy=HYBRID)
     assert by_mesh.world_size == 2
@@ -106,7 +106,7 @@ def test_a_mesh_and_nodes_give_the_same_groups():
 
 @on_ranks(4)
 def test_replicas_share_the_buckets():
-    """One reduce-scatter and one all-reduce of its shard, for all units together."""
+    """All units together need one reduce-scatter, and one all-reduce of its shard."""
     wrapped = wrap_each(mlp(4, 9, 5), process_group=pairs(2), sharding_strategy=HYBRID)
     for _ in range(2):
         reset_counters()
@@ -129,7 +129,7 @@ def test_state_dicts_of_hybrid_models_are_whole():
 
 @on_ranks(4)
 def test_wrong_groups_are_named():
-    """What does not fit hybrid sharding raises before anything is sent."""
+    """Groups that do not fit hybrid sharding raise before anything is sent."""
     with pytest.raises(ValueError, match="must be a pair for HYBRID_SHARD"):
         FSDP(mlp(4, 9), dist.group.WORLD, sharding_strategy=HYBRID)
     with pytest.raises(ValueError, match="`device_mesh` must have 2 dimensions"):
@@ -154,7 +154,7 @@ def test_wrong_groups_are_named():
 
 @on_ranks(4)
 def test_clipping_over_a_part_of_the_ranks_is_refused():
-    """A unit that is averaged over fewer ranks has another norm."""
+    """Clipping raises if a unit is averaged over fewer ranks, because it has another norm."""
     group = pairs(2)[0]
     model = mlp(4, 9, 5)
     model[0] = FSDP(model[0], group)

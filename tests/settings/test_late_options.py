@@ -1,4 +1,4 @@
-"""Options that fairscale's wrapper got after its first ten."""
+"""Options of fairscale's wrapper after the first ten."""
 
 import copy
 from unittest import mock
@@ -18,7 +18,7 @@ from tests.reference import assert_same_state, randn, sgd, train_alike
 
 
 def gathers_of_a_step(model, x):
-    """How many units are gathered by a forward and its backward; from the second on, so that nothing is set up."""
+    """How many units a forward and its backward gather, in the second step, when everything is set up."""
     model(x).sum().backward()
     gathered = []
 
@@ -35,7 +35,7 @@ def gathers_of_a_step(model, x):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"cpu_offload": True}], ids=str)
 def test_the_outermost_wrapper_may_reshard_too(kwargs):
-    """``disable_reshard_on_root=False``: it is freed after its forward, and the numbers stay the plain module's."""
+    """``disable_reshard_on_root=False`` frees the outermost wrapper after its forward, and changes no numbers."""
     wrapped = train_alike(
         mlp(4, 9, 5),
         lambda model: FSDP(model, disable_reshard_on_root=False, **kwargs),
@@ -52,14 +52,14 @@ def test_the_outermost_wrapper_may_reshard_too(kwargs):
 @on_ranks(2)
 @pytest.mark.parametrize(("reshard", "disable", "num"), [(True, True, 1), (True, False, 2), (False, False, 1)])
 def test_the_outermost_wrapper_is_gathered_twice_then(reshard, disable, num):
-    """Once in forward, once in backward; ``reshard_after_forward=False`` keeps it as it keeps others."""
+    """The root is gathered in forward and backward; ``reshard_after_forward=False`` keeps it, like inner wrappers."""
     model = FSDP(mlp(4, 9, 5), reshard_after_forward=reshard, disable_reshard_on_root=disable)
     assert gathers_of_a_step(model, randn(3, 4)) == num
 
 
 @on_ranks(2)
 def test_state_dicts_on_rank_0_alone():
-    """The others get an empty one; it loads back from rank 0. Inner wrappers follow the outermost."""
+    """Other ranks get an empty state dict; rank 0's loads back. Inner wrappers follow the outermost."""
     wrapped = FSDP(wrap_each(mlp(4, 9, 5)), state_dict_on_rank_0_only=True)
     state = wrapped.state_dict()
     if dist.get_rank():
@@ -77,7 +77,7 @@ def test_state_dicts_on_rank_0_alone():
 
 @on_ranks(2)
 def test_state_dicts_in_host_memory():
-    """``state_dict_device="cpu"`` is ``offload_to_cpu=True``, for all wrappers inside, and in copies."""
+    """``state_dict_device="cpu"`` equals ``offload_to_cpu=True``, for all inner wrappers, and in copies."""
     wrapped = FSDP(wrap_each(mlp(4, 9, 5)), state_dict_device=torch.device("cpu"))
     for model in (wrapped, copy.deepcopy(wrapped)):
         assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig(offload_to_cpu=True)
@@ -89,7 +89,7 @@ def test_state_dicts_in_host_memory():
 
 @on_ranks(2)
 def test_autocast_keeps_nothing():
-    """Casts of parameters that stay gathered are dropped after the forward of the wrapper that asks for it."""
+    """``clear_autocast_cache`` drops the casts of parameters that stay gathered after the wrapper's forward."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for clear in (False, True):
             model = FSDP(nn.Linear(4, 4), reshard_after_forward=False, clear_autocast_cache=clear)
@@ -100,7 +100,7 @@ def test_autocast_keeps_nothing():
 
 @on_ranks(2)
 def test_repr_may_show_everything():
-    """Without ``verbose`` the first ten; with it every setting, each once."""
+    """Without ``verbose`` the repr shows the first ten settings; with it every setting, each once."""
     short, long = FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4), verbose=True)
     assert "state_dict_on_rank_0_only" not in short.extra_repr()
     names = [field.partition("=")[0] for field in long.extra_repr().split(", ") if "=" in field]
@@ -131,7 +131,7 @@ def test_the_later_name_of_offload():
 
 @on_ranks(2)
 def test_optimizer_state_that_stays_is_noted():
-    """``no_broadcast_optim_state`` of each wrapper is in its metadata."""
+    """``no_broadcast_optim_state`` of each wrapper appears in its metadata."""
     wrapped = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4), no_broadcast_optim_state=True), nn.Linear(4, 4)))
     described = wrapped.local_metadata_dict()["param_metadata"]
     assert [unit["no_broadcast_optim_state"] for unit in described] == [False, True]
@@ -150,7 +150,7 @@ WRONG = {
 @on_ranks(1)
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_values_are_refused(what):
-    """Before anything is wrapped."""
+    """Wrong values raise before anything is wrapped."""
     kwargs, error, message = WRONG[what]
     module = nn.Linear(4, 4)
     with pytest.raises(error, match=message), CollectiveCounter() as counter:

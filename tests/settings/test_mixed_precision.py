@@ -1,4 +1,4 @@
-"""Masters stay fp32; inputs, weights and buffers are seen in the compute dtype; nothing loses bits for good."""
+"""Masters stay fp32; inputs, weights and buffers are cast for compute; no value loses bits permanently."""
 
 import collections
 import copy
@@ -32,7 +32,7 @@ class Record:
 
 
 class Spy(nn.Module):
-    """A Linear that notes the dtypes it computes with."""
+    """A Linear that records the dtypes it computes with."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Spy(nn.Module):
 @on_ranks(1, 2)
 @both
 def test_dtypes_of_a_pass(kwargs, dtype):
-    """Compute sees the compute dtype, integers stay; outputs are in it; shards and their gradients are fp32."""
+    """A forward uses and returns the compute dtype, integers are not cast, and shards and their gradients are fp32."""
     wrapped = FSDP(nn.Sequential(FSDP(Spy().to(rank_device()), **kwargs)), **kwargs)
     out = wrapped(randn(3, 4))
     assert wrapped[0].seen == [(dtype, dtype, dtype, torch.int64)]
@@ -72,7 +72,7 @@ def test_inputs_get_gradients_in_their_own_dtype(kwargs, dtype):
 
 @on_ranks(2)
 def test_inputs_of_any_nesting_are_cast():
-    """Floating tensors in lists, dictionaries, namedtuples, dataclasses and packed sequences; nothing else."""
+    """Floating tensors in lists, dicts, namedtuples, dataclasses and packed sequences are cast; nothing else is."""
 
     class Collect(nn.Module):
         def __init__(self):
@@ -102,7 +102,7 @@ def test_inputs_of_any_nesting_are_cast():
 @on_ranks(1, 2)
 @both
 def test_buffers_lose_no_bits(kwargs, dtype):
-    """After passes and state dicts a floating buffer has every bit it had; compute saw a cast copy."""
+    """After passes and state dicts a floating buffer has every bit it had; the forward used a cast copy."""
     wrapped = FSDP(Spy().to(rank_device()), **kwargs)
     table = wrapped.table.clone()
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_buffers_lose_no_bits(kwargs, dtype):
 @on_ranks(1, 2)
 @both
 def test_written_buffers_are_written_back(kwargs, dtype):
-    """What a forward writes into a buffer, in place or by assignment, is there afterwards, in its own dtype."""
+    """What a forward writes into a buffer, in place or by assignment, is kept in the buffer's own dtype."""
 
     class Counting(nn.Module):
         def __init__(self):
@@ -156,7 +156,7 @@ def test_batch_norm_keeps_its_statistics_in_fp32():
 
 @on_ranks(1, 2)
 def test_every_unit_casts_its_own_inputs():
-    """A unit in a plain model of another dtype gets its inputs cast too."""
+    """A unit inside a wrapper of another dtype gets its inputs cast."""
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -193,7 +193,7 @@ def test_tiny_gradients_survive_with_fp32_reduce():
 
 @on_ranks(1, 2)
 def test_updates_below_the_compute_dtype_add_up():
-    """Steps too small for bf16 change the fp32 masters, and after enough of them the weights computed with."""
+    """Steps too small for bf16 change the fp32 masters, and once they add up also the compute weights."""
     layer = nn.Linear(1, 1, bias=False).to(rank_device())
     nn.init.ones_(layer.weight)
     wrapped = FSDP(layer, **BF16)
@@ -234,7 +234,7 @@ def test_autocast_with_fp32_parameters():
 
 @on_ranks(2)
 def test_autocast_sees_new_weights_after_a_reshard_inside():
-    """Two passes with a step between them inside of one autocast region compute with the weights of each."""
+    """Two passes in one autocast region, with a step between them, each compute with the current weights."""
     plain = mlp(4, 5)
     wrapped = FSDP(nn.Sequential(FSDP(copy.deepcopy(plain))), reshard_after_forward=True)
     with torch.autocast(rank_device().type, torch.bfloat16), torch.no_grad():

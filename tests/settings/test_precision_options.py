@@ -1,4 +1,4 @@
-"""Each field of `MixedPrecision` does what it says, on its own and with others; PyTorch's object does the same."""
+"""Each field of `MixedPrecision` works on its own and with others; PyTorch's object works the same."""
 
 import contextlib
 import math
@@ -20,7 +20,7 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 
 
 class Spy(nn.Module):
-    """A Linear that notes the dtypes of its input, its weight, and a buffer."""
+    """A Linear that records the dtypes of its input, its weight, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def test_parameters_and_gradients_have_the_dtypes_asked_for(kind, pair):
 @pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
 def test_which_inputs_are_cast(root, inner):
-    """``cast_root_forward_inputs`` decides for the outermost unit, ``cast_forward_inputs`` for those inside."""
+    """``cast_root_forward_inputs`` applies to the outermost unit, ``cast_forward_inputs`` to inner units."""
     policy = MixedPrecision(BF16, cast_forward_inputs=inner, cast_root_forward_inputs=root)
 
     class Outer(nn.Module):
@@ -97,7 +97,7 @@ def test_which_inputs_are_cast(root, inner):
 
 @on_ranks(in_full(1), 2)
 def test_buffers_have_a_dtype_of_their_own():
-    """``buffer_dtype`` counts alone, with another ``param_dtype``, and as fairscale's argument; without it none."""
+    """``buffer_dtype`` works alone, with another ``param_dtype``, and as an argument; by default nothing is cast."""
     cases = [
         ({"mixed_precision": MixedPrecision(buffer_dtype=BF16)}, (FP32, FP32, BF16)),
         ({"mixed_precision": MixedPrecision(BF16, buffer_dtype=FP64)}, (BF16, BF16, FP64)),
@@ -114,7 +114,7 @@ def test_buffers_have_a_dtype_of_their_own():
 
 
 class Average(nn.Module):
-    """Follows its input with a buffer, behind autograd's back, as codebooks do; ``rows`` past the first stay."""
+    """Averages its input into a buffer through ``.data``, as codebooks do; rows past the first do not change."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Average(nn.Module):
 @on_ranks(1)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_what_is_written_through_data_of_a_buffer_is_kept(mode):
-    """Element by element: by the forward into the cast copy, and by the user into the original between passes."""
+    """Writes are kept by element: the forward's to the cast copy, and the user's to the original between passes."""
     wrapped = FSDP(Average().to(rank_device()), buffer_dtype=BF16)
     mean = wrapped.module.mean
     x = torch.ones(2, 4, device=rank_device())
@@ -145,7 +145,7 @@ def test_what_is_written_through_data_of_a_buffer_is_kept(mode):
 
 @on_ranks(in_full(1), 2)
 def test_a_reduce_dtype_alone_casts_nothing_in_forward():
-    """Inputs, parameters and buffers stay as they are; only gradients are rounded, once, on their way."""
+    """Inputs, parameters and buffers are not cast; gradients are rounded once, when they are sent."""
     wrapped = spy(mixed_precision=MixedPrecision(reduce_dtype=BF16))
     wrapped(randn(2, 4)).sum().backward()
     assert wrapped.seen == [(FP32, FP32, FP32)]
@@ -199,7 +199,7 @@ def mixed():
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_parameters_of_several_dtypes_in_one_unit(flatten):
-    """Each keeps its dtype and has the gradient that it has unwrapped; the state dict shows each as it is."""
+    """Each parameter keeps its dtype and the gradient that it has unwrapped; the state dict shows each in its dtype."""
     plain, wrapped = mixed(), FSDP(mixed(), flatten_parameters=flatten)
     for step in range(2):
         for model in (plain, wrapped):
@@ -220,7 +220,7 @@ def test_parameters_of_several_dtypes_in_one_unit(flatten):
 
 @on_ranks(in_full(1), 2)
 def test_clipping_gradients_of_several_dtypes():
-    """The norm is that of all of them, in fp32; each is scaled in its own dtype."""
+    """The norm is that of all gradients, in fp32; each gradient is scaled in its own dtype."""
     plain, wrapped = mixed(), FSDP(mixed())
     for model in (plain, wrapped):
         model(torch.ones(3, 4, device=rank_device())).square().sum().backward()
@@ -233,7 +233,7 @@ def test_clipping_gradients_of_several_dtypes():
 
 @on_ranks(in_full(1), 2)
 def test_parameters_of_several_dtypes_compute_in_one():
-    """With a ``param_dtype`` all compute in it; shards and their gradients keep their own."""
+    """With a ``param_dtype`` all parameters compute in it; shards and their gradients keep their own dtypes."""
     wrapped = FSDP(mixed(), mixed_precision=MixedPrecision(BF16, FP32))
     dtypes = []
     for part in (wrapped.first, wrapped.second, wrapped.third):
@@ -279,7 +279,7 @@ def test_fields_are_checked(fields, kind):
     ids=str,
 )
 def test_contradictions_are_refused(kwargs, match):
-    """What an object says is not said again beside it; low-precision gradients do not go to host memory."""
+    """Stating a field of the object again as an argument raises, and so do low-precision gradients with host memory."""
     with fake_group(2), pytest.raises(ValueError, match=match):
         FSDP(nn.Linear(2, 2), **kwargs)
 
@@ -294,6 +294,6 @@ def test_contradictions_are_refused(kwargs, match):
     ids=str,
 )
 def test_what_has_no_effect_warns(kwargs, match):
-    """A setting that changes nothing beside the others says so."""
+    """A setting without effect beside the others warns."""
     with fake_group(2), pytest.warns(UserWarning, match=f"{match}.*no effect"):
         FSDP(nn.Linear(2, 2), **kwargs)

@@ -1,4 +1,4 @@
-"""What is gathered ahead can be chosen, and named; the choice moves gathers in time and changes nothing else."""
+"""Prefetching can be configured, also by naming units; it changes the time of gathers and nothing else."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ ONE_AHEAD = [("gather", 0), ("gather", 1), ("forward", 0), ("gather", 2), ("forw
 
 
 def three(**kwargs):
-    """Three Linears, each a unit, inside another; the order of a pass is known."""
+    """Three Linears, each a unit, inside another; the order of a pass is recorded."""
     model = wrap_each(mlp(4, 9, 7, 5), **kwargs)
     with torch.no_grad():
         model(randn(3, 4))
@@ -38,7 +38,7 @@ def forward_events(model):
 
 
 def backward_events(model):
-    """What happens in a backward, that of the Tanh after unit ``i`` among it."""
+    """The events of a backward, with one for the Tanh after unit ``i``."""
     with events(model) as log:
         for index, tanh in enumerate([model[1], model[3]]):
             tanh.register_full_backward_pre_hook(lambda *_, i=index: log.append(("tanh", i)))
@@ -58,7 +58,7 @@ def test_forward_prefetch(choice, expected):
 @on_ranks(2)
 @pytest.mark.parametrize("choice", [PRE, POST, None])
 def test_backward_prefetch(choice):
-    """The next unit is gathered before the gradients of the current one, after them, or when it is its turn."""
+    """The next unit is gathered before the gradients of the current one, after them, or when its own turn begins."""
     log = backward_events(three(backward_prefetch=choice))
     before_turn = {
         PRE: [("gather", 2), ("gather", 1), ("backward", 2), ("free", 2), ("tanh", 1), ("gather", 0)],
@@ -72,7 +72,7 @@ def test_backward_prefetch(choice):
 
 @on_ranks(2)
 def test_each_unit_has_its_own_choice():
-    """As in FSDP1, what a unit gathers ahead is its own setting, not the outermost one's."""
+    """As in FSDP1, each unit uses its own prefetch setting, not the outermost unit's."""
     layers = mlp(4, 9, 7, 5)
     layers[0] = FSDP(layers[0], forward_prefetch=False, backward_prefetch=PRE)
     layers[2] = FSDP(layers[2], forward_prefetch=True, backward_prefetch=None)
@@ -113,7 +113,7 @@ def test_no_choice_changes_a_bit_or_a_collective():
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["reentrant", "not_reentrant", "offload", "frozen", "unflattened"])
 def test_backward_prefetch_with_other_features(case):
-    """Later gathers are right with recomputed, offloaded, frozen and unflattened units, and with `no_sync`."""
+    """Prefetching is right with recomputed, offloaded, frozen and unflattened units, and with `no_sync`."""
     kwargs = {"offload": {"cpu_offload": True}, "unflattened": {"flatten_parameters": False}}.get(case, {})
     state = trained_by_case(case, **kwargs)
     for choice in (POST, None):
@@ -141,7 +141,7 @@ def trained_by_case(case, **kwargs):
 @pytest.mark.parametrize("depth", [4, 9])
 @pytest.mark.parametrize("limit", [True, False])
 def test_memory_is_bounded_whatever_the_limit(limit, depth):
-    """At most two inner units are whole at a time, however many there are, with ``limit_all_gathers`` and without."""
+    """At most two inner units are whole at a time, in a model of any depth, with and without ``limit_all_gathers``."""
     model = wrap_each(mlp(*[4] * (depth + 1)), limit_all_gathers=limit)
     for _ in range(2):
         with events(model) as log:
@@ -153,7 +153,7 @@ def test_memory_is_bounded_whatever_the_limit(limit, depth):
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before use", "after use"])
 def test_named_units_are_gathered_instead(when):
-    """Lists take the place of the look-ahead of one unit; an empty list gives that back."""
+    """Named units replace the default prefetch of one unit; an empty list restores the default."""
     model = wrap_each(mlp(4, 9, 7, 5))
     first, second, third = model[0], model[2], model[4]
     if when == "after use":
@@ -175,7 +175,7 @@ def test_named_units_are_gathered_instead(when):
 
 @on_ranks(2)
 def test_named_units_come_where_the_default_is_off():
-    """Names count whatever the flags say: with POST after the gradients, else before the unit computes."""
+    """Named units are gathered whatever the flags say: after the gradients with POST, else before the unit computes."""
     model = three(forward_prefetch=False, backward_prefetch=None)
     model[0].set_modules_to_forward_prefetch([model[4]])
     model[4].set_modules_to_backward_prefetch([model[0]])
@@ -188,7 +188,7 @@ def test_named_units_come_where_the_default_is_off():
 
 @on_ranks(2)
 def test_wrong_names_cost_memory_only():
-    """Units named too late, or not run at all, are freed at the end of the pass; the numbers are the same."""
+    """Units named too late, or that do not run, are freed at the end of the pass; the numbers are the same."""
 
     class Skips(nn.Sequential):
         def forward(self, x):
@@ -220,7 +220,7 @@ def test_wrong_names_cost_memory_only():
 
 @on_ranks(1)
 def test_what_is_not_a_list_of_wrappers_is_refused():
-    """Modules without a unit, a single wrapper, and None are a TypeError that says what to pass."""
+    """Modules without a unit, a single wrapper, and None raise a TypeError that says what to pass."""
     model = wrap_each(mlp(4, 9, 5))
     for method in (model[0].set_modules_to_forward_prefetch, model[0].set_modules_to_backward_prefetch):
         for wrong in (model[2], None, [model[2].module], [model[2], None]):
@@ -230,7 +230,7 @@ def test_what_is_not_a_list_of_wrappers_is_refused():
 
 @on_ranks(2)
 def test_units_of_another_model_are_left_alone():
-    """A unit used alone, before or beside the model of those it names, gathers none of them."""
+    """A unit that runs alone, outside the model of the units that it names, gathers none of them."""
     model = wrap_each(mlp(4, 4, 4))
     model[0].set_modules_to_forward_prefetch([model[2]])
     assert model[0](randn(2, 4)).shape == (2, 4)
@@ -240,7 +240,7 @@ def test_units_of_another_model_are_left_alone():
 
 @on_ranks(2)
 def test_ranks_that_name_other_units_all_raise():
-    """Names that differ between ranks before the first use are found at that use."""
+    """Names that differ between ranks before their first use raise at that use."""
     model = wrap_each(mlp(4, 9, 5))
     if dist.get_rank():
         model[0].set_modules_to_forward_prefetch([model[2]])

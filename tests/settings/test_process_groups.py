@@ -27,7 +27,7 @@ class Experts(nn.Module):
 
 
 def train_experts(groups):
-    """Train with ``groups`` of ranks, each with an expert of its own; compare with plain replicas, to the bit."""
+    """Train with an expert on each group of ranks in ``groups``; compare with plain replicas, to the bit."""
     mine = None
     for index, ranks in enumerate(groups):
         group = dist.new_group(ranks)
@@ -74,7 +74,7 @@ def test_two_experts_on_two_ranks_each():
 
 @on_ranks(2)
 def test_clip_refuses_mixed_groups_by_name():
-    """The total norm of units on several groups is not one number: refused, naming the unit."""
+    """The total norm of units on several groups is not one number: clipping raises and names the unit."""
     group = dist.new_group()
     model = Experts(1)
     model.expert = FSDP(model.expert, process_group=group)
@@ -99,7 +99,7 @@ def test_the_default_group_is_one_object():
 
 @on_ranks(3)
 def test_a_model_on_some_of_the_ranks():
-    """A group that leaves rank 1 out: the others train, rank 1 has nothing to do with it."""
+    """In a group without rank 1 the other ranks train, and rank 1 takes no part."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return

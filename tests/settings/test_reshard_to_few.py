@@ -1,4 +1,4 @@
-"""``reshard_after_forward=k`` keeps parameters cut over k ranks between forward and backward."""
+"""``reshard_after_forward=k`` keeps parameters sharded over k ranks between forward and backward."""
 
 from unittest import mock
 
@@ -28,7 +28,7 @@ def trained(**kwargs):
             loss.backward()
             losses.append(loss.detach())
         with torch.no_grad():
-            model(*inputs)  # an evaluation between
+            model(*inputs)  # an evaluation in between
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses), model.state_dict()
@@ -39,7 +39,7 @@ def trained(**kwargs):
     "options", [{}, {"mixed_precision": True, "compute_dtype": torch.bfloat16}, {"cpu_offload": True}]
 )
 def test_the_same_bits_wherever_parameters_are_kept(options):
-    """Two ranks, or all, or none: losses and weights are equal."""
+    """Parameters kept by two ranks, by all or by none give equal losses and weights."""
     expected, state = trained(**options)
     losses, own = trained(reshard_after_forward=2, **options)
     torch.testing.assert_close(losses, expected, rtol=0, atol=0)
@@ -48,7 +48,7 @@ def test_the_same_bits_wherever_parameters_are_kept(options):
 
 @on_ranks(4)
 def test_the_backward_gathers_among_few():
-    """Half of the ranks send the backward's rows; nothing of it is left after the backward."""
+    """The backward gathers from half of the ranks, and frees what they kept."""
     wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=2)
     loss = wrapped(randn(3, 4)).sum()
     inner = [part for part in wrapped.modules() if isinstance(part, FSDP) and part is not wrapped]
@@ -67,7 +67,7 @@ def test_the_backward_gathers_among_few():
 
 @on_ranks(4)
 def test_a_share_from_before_the_step_is_not_used():
-    """A forward whose backward never came leaves a share; what a checkpoint recomputes has the new weights."""
+    """A forward without a backward leaves a kept part; a checkpoint that recomputes uses the new weights instead."""
     grads = []
     for few in (True, 2):
         wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=few)
@@ -87,9 +87,9 @@ def test_a_share_from_before_the_step_is_not_used():
 
 @on_ranks(4)
 def test_sizes_that_do_not_divide_are_refused():
-    """Three of four ranks cannot share a line evenly."""
+    """Numbers that do not divide the number of ranks raise."""
     wrapped = FSDP(mlp(4, 9), reshard_after_forward=3)
-    for _ in range(2):  # a model that could not be set up is not half set up
+    for _ in range(2):  # a failed setup leaves nothing half set up
         with pytest.raises(ValueError, match="must divide the number of ranks, 4, but is 3"):
             wrapped(randn(3, 4))
     with pytest.raises(ValueError, match="a bool or a number of ranks, but is 0"):
@@ -98,7 +98,7 @@ def test_sizes_that_do_not_divide_are_refused():
 
 @on_ranks(4)
 def test_a_gather_that_fails_keeps_nothing():
-    """What went wrong is what is raised, and the next pass is whole."""
+    """A failed gather raises its own error, and the next pass is complete."""
     wrapped = FSDP(mlp(4, 9), reshard_after_forward=2, disable_reshard_on_root=False)
     wrapped(randn(3, 4))
     (flat_param,) = wrapped._unit.flat_params

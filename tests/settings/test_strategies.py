@@ -1,4 +1,4 @@
-"""Every sharding strategy trains the same model; they differ in what is cut, what is freed and what is sent."""
+"""Every sharding strategy trains the same model; strategies differ in what is sharded, freed and sent."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ train = functools.partial(train_whole_run, num_steps=5)
 
 
 def clips(clip):
-    """How DDP and a wrapper clip, or do not."""
+    """How DDP and a wrapper clip, if they do."""
     if not clip:
         return [lambda _: None, lambda _: None]
     return [
@@ -41,7 +41,7 @@ def clips(clip):
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize(("accumulate", "clip"), [(False, False), (True, True)], ids=["plain", "accumulate-clip"])
 def test_a_strategy_trains_as_ddp_does(strategy, flatten, accumulate, clip):
-    """Losses and weights equal DDP's: to the bit at 1 and 2 ranks without clipping, within 1e-6 else."""
+    """Losses and weights equal DDP's: to the bit at 1 and 2 ranks without clipping, otherwise within 1e-6."""
     model = tiny()
     ddp = DistributedDataParallel(copy.deepcopy(model))
     wrapped = wrap_tiny(model, sharding_strategy=strategy, flatten_parameters=flatten)
@@ -64,9 +64,9 @@ def test_a_strategy_trains_as_ddp_does(strategy, flatten, accumulate, clip):
     ids=["bf16-reduce-fp32", "bf16", "offload", "no-buckets", "small-buckets"],
 )
 def test_strategies_give_the_same_bits(options):
-    """In every precision, offloaded or not, in buckets of any size: the losses of all strategies are equal."""
+    """In every precision, offloaded or not, in buckets of any size, the losses of all strategies are equal."""
     runs = [train(wrap_tiny(tiny(), sharding_strategy=s, **options), True, clips(True)[1]) for s in PLAIN]
-    # Norms add up in another order where nothing is cut.
+    # Without shards the norm is added in another order.
     rtol = 1e-5
     torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
     torch.testing.assert_close(runs[2], runs[0], rtol=rtol, atol=0)
@@ -74,7 +74,7 @@ def test_strategies_give_the_same_bits(options):
 
 @on_ranks(2, 3)
 def test_strategies_give_the_same_bits_without_clipping():
-    """Replicas add in rank order, as shards do."""
+    """Without clipping all strategies give the same bits, because replicas add in rank order, as shards do."""
     runs = [train(wrap_tiny(tiny(), sharding_strategy=s), True, lambda _: None) for s in PLAIN]
     for run in runs[1:]:
         torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
@@ -82,7 +82,7 @@ def test_strategies_give_the_same_bits_without_clipping():
 
 @on_ranks(2)
 def test_no_shard_scales_fp16_gradients():
-    """With fp16 and a scaler NO_SHARD steps as FULL_SHARD does, skipped steps among them."""
+    """With fp16 and a scaler NO_SHARD steps as FULL_SHARD does, and skips the same steps."""
 
     def run(strategy):
         model = wrap_tiny(tiny(), sharding_strategy=strategy, mixed_precision=True)
@@ -105,7 +105,7 @@ def test_no_shard_scales_fp16_gradients():
 
 @on_ranks(2, 3)
 def test_what_is_cut_and_what_is_sent():
-    """NO_SHARD keeps whole parameters and sends one all-reduce a bucket; the others gather and reduce-scatter."""
+    """NO_SHARD keeps whole parameters and sends one all-reduce per bucket; the others gather and reduce-scatter."""
     model = mlp(4, 9, 5)
     numel = sum(param.numel() for param in model.parameters())
     seen = {}
@@ -127,7 +127,7 @@ def test_what_is_cut_and_what_is_sent():
 
 @on_ranks(2)
 def test_no_sync_keeps_parameters_gathered_under_shard_grad_op():
-    """Between the backwards of an accumulation nothing is gathered again, unless the weights have changed."""
+    """Between the backwards of an accumulation parameters are not gathered again, unless the weights have changed."""
     wrapped = wrap_each(mlp(4, 9, 5), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     optimizer = sgd(wrapped)
 
@@ -151,7 +151,7 @@ def test_no_sync_keeps_parameters_gathered_under_shard_grad_op():
 
 @on_ranks(2)
 def test_no_shard_is_written_back_in_any_case():
-    """What is written to whole parameters of which every rank holds all persists, also without ``writeback``."""
+    """With NO_SHARD writes to whole parameters are kept even without ``writeback``."""
     wrapped = wrap_each(mlp(4, 9), sharding_strategy=ShardingStrategy.NO_SHARD)
     with FSDP.summon_full_params(wrapped, writeback=False), torch.no_grad():
         for param in wrapped.parameters():
@@ -161,7 +161,7 @@ def test_no_shard_is_written_back_in_any_case():
 
 @on_ranks(2)
 def test_strategies_may_be_mixed_in_one_model():
-    """A unit that is not cut inside one that is: as DDP, and clipped by the norm of both."""
+    """An unsharded unit inside a sharded one trains as under DDP, and clipping uses the norm of both."""
     model = tiny()
     ddp = DistributedDataParallel(copy.deepcopy(model))
     model.first = FSDP(model.first, sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -174,14 +174,14 @@ def test_strategies_may_be_mixed_in_one_model():
 
 @on_ranks(2)
 def test_torchs_own_names_mean_the_same():
-    """An enum of torch.distributed.fsdp is taken for ours."""
+    """The enums of torch.distributed.fsdp are accepted."""
     wrapped = FSDP(mlp(4, 9), sharding_strategy=TorchShardingStrategy.NO_SHARD)
     assert wrapped.sharding_strategy is ShardingStrategy.NO_SHARD
 
 
 @on_ranks(1)
 def test_contradictions_are_named():
-    """Strategy and flag that exclude each other; things in the place of others."""
+    """Contradictory strategies and flags raise, and so do positional arguments in the wrong place."""
     with pytest.raises(ValueError, match="`reshard_after_forward=False` contradicts `sharding_strategy=FULL_SHARD`"):
         FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.FULL_SHARD)
     with pytest.raises(ValueError, match="keeps parameters after the forward"):

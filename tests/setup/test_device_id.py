@@ -53,7 +53,7 @@ def test_training_is_the_same(name, kwargs):
 
 
 def test_a_number_is_that_of_a_gpu():
-    """An int, or a device with its number."""
+    """An int, or a device with an index, names that GPU."""
     with gpus(2):
         assert device_of(1) == device_of(torch.device("cuda:1")) == torch.device("cuda:1")
         assert device_of(compute_device=torch.device("cuda:1")) == torch.device("cuda:1")
@@ -69,13 +69,13 @@ def test_a_gpu_without_number_is_the_current_one():
 
 @pytest.mark.parametrize("given", [True, "cuda:0", 1.0, [0]], ids=str)
 def test_other_types_are_refused(given):
-    """A number or a device."""
+    """Anything but a number or a device raises."""
     with pytest.raises(TypeError, match="`device_id` must be the number of a GPU"):
         device_of(given)
 
 
 def test_devices_that_are_not_there_are_refused():
-    """A number too high, a GPU on a machine without, the meta device, and two different devices raise."""
+    """A number too high, a GPU on a machine without GPUs, the meta device, and two different devices raise."""
     with gpus(2), pytest.raises(ValueError, match=r"is cuda:2, and this process sees 2 GPUs"):
         device_of(2)
     with gpus(0), pytest.raises(ValueError, match=r"this process sees 0 GPUs"):
@@ -116,7 +116,7 @@ def test_two_devices_are_refused():
 @on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_a_module_on_the_host_is_never_whole_on_the_device(offload):
-    """Shards and buffers move there, whole parameters do not; with offload shards do not either."""
+    """Shards and buffers move to the device, whole parameters never do; with offload shards do not either."""
     gpu, moved = torch.device("cuda:0"), []
     to = torch.Tensor.to
 
@@ -161,7 +161,7 @@ def test_nested_inputs_move_and_keep_their_types():
 
 
 def test_moved_inputs_get_their_gradients_where_they_are():
-    """The move is differentiable."""
+    """The move of inputs is differentiable."""
     x = torch.ones(2, requires_grad=True)
     (moved,) = move_inputs((x,), torch.device("meta"))
     assert moved.requires_grad
@@ -200,7 +200,7 @@ def messages_of(wrapped):
 @pytest.mark.cpu_only
 @on_ranks(1)
 def test_a_module_on_the_cpu_beside_a_gpu_is_told_once():
-    """No warning without a GPU, nor if the CPU was requested."""
+    """A module on the CPU beside a GPU warns once, but not without a GPU, nor if the CPU was requested."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrap_each(mlp(3, 5, 4))(randn(2, 3))

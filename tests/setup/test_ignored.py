@@ -54,7 +54,7 @@ def ignored_params(model):
 
 
 def wrap_ignoring(model, how="modules", **kwargs):
-    """Each block is a unit, the whole another; gates are ignored by one of the arguments."""
+    """Wrap each block and the whole model; one of the arguments ignores the gates."""
     given = {
         "modules": lambda: {"ignored_modules": gates(model)},
         "states": lambda: {"ignored_states": iter(gates(model))},
@@ -64,7 +64,7 @@ def wrap_ignoring(model, how="modules", **kwargs):
     for index, block in enumerate(model):
         if isinstance(block, Gated):
             model[index] = FSDP(block, **given_in(block, given()), **kwargs)
-    return FSDP(model, **kwargs)  # it finds what inner units ignore
+    return FSDP(model, **kwargs)  # finds what inner units ignore
 
 
 def given_in(block, given):
@@ -77,7 +77,7 @@ def loss_of(model, key):
 
 
 def train_both(plain, wrapped, num_steps=2):
-    """Train the wrapped model and a replica whose ignored gradients are not reduced: they agree exactly."""
+    """Train the wrapped model and a replica whose ignored gradients are not reduced; they must agree exactly."""
     of_plain, of_wrapped = sgd(plain), sgd(wrapped)
     own = {id(param) for param in ignored_params(plain)}
     for step in range(num_steps):
@@ -96,7 +96,7 @@ def train_both(plain, wrapped, num_steps=2):
 @pytest.mark.parametrize("how", ["modules", "states", "parameters", "states of parameters"])
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
 def test_training_equals_that_of_a_replica(how, flatten):
-    """Sharded weights as under DDP; ignored ones step with each rank's own gradient; state dicts in the same order."""
+    """Sharded weights train as under DDP, ignored ones with each rank's own gradient; state dicts keep their order."""
     plain, model = gated(), gated()
     whole = ignored_params(model)
     wrapped = wrap_ignoring(model, how, flatten_parameters=flatten)
@@ -308,7 +308,7 @@ def test_half_before_the_first_forward_takes_them_along():
 
 @on_ranks(in_full(1), 2)
 def test_frozen_weights_before_ignored_ones():
-    """Frozen weights stay gathered for gradients of ignored weights that pass through them after those of inputs."""
+    """Frozen weights stay gathered until the gradients of ignored weights, which come last, have passed."""
 
     class Branches(nn.Module):
         def __init__(self):
@@ -326,7 +326,7 @@ def test_frozen_weights_before_ignored_ones():
 
     plain, model = Branches(), Branches()
     wrapped = FSDP(model, ignored_parameters=[model.prompt])
-    x = randn(4, DIM).requires_grad_()  # a leaf: autograd comes to it before anything else
+    x = randn(4, DIM).requires_grad_()  # a leaf: autograd reaches it first
     for one in (plain, wrapped):
         one(x).square().sum().backward()
     assert torch.equal(model.prompt.grad, plain.prompt.grad)

@@ -25,7 +25,7 @@ def on_meta(build, *args):
 
 
 def empty_own(module):
-    """A ``param_init_fn`` that gives memory only."""
+    """A ``param_init_fn`` that only allocates memory."""
     module.to_empty(device=rank_device(), recurse=False)
 
 
@@ -51,7 +51,7 @@ def test_reset_parameters_gives_the_values_of_the_constructor(wrap, kwargs):
 
 @on_ranks(2)
 def test_it_trains_as_one_that_was_built_with_memory():
-    """Two steps of a nested model with a BatchNorm, exact."""
+    """A nested model with a BatchNorm trains two steps exactly as one that was built with memory."""
 
     def build():
         return nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3))
@@ -83,7 +83,7 @@ def test_tied_weights_stay_tied():
 @on_ranks(2)
 @pytest.mark.parametrize("init", [None, empty_own], ids=["reset", "fn"])
 def test_a_weight_shared_by_two_units_is_refused(init):
-    """The error names a weight that a wrapped module shares with one outside, although it was replaced meanwhile."""
+    """The error names a weight that a wrapped module shares with one outside, even if it has been replaced since."""
     model = on_meta(Tiny)
     torch.manual_seed(0)
     model.embed = FSDP(model.embed, param_init_fn=init)
@@ -92,7 +92,7 @@ def test_a_weight_shared_by_two_units_is_refused(init):
 
 
 class Parent(nn.Module):
-    """Owns a parameter beside a child, and tensors with values beside some on the meta device."""
+    """Owns a parameter and a child, and tensors with values as well as tensors on the meta device."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_param_init_fn_is_called_for_each_module_that_owns_something():
 
 @on_ranks(2)
 def test_weights_that_param_init_fn_unties_are_tied_again():
-    """A shared parameter, of which `to_empty` makes two, is one again afterwards, with the first one's values."""
+    """If `to_empty` splits a shared parameter in two, it is tied again, with the first one's values."""
 
     def init(module):
         empty_own(module)
@@ -167,7 +167,7 @@ def test_weights_that_param_init_fn_unties_are_tied_again():
 
 @on_ranks(2)
 def test_recurrent_modules_keep_their_saved_references():
-    """An LSTM keeps a list of its weights; it computes with the gathered ones."""
+    """An LSTM, which keeps a list of its weights, computes with the gathered ones."""
     torch.manual_seed(3)
     plain = nn.LSTM(3, 5, batch_first=True)
     torch.manual_seed(3)
@@ -210,7 +210,7 @@ def test_a_module_without_reset_parameters_is_named():
 
 
 class Masked(nn.Module):
-    """Makes a buffer in its constructor alone, unless ``resets`` it too."""
+    """Fills a buffer in its constructor only, unless ``resets`` is set."""
 
     def __init__(self, mask, resets=False):
         super().__init__()
@@ -247,7 +247,7 @@ def test_param_init_fn_must_be_callable(init):
 
 @on_ranks(1)
 def test_what_param_init_fn_leaves_out_is_named():
-    """A ``param_init_fn`` that skips a module raises, because that would stay without memory."""
+    """A ``param_init_fn`` that skips a module raises, because the module would have no memory."""
     with pytest.raises(ValueError, match=r"`1.weight` is still on the meta device"):
         FSDP(
             on_meta(lambda: nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))),
@@ -278,7 +278,7 @@ def wrap_by_policy(model, **kwargs):
 
 
 def alive_and_peak(wrap):
-    """The bytes that ``wrap()`` leaves alive, and the most that were alive meanwhile; and what it returns."""
+    """The bytes alive after ``wrap()``, the peak during it, and what it returns."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         wrapped = wrap()
     alive = peak = 0
@@ -294,9 +294,9 @@ def alive_and_peak(wrap):
 @pytest.mark.parametrize("wrap", [wrap_each, wrap_by_policy])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 def test_one_unit_at_a_time_has_memory(wrap, offload):
-    """The most bytes alive while a model is wrapped are those of its shards and of the largest unit, whole.
+    """While a model is wrapped, the peak memory is that of its shards and of the largest unit, whole.
 
-    Wrapped as a single unit the same model has all of them at a time.
+    Wrapped as a single unit, the same model needs memory for all of its units at the same time.
     """
     model = meta_mlp(*WIDTHS)
     units = [param.nbytes for layer in model if isinstance(layer, nn.Linear) for param in [layer.weight, layer.bias]]
@@ -305,7 +305,7 @@ def test_one_unit_at_a_time_has_memory(wrap, offload):
     alive, peak, wrapped = alive_and_peak(lambda: wrap(model, cpu_offload=offload))
     shards = sum(param.nbytes for param in wrapped.parameters())
     assert shards * dist.get_world_size() >= total
-    slack = 2**18  # names, checksums and what torch keeps beside
+    slack = 2**18  # names, checksums and torch's own memory
     assert shards <= alive <= shards + slack
     assert shards <= peak <= shards + largest + slack
     assert alive_and_peak(lambda: FSDP(meta_mlp(*WIDTHS), cpu_offload=offload))[1] >= shards + total
@@ -314,7 +314,7 @@ def test_one_unit_at_a_time_has_memory(wrap, offload):
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])
 def test_reset_parameters_of_a_wrapper(flatten):
-    """Allowed, it gives a sharded module new values, those of the seed; else it is the module's, which has shards."""
+    """If allowed, a wrapper's ``reset_parameters`` gives its module the values that the seed gives a plain one."""
     plain, model = nn.Linear(3, 5), nn.Linear(3, 5)
     torch.manual_seed(8)
     plain.reset_parameters()

@@ -21,9 +21,9 @@ FULL = pytest.mark.full
 
 
 class Tied(nn.Module):
-    """Two Linears that use the weight of a third one, which is registered between them, with one of their own between.
+    """Two Linears use the weight of a third one, registered between them, and a fourth has its own.
 
-    ``path`` says which are called, in order; ``checkpointing`` how each call is recomputed.
+    ``path`` lists the layers to call, in order; ``checkpointing`` says how each call is recomputed.
     """
 
     def __init__(self, path=("owner", "middle", "sharer", "other"), checkpointing=None):
@@ -48,7 +48,7 @@ def tied(*args, **kwargs):
 
 
 def wrap(model, **kwargs):
-    """Each Linear a unit; the sharer is given the parameter as the owner has it, the other as it has it itself."""
+    """Wrap each Linear; ``sharer`` gets the weight as ``owner`` has it, ``other`` gets it as its own attribute."""
     for name in ("owner", "middle", "sharer", "other"):
         setattr(model, name, FSDP(getattr(model, name), **kwargs))
     model.sharer.append_shared_param(model.owner.module.weight)
@@ -79,7 +79,7 @@ PATHS = [
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training(options):
-    """Losses and weights are the plain model's, bit for bit, whichever unit runs first, and if the owner never runs.
+    """Losses and weights are the plain model's, bit for bit, whichever unit runs first, even if the owner never runs.
 
     Nothing stays gathered, and each element is stored once.
     """
@@ -92,7 +92,7 @@ def test_training(options):
 @on_ranks(2, in_full(1))
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not_reentrant"])
 def test_recomputed_and_accumulated(checkpointing):
-    """With activation checkpoints, and with a pass in ``no_sync`` before each that reduces."""
+    """Training is exact with activation checkpoints, and with a ``no_sync`` pass before each pass that reduces."""
     plain = tied(checkpointing=checkpointing)
     wrapped = wrap(copy.deepcopy(plain))
     steps = [(model, sgd(model)) for model in (plain, wrapped)]
@@ -136,7 +136,7 @@ def test_low_precision():
 @on_ranks(2)
 @pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
 def test_state(options, tmp_path):
-    """State dicts of all forms, whole parameters and optimizer state have the names that the plain model has."""
+    """State dicts of all forms, whole parameters and optimizer state have the plain model's names."""
     plain = tied()
     wrapped, fresh = wrap(copy.deepcopy(plain), **options), wrap(Tied(), **options)
     assert_same_state(wrapped.state_dict(), plain.state_dict())

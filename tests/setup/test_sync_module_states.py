@@ -57,7 +57,7 @@ def test_all_ranks_have_what_rank_0_has(flatten, offload):
 
 @on_ranks(1, in_full(2), 3)
 def test_it_trains_as_ddp_does():
-    """Seeded differently, units in units train as a replica of rank 0's model."""
+    """Nested units, seeded differently on each rank, train as a replica of rank 0's model."""
     wrapped = wrap_tiny(tiny(seed=dist.get_rank()), sync_module_states=True)
     train_both(tiny(seed=0), wrapped, loss_of_tiny, num_steps=2)
 
@@ -147,7 +147,7 @@ def test_a_rank_that_cannot_initialise_makes_all_raise():
 
 @on_ranks(2)
 def test_other_shapes_are_told_before_anything_is_sent():
-    """The first difference is named on every rank."""
+    """If shapes differ, every rank raises before anything is sent, and names the first difference."""
     shapes = r"`weight` \(3, 4\).*`weight` \(3, 5\)"
     with CollectiveCounter() as counter, pytest.raises(RanksDisagreeError, match=shapes):
         FSDP(nn.Linear(4 + dist.get_rank(), 3), sync_module_states=True)
@@ -194,7 +194,7 @@ def test_ranks_that_begin_with_other_weights_are_told(kwargs):
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_weights_of_any_dtype_are_told(dtype):
-    """The checksum compares bits."""
+    """A difference in any dtype warns, because the checksum compares bits."""
     model = mlp(3, 5, seed=dist.get_rank()).to(dtype)
     assert len(warnings_of(FSDP(model), randn(2, 3).to(dtype))) == 1
 
@@ -217,7 +217,7 @@ def test_nothing_is_said_where_all_is_well():
 
 @on_ranks(2)
 def test_an_inner_unit_that_was_not_synced_is_named():
-    """Without it on an inner wrapper, the outer one warns that it has no effect there."""
+    """If an inner wrapper was not synced, the outer one warns that its own setting has no effect there."""
     model = tiny()
     model.first = FSDP(model.first)
     with pytest.warns(UserWarning, match="has no effect on the inner unit `first`"):

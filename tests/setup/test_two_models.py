@@ -1,4 +1,4 @@
-"""A unit belongs to one model: a second one that has it too is refused by name, at its first forward."""
+"""A unit belongs to one model: a second model with the same unit raises at its first forward, by name."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ every_door = pytest.mark.parametrize("door", DOORS)
 
 
 class Head(nn.Module):
-    """A layer of its own behind a body that others may have too."""
+    """A body, which other heads may share, and a layer of its own."""
 
     def __init__(self, body, out, seed):
         super().__init__()
@@ -65,7 +65,7 @@ REFUSED = r"`body` of this \w*Head.*`body` of another \w*Head.*module around bot
 @on_ranks(1, 2)
 @every_door
 def test_the_second_model_is_refused(door):
-    """At its first forward, by name, with the cure; the first model works on, and so does the cure."""
+    """The second model raises at its first forward, with name and cure; the first model and the cure then work."""
     actor, critic = actor_and_critic(DOORS[door])
     expected = actor(randn(2, 4))
     for _ in range(2):
@@ -91,7 +91,7 @@ def actor_root(model):
 @on_ranks(2)
 @every_door
 def test_the_cure_trains(door):
-    """Both heads inside one outer unit train as the plain module, after a refusal too."""
+    """Both heads inside one outer unit train as the plain module, even after a refusal."""
     shard = DOORS[door]
 
     def wrap(model):
@@ -128,7 +128,7 @@ def train_rows(plain, wrap):
 
 @on_ranks(2)
 def test_no_model_is_gathered_first():
-    """The refusal comes before any collective but one that all ranks agree in."""
+    """The second model raises before any gather: ranks exchange only the messages of the error."""
     actor, critic = actor_and_critic(FSDP)
     actor(randn(2, 4)).sum().backward()
     with CollectiveCounter() as counter, pytest.raises(ValueError, match=REFUSED):
@@ -141,7 +141,7 @@ def test_no_model_is_gathered_first():
 @on_ranks(2)
 @every_door
 def test_ranks_that_hold_other_models_raise_together(door):
-    """A model that only one rank still refers to is refused on all: none goes on alone."""
+    """If only one rank still has the first model, the second one raises on all ranks."""
     actor, critic = actor_and_critic(DOORS[door])
     actor(randn(2, 4)).sum().backward()
     if dist.get_rank() == 1:
@@ -153,7 +153,7 @@ def test_ranks_that_hold_other_models_raise_together(door):
 @on_ranks(1, 2)
 @every_door
 def test_a_unit_that_was_called_alone(door):
-    """An inner unit, then the model around it, then one around that, train in turns."""
+    """An inner unit, the model around it, and a model around that train in turns."""
     shard = DOORS[door]
     plain = nn.Sequential(Head(body(), 3, seed=2), nn.Tanh())
     inner = shard(copy.deepcopy(plain[0].body))
@@ -177,7 +177,7 @@ def test_a_unit_that_was_called_alone(door):
 @every_door
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_new_model_after_the_old_one(door, collects):
-    """Once the old outer model is gone, collected yet or not, a new one may have its units."""
+    """Once the old outer model is deleted, garbage-collected or not, a new one may have its units."""
     shard = DOORS[door]
     backbone = shard(body())
     old = shard(Head(backbone, 3, seed=2))
@@ -200,7 +200,7 @@ def test_a_new_model_after_the_old_one(door, collects):
 
 @on_ranks(2)
 def test_a_model_that_lost_the_unit():
-    """A unit that was taken out of its old model, which lives on, may go into another one."""
+    """A unit that was removed from a model that still exists may go into another model."""
     backbone = FSDP(body())
     old = FSDP(Head(backbone, 3, seed=2))
     old(randn(2, 4)).sum().backward()
@@ -212,7 +212,7 @@ def test_a_model_that_lost_the_unit():
 
 @on_ranks(2)
 def test_a_rank_that_has_run_a_model_alone():
-    """Ranks take the models that they run together for the same ones, whatever each has run alone before."""
+    """Ranks agree on the models that they run together, whatever each rank has run alone before."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     for _ in range(2 - dist.get_rank()):
         FSDP(mlp(2, 2), process_group=alone)(randn(2, 2)).sum().backward()
@@ -226,7 +226,7 @@ def test_a_rank_that_has_run_a_model_alone():
 
 @on_ranks(2)
 def test_plain_models_may_share_a_unit():
-    """Modules that are not sharded may have one unit: it is a model of its own, called twice."""
+    """Plain modules may share a unit, which is then a model of its own that is called twice."""
     backbone = FSDP(body())
     actor, critic = Head(backbone, 3, seed=2), Head(backbone, 1, seed=3)
     shared = body()

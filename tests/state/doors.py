@@ -1,4 +1,4 @@
-"""Both doors with options that change what state dicts are made of."""
+"""The wrapper and ``fully_shard``, each with options that change the contents of state dicts."""
 
 from functools import partial
 

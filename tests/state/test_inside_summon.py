@@ -1,6 +1,6 @@
-"""Inside ``summon_full_params``: state dicts give what is shown, and what initialises parameters is kept.
+"""Inside ``summon_full_params`` state dicts hold the shown values, and initialising parameters takes effect.
 
-Both doors; the wrapper's ``state_dict()``, that of the module inside, ``reset_parameters()`` and ``nn.init``.
+Covers the wrapper and ``fully_shard``: ``state_dict()`` of both modules, ``reset_parameters()`` and ``nn.init``.
 """
 
 import copy
@@ -58,7 +58,7 @@ def copied(state):
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("has_run", [True, False])
 def test_state_dicts(door, writeback, has_run):
-    """Of the wrapper and of the module inside: names of the plain module, values as shown, also those just written."""
+    """The wrapper's and the inner module's state dicts have the plain module's names and the values last written."""
     plain, model = odd(2), sharded(door, 2)
     if has_run:
         with torch.no_grad():
@@ -73,7 +73,7 @@ def test_state_dicts(door, writeback, has_run):
                     assert list(state) == list(plain.state_dict())
                     assert not any(isinstance(value, nn.Parameter) for value in state.values())
                     assert_same_state(state, plain.state_dict())
-        if not writeback and dist.get_world_size() > 1:  # one rank keeps what is written in any case
+        if not writeback and dist.get_world_size() > 1:  # a single rank always keeps the writes
             plain.load_state_dict(before)
         assert_same_state(whole_state(model), plain.state_dict())
     model(randn(2, 3)).sum().backward()
@@ -82,7 +82,7 @@ def test_state_dicts(door, writeback, has_run):
 @on_ranks(2)
 @pytest.mark.parametrize("door", [door for door in DOORS if "rows" not in door])
 def test_a_wrappers_state_is_the_callers_own(door):
-    """What the wrapper's ``state_dict()`` returns stays as it was, whatever is written inside or later."""
+    """Later writes, inside or outside, do not change what the wrapper's ``state_dict()`` has returned."""
     model = sharded(door, 2)
     with model.summon_full_params():
         state = model.state_dict()
@@ -94,7 +94,7 @@ def test_a_wrappers_state_is_the_callers_own(door):
 @on_ranks(1, 2)
 @every_door
 def test_nn_init(door):
-    """``nn.init`` on shown parameters writes what it writes to plain ones, twice in a row."""
+    """``nn.init`` gives shown parameters the values that it gives plain ones, twice in a row."""
     plain, model = odd(1), sharded(door, 1)
     for seed in (3, 4):
         for net in (plain, model):
@@ -109,7 +109,7 @@ def test_nn_init(door):
 
 
 class Reset(nn.Module):
-    """Initialises all that it has."""
+    """Initialises its layers and its own parameter."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Reset(nn.Module):
 @pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_reset_parameters(door, allow, nested):
-    """Of the model, of the module inside and of a part: as unsharded, with the argument for it or without."""
+    """Resetting the model, its inner module or a part works as unsharded, with and without the argument for it."""
     if "rows" in door and allow:
         return
     more = {"allow_reset_parameters": allow} if "rows" not in door else {}
@@ -160,7 +160,7 @@ def test_reset_parameters(door, allow, nested):
 @on_ranks(2)
 @every_door
 def test_after_an_exception(door):
-    """Nothing is written back; state dicts work outside and inside again."""
+    """An exception inside discards the writes; state dicts then work again, outside and inside."""
     model = sharded(door, 1)
 
     def fail():
@@ -180,7 +180,7 @@ def test_after_an_exception(door):
 @on_ranks(2)
 @pytest.mark.parametrize("door", ["flat", "apart", "orig"])
 def test_the_outermost_unit_alone(door):
-    """With ``recurse=False`` units inside are gathered for the state dict, as outside."""
+    """With ``recurse=False`` the state dict gathers the inner units, as it does outside."""
     model = sharded(door, 1)
     with model.summon_full_params(recurse=False):
         nn.init.zeros_(model.up.weight)
@@ -194,7 +194,7 @@ def test_the_outermost_unit_alone(door):
 @on_ranks(2)
 @pytest.mark.parametrize("door", ["flat", "apart", "orig"])
 def test_on_rank_0_alone(door):
-    """Where parameters are whole on rank 0 only, the other ranks' state dict is empty."""
+    """With ``rank0_only`` the other ranks get an empty state dict, and loading raises on every rank."""
     model = sharded(door, 1)
     for _ in range(2):
         with model.summon_full_params(rank0_only=True, writeback=False):
@@ -212,7 +212,7 @@ def test_on_rank_0_alone(door):
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
 def test_other_forms_are_refused(kind):
-    """Shards do not have yet what is shown: only whole state can be given inside."""
+    """Sharded and local state dicts raise inside, because the shards do not hold the shown values yet."""
     model = sharded("orig", 1)
     with FSDP.state_dict_type(model, kind), model.summon_full_params():
         with pytest.raises(FairshardError, match=rf"summon_full_params.*{kind.name}"):
@@ -223,7 +223,7 @@ def test_other_forms_are_refused(kind):
 @on_ranks(2)
 @every_door
 def test_loading_inside(door):
-    """``load_state_dict`` of the model, and of the module inside, writes what is shown, and so the shards."""
+    """``load_state_dict`` of the model or of its inner module writes the shown parameters, and so the shards."""
     model = sharded(door, 1)
     for seed, load in ((2, lambda state: model.load_state_dict(state)), (3, inside(model).load_state_dict)):
         with FSDP.summon_full_params(model):

@@ -1,6 +1,6 @@
-"""``load_state_dict(..., assign=True)`` takes the values; sharded parameters stay the objects that optimizers know.
+"""``load_state_dict(..., assign=True)`` copies the values; sharded parameters stay the objects that optimizers hold.
 
-Through both doors; whole things that are not sharded, as far as torch would put other objects there, too.
+Covers the wrapper and ``fully_shard``, and the parameters and buffers that stay whole.
 """
 
 import copy
@@ -37,7 +37,7 @@ def whole_state(model):
 @every_door
 @pytest.mark.parametrize("has_run", [False, True])
 def test_values_are_taken_and_parameters_stay(door, has_run):
-    """Twice in a row, before and after the first forward: values of the state dict, identity of the parameters."""
+    """Loading twice, before or after the first forward, gives the new values and keeps the parameter objects."""
     model = sharded(door, 1)
     if has_run:
         model(randn(2, 3)).sum().backward()
@@ -48,7 +48,7 @@ def test_values_are_taken_and_parameters_stay(door, has_run):
         assert str(model.load_state_dict(given, assign=True)) == "<All keys matched successfully>"
         assert [(name, id(param), param.requires_grad) for name, param in model.named_parameters()] == before
         for name, value in given.items():
-            if "rows" not in door or name not in ("kept", "count"):  # there torch assigns buffers, which are whole
+            if "rows" not in door or name not in ("kept", "count"):  # with ``fully_shard`` torch assigns buffers
                 value.zero_()
         assert_same_state(whole_state(model), wanted)
 
@@ -56,7 +56,7 @@ def test_values_are_taken_and_parameters_stay(door, has_run):
 @on_ranks(2)
 @every_door
 def test_an_optimizer_goes_on(door):
-    """One that was built before the load steps what was loaded, with the state that it has."""
+    """An optimizer built before the load steps the loaded values, with the state that it has."""
     model, twin = sharded(door, 1), sharded(door, 1)
     state = {name: value.detach().clone() for name, value in odd(2).state_dict().items()}
     for net, assign in ((model, True), (twin, False)):
@@ -73,7 +73,7 @@ def test_an_optimizer_goes_on(door):
 @on_ranks(2)
 @every_door
 def test_a_load_that_fails(door):
-    """Missing, unexpected and misshapen entries raise as without ``assign``, and the next load works."""
+    """Missing, unexpected and wrongly shaped entries raise as without ``assign``, and the next load works."""
     model = sharded(door, 1)
     before = [id(param) for param in model.parameters()]
     state = {name: value.detach().clone() for name, value in odd(2).state_dict().items()}
@@ -111,7 +111,7 @@ def test_inside_a_plain_module(door):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("door", ["flat", "orig", "rows"])
 def test_dtypes_stay(door):
-    """Values of another dtype are cast to that of the shards: optimizers have state in it."""
+    """Values of another dtype are cast to the dtype of the shards, which is that of the optimizer's state."""
     model = sharded(door, 1)
     state = {n: v.double() if v.is_floating_point() else v for n, v in odd(2).state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -124,7 +124,7 @@ def test_dtypes_stay(door):
 @on_ranks(2)
 @every_door
 def test_what_is_ignored(door):
-    """A parameter that is left whole on every rank keeps its identity as well; optimizers know it too."""
+    """An ignored parameter keeps its identity, because optimizers hold it."""
     model = odd(1)
     ignored = model.up.bias
     name = "ignored_params" if "rows" in door else "ignored_parameters"
@@ -141,13 +141,13 @@ def test_what_is_ignored(door):
 
 
 class Transposing(SavedTransposed, nn.Linear):
-    """Loads its weight in its own way."""
+    """Saves and loads its weight transposed."""
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("door", ["flat", "apart", "orig", "rows"])
 def test_modules_with_their_own_way_to_load(door):
-    """``_load_from_state_dict`` of a module works as it does unsharded."""
+    """A module's own ``_load_from_state_dict`` works as it does unsharded."""
     torch.manual_seed(1)
     plain = nn.Sequential(Transposing(3, 5), nn.Linear(5, 2)).to(rank_device())
     state = {n: v.detach().clone() for n, v in plain.state_dict().items()}
@@ -162,7 +162,7 @@ def test_modules_with_their_own_way_to_load(door):
 @pytest.mark.parametrize("door", ["flat", "apart", "orig"])
 @pytest.mark.parametrize("form", ["rank0", "sharded", "local"])
 def test_all_forms_of_state_dicts(door, form):
-    """From rank 0 alone, from shards, and from local state: as without ``assign``."""
+    """State dicts of rank 0 alone, sharded ones and local ones load as without ``assign``."""
     model, other = sharded(door, 1), sharded(door, 2)
     before = [id(param) for param in model.parameters()]
     kind, config = {

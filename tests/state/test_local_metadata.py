@@ -17,7 +17,7 @@ from tests.reference import randn
 
 
 def of_all_ranks(wrapped):
-    """Weights and metadata of every rank, on every rank."""
+    """Weights and metadata of all ranks, gathered on every rank."""
     own = (wrapped.local_state_dict(), wrapped.local_metadata_dict())
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -31,7 +31,7 @@ def of_all_ranks(wrapped):
     ids=["flat", "not flat", "offload", "not cut"],
 )
 def test_the_shards_of_all_ranks_are_the_state_dict(kwargs):
-    """Units in units, tied weights under both names, padding: every value as in `state_dict`."""
+    """Consolidated shards equal `state_dict`, with nested units, tied weights under both names, and padding."""
     wrapped = wrap_tiny(tiny(), **kwargs)
     consolidated = FSDP.consolidate_shard_weights(*of_all_ranks(wrapped))
     check_equal(consolidated, dict(tiny().state_dict()))
@@ -40,7 +40,7 @@ def test_the_shards_of_all_ranks_are_the_state_dict(kwargs):
 
 @on_ranks(2, 3)
 def test_names_are_those_of_the_unwrapped_model():
-    """Frozen parameters, a module with two names, wrappers of others; below the module that is asked."""
+    """Frozen parameters, modules with two names and wrapped modules have plain names, relative to the module asked."""
 
     class Twice(nn.Module):
         def __init__(self):
@@ -66,7 +66,7 @@ def test_names_are_those_of_the_unwrapped_model():
 
 @on_ranks(3)
 def test_the_format_is_fairscales():
-    """A flat parameter of 5 x 4 + 5 elements on 3 ranks: 9 a rank, of which the last has 2 of padding."""
+    """A flat parameter of 5 x 4 + 5 elements on 3 ranks has 9 per rank, 2 of them padding on the last."""
     model = nn.Sequential(FSDP(nn.Linear(4, 5)), nn.BatchNorm1d(5, affine=False))
     metadata = FSDP(model).local_metadata_dict()
     assert metadata == {
@@ -92,7 +92,7 @@ def test_the_format_is_fairscales():
 
 @on_ranks(2)
 def test_buffers_may_be_left_out():
-    """Buffers are those of rank 0, unless they are not wanted."""
+    """Consolidated buffers are rank 0's; ``with_module_buffers=False`` leaves them out."""
     wrapped = FSDP(nn.BatchNorm1d(3))
     wrapped(randn(4, 3))
     found = of_all_ranks(wrapped)
@@ -104,7 +104,7 @@ def test_buffers_may_be_left_out():
 
 @on_ranks(2)
 def test_shards_that_lack_parameters():
-    """``strict=False`` gives what is there; else the first that lacks is named."""
+    """A missing parameter raises by name; with ``strict=False`` the result omits it."""
     weights, metadata = of_all_ranks(wrap_each(mlp(4, 9, 5)))
     for one in weights:
         del one["2.flat_param_0"]
@@ -120,7 +120,7 @@ def test_shards_that_lack_parameters():
 
 @on_ranks(1, 2)
 def test_what_was_ignored_is_there():
-    """Whole, under every name; if ranks have trained it apart, there is no one value."""
+    """Ignored parameters are consolidated whole under every name; values that differ between ranks raise."""
     plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 5))
     plain[2].weight = plain[1].weight
     expected = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -138,7 +138,7 @@ def test_what_was_ignored_is_there():
 
 @on_ranks(2)
 def test_what_is_not_of_all_ranks_is_refused():
-    """A rank too few, a rank twice, weights without metadata."""
+    """A missing rank, a rank given twice, and weights without metadata raise."""
     weights, metadata = of_all_ranks(FSDP(nn.Linear(4, 5)))
     with pytest.raises(CheckpointError, match="hold 13 elements of `flat_param_0`, which has 25: at least one"):
         FSDP.consolidate_shard_weights(weights[:1], metadata[:1])
@@ -155,7 +155,7 @@ def test_what_is_not_of_all_ranks_is_refused():
 
 @on_ranks(2)
 def test_it_survives_files_and_becomes_a_checkpoint(tmp_path):
-    """As fairscale's users do it: one file a rank, of plain data; `import_fairscale` reads ours too."""
+    """One file of plain data per rank, as fairscale's users write it, consolidates and loads by `import_fairscale`."""
     wrapped = wrap_tiny(tiny())
     found = {"shard_weights": wrapped.local_state_dict(), "shard_metadata": wrapped.local_metadata_dict()}
     torch.save(found, tmp_path / f"shard_{dist.get_rank()}.pt")
@@ -170,7 +170,7 @@ def test_it_survives_files_and_becomes_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_fairscales_own_are_read(tmp_path, model, world_size):
-    """Without a process group, whatever the units and the padding."""
+    """fairscale's own shards are read without a process group, for any units and any padding."""
     found = [torch.load(path, weights_only=True) for path in write_shards(tmp_path, model, world_size, wrappers=True)]
     weights, metadata = ([one[key] for one in found] for key in ("shard_weights", "shard_metadata"))
     check_equal(FSDP.consolidate_shard_weights(weights, metadata), model.weights())

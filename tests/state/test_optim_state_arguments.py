@@ -1,4 +1,4 @@
-"""How the functions for optimizer state may be called: older orders, `optim_input`, named optimizers, other keys."""
+"""The functions for optimizer state accept older argument orders, `optim_input`, named optimizers and other keys."""
 
 import warnings
 
@@ -18,7 +18,7 @@ IDS, NAMES = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
 
 @on_ranks(1, 2)
 def test_optim_input():
-    """It warns; parameters and groups will do; what is neither, empty, or without "params" is refused."""
+    """`optim_input` warns and accepts parameters or groups; other types, empty input and a missing "params" raise."""
     model, optimizer = stepped()
     full = full_of(model, optimizer)
     expected = shard(full, model, optimizer)
@@ -53,7 +53,7 @@ def test_optim_input():
 
 @on_ranks(2)
 def test_older_orders_of_arguments():
-    """Seed 000's third argument ``optim_input``, and the order (state, model, optimizer) of 003's examples."""
+    """Seed 000's third argument ``optim_input`` and the order (state, model, optimizer) of 003's examples work."""
     model, optimizer = stepped()
     full, sharded = full_of(model, optimizer), FSDP.sharded_optim_state_dict(model, optimizer)
     expected = shard(full, model, optimizer)
@@ -81,7 +81,7 @@ def test_older_orders_of_arguments():
 
 @on_ranks(2)
 def test_the_group_must_be_the_models():
-    """``group`` is there for FSDP1's sake: its own group is accepted, another one refused."""
+    """``group`` exists for compatibility with FSDP1: the model's own group is accepted, any other is refused."""
     model, optimizer = stepped()
     other = dist.new_group([0, 1])
     full = FSDP.full_optim_state_dict(model, optimizer, group=dist.group.WORLD)
@@ -108,7 +108,7 @@ def test_load_directly():
 
 
 class Named(torch.optim.AdamW):
-    """As torchrec's: its state dict goes by the names that it was given."""
+    """Keys its state dict by the given names, as torchrec's optimizers do."""
 
     def __init__(self, named, **kwargs):
         self.names = {param: name for name, param in named}
@@ -124,7 +124,7 @@ class Named(torch.optim.AdamW):
 @on_ranks(2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_named_optimizers(flatten):
-    """String keys are recognised when saved, and made with ``is_named_optimizer`` when loaded."""
+    """Saving recognises string keys; loading creates them with ``is_named_optimizer``."""
 
     def wrap(model):
         return wrap_each(model, flatten_parameters=flatten)
@@ -151,7 +151,7 @@ def test_named_optimizers(flatten):
 
 @on_ranks(1)
 def test_rekeying():
-    """Mixed keys are refused, right ones returned as they are, ids follow the groups, params are sorted."""
+    """Rekeying refuses mixed keys, returns correct ones unchanged, numbers ids by group, and sorts params."""
     plain = mlp(4, 5, 3)
     named = dict(plain.named_parameters())
     optimizer = torch.optim.SGD(

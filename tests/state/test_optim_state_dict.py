@@ -1,4 +1,4 @@
-"""Optimizer state: what the plain optimizer would have, key by key, and a training that goes on to the bit."""
+"""Optimizer state equals the plain optimizer's, key by key, and training continues from it to the bit."""
 
 import copy
 
@@ -49,7 +49,7 @@ TYPES = {
 
 
 def saved(way, model, optimizer):
-    """The state of ``optimizer`` in one of the ways there are."""
+    """The state of ``optimizer``, saved in the given way."""
     if way == "full":
         return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     if way == "scatter":
@@ -67,7 +67,7 @@ def saved(way, model, optimizer):
 
 
 def to_load(way, model, optimizer, state):
-    """What ``optimizer`` loads, of what `saved` returned."""
+    """Convert what `saved` returned into the state that ``optimizer`` loads."""
     if way == "full":
         return FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
     if way == "scatter":
@@ -81,15 +81,15 @@ def to_load(way, model, optimizer, state):
 
 
 def check(cell):
-    """A trained optimizer's state, saved one way, makes another model's training go on as the first one's does."""
+    """Another model that loads a trained optimizer's state, saved one way, trains on as the first one does."""
     way, wrapping = cell["way"], cell["wrapping"]
     if way in ("fairscale", "set_local") and wrapping == "inner":
-        wrapping = "nested"  # these are a wrapper's
+        wrapping = "nested"  # these ways need a wrapper as the root
     make = OPTIMIZERS[cell["optimizer"]]
     model, optimizer = trained(wrapped_tiny(cell, wrapping), make)
     state = saved(way, model, optimizer)
     own = copy.deepcopy(state)
-    is_cut = way in ("sharded", "set_sharded", "set_local")  # loads only where the shards are the same
+    is_cut = way in ("sharded", "set_sharded", "set_local")  # loads only into the same shards
     into, flatten = cell["into"], cell["flatten"]
     if is_cut or into == "other_flatten":
         into, flatten = wrapping, flatten if is_cut else another(flatten)
@@ -108,10 +108,10 @@ def check(cell):
         assert_same_state(again["state"][name], entry)
     for part, fitting in ((model, optimizer), (other, resumed)):
         train(part, fitting, range(2, 4))
-    # torch's fused kernels compute the last elements of a shard with other instructions: in another cut, 1 ulp a step
+    # torch's fused kernels compute the last elements of a shard with other instructions: 1 ulp a step in another cut
     tolerance = {"rtol": 1e-6, "atol": 1e-8} if cell["optimizer"] == "fused" and not is_cut else {}
     assert_same_state(other.state_dict(), model.state_dict(), **tolerance)
-    if not is_cut:  # state is the caller's own
+    if not is_cut:  # the load leaves the caller's state unchanged
         assert own.keys() == state.keys()
         for name, entry in own.get("state", {}).items():
             assert_same_state(state["state"][name], entry)
@@ -120,7 +120,7 @@ def check(cell):
 @over_cells(covering_array(AXES))
 @on_ranks()
 def test_every_pair_of_settings_goes_on_to_the_bit(cell):
-    """Ways, optimizers, layouts, precisions, placements, wrappings, in cells that hold every pair."""
+    """Training continues to the bit for every pair of ways, optimizers, layouts, precisions and placements."""
     check(cell)
 
 
@@ -128,14 +128,14 @@ def test_every_pair_of_settings_goes_on_to_the_bit(cell):
 @over_cells(all_cells({**AXES, "world_size": [2], "precision": ["fp32"], "wrapping": ["nested"]}))
 @on_ranks()
 def test_every_combination_of_settings_goes_on_to_the_bit(cell):
-    """The same for all of them, on two ranks."""
+    """Training continues to the bit for every combination of settings, in fp32 with nested units, on two ranks."""
     check(cell)
 
 
 @over_cells(covering_array({"world_size": [1, 2, 3], "optimizer": list(OPTIMIZERS), "flatten": FLATTEN}))
 @on_ranks()
 def test_it_is_the_plain_optimizers_own_and_back(cell):
-    """Equal to the plain optimizer's ``state_dict()`` key by key; loads into it, and its own loads into ours."""
+    """The state equals the plain optimizer's ``state_dict()`` key by key, and each loads into the other."""
     make, flatten = OPTIMIZERS[cell["optimizer"]], cell["flatten"]
     plain, of_plain = trained(tiny(), make)
     model, of_model = trained(wrap_tiny(tiny(), **layout_of(flatten)), make)
@@ -147,7 +147,7 @@ def test_it_is_the_plain_optimizers_own_and_back(cell):
     for number, entry in expected["state"].items():
         assert list(numbered["state"][number]) == list(entry)
         for key, value in entry.items():
-            # the last elements of a tensor may be computed by other instructions than the others: 1 ulp a step
+            # torch may compute the last elements of a tensor with other instructions: 1 ulp a step
             torch.testing.assert_close(numbered["state"][number][key], value, rtol=1e-6, atol=1e-9)
     fresh = tiny(seed=9)
     fresh.load_state_dict(model.state_dict())
@@ -176,7 +176,7 @@ def _moments_of_state(state):
 
 
 def grouped(model):
-    """Decay for matrices only, and a group without anything of its own."""
+    """Param groups: weight decay for matrices only, and a group without settings of its own."""
     named = dict(model.named_parameters())
     plain = [name for name in named if name.endswith("bias") or "norm" in name]
     return [
@@ -187,7 +187,7 @@ def grouped(model):
 
 @on_ranks(1, 2)
 def test_several_param_groups():
-    """Groups, their settings and the order of their parameters are the plain optimizer's, also after a load."""
+    """Groups, their settings and their order of parameters match the plain optimizer's, before and after a load."""
 
     def make(groups):
         return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
@@ -221,7 +221,7 @@ def test_several_param_groups():
 
 @on_ranks(2)
 def test_settings_that_differ_within_a_unit_are_refused():
-    """A flat parameter has one learning rate: groups that cut through a unit are an error that names the group."""
+    """A flat parameter has one learning rate: groups that cut through a unit raise an error that names the group."""
     plain = tiny()
     of_plain = torch.optim.AdamW(grouped(plain), lr=0.01)
     state = FSDP.rekey_optim_state_dict(of_plain.state_dict(), NAMES, plain, optim=of_plain)
@@ -233,7 +233,7 @@ def test_settings_that_differ_within_a_unit_are_refused():
 @over_cells(covering_array({"world_size": [1, 2, 3], "flatten": FLATTEN, "given": ["all", "trainable"]}))
 @on_ranks()
 def test_odd_parameters(cell):
-    """No dimension, one element on three ranks, tied, frozen in the optimizer or not: as in the plain optimizer."""
+    """0-d, one-element, tied and frozen parameters (held by the optimizer or not) match the plain optimizer."""
     flatten, given = cell["flatten"], cell["given"]
 
     def make(model):
@@ -255,7 +255,7 @@ def test_odd_parameters(cell):
     full = FSDP.full_optim_state_dict(model, of_model, rank0_only=False)
     expected = FSDP.rekey_optim_state_dict(of_plain.state_dict(), NAMES, plain, optim=of_plain)
     assert sorted(full["param_groups"][0]["params"]) == expected["param_groups"][0]["params"]
-    assert set(expected["state"]) - set(full["state"]) <= {"none"}  # no rank has an element of it to step
+    assert set(expected["state"]) - set(full["state"]) <= {"none"}  # it has no elements, so no rank steps it
     for name, entry in full["state"].items():
         assert "frozen" not in name
         assert {key: value.shape for key, value in entry.items()} == {
@@ -282,7 +282,7 @@ def test_odd_parameters(cell):
 
 @on_ranks(2)
 def test_zero_dim_state_of_zero_dim_parameters():
-    """In a unit of one 0-dim parameter, NAdam's product and ASGD's rate are one value, the moments are of the shard."""
+    """In a unit of one 0-dim parameter NAdam's product and ASGD's rate are scalars; moments have the shard's shape."""
 
     class Scale(nn.Module):
         def __init__(self):
@@ -311,7 +311,7 @@ def test_zero_dim_state_of_zero_dim_parameters():
 
 @on_ranks(2, 3)
 def test_units_and_parameters_without_a_gradient():
-    """A unit that never ran has no state; it gets none from a load, and the others get theirs."""
+    """A unit that never ran has no state and gets none from a load; the other units get theirs."""
 
     def build():
         model = wrap_tiny(tiny())
@@ -332,7 +332,7 @@ def test_units_and_parameters_without_a_gradient():
 
 @on_ranks(2)
 def test_before_the_first_step_there_is_no_state():
-    """Groups only, in every form, and they load."""
+    """Before the first step every form holds param groups only, and loads."""
     for form in TYPES.values():
         model = wrap_each(mlp(4, 5, 3))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -346,7 +346,7 @@ def test_before_the_first_step_there_is_no_state():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kwargs", [{"state_dtype": torch.bfloat16}, {}, {"offload_fraction": 0.5}], ids=str)
 def test_cpu_optimizer(kwargs):
-    """Moments of `CPUOptimizer`, in bf16 too, go out under names and come back to the bit."""
+    """Moments of `CPUOptimizer`, in fp32 or bf16, are saved under names and loaded back to the bit."""
 
     def make(model):
         return CPUOptimizer(model, torch.optim.AdamW, lr=0.01, **kwargs)
@@ -368,7 +368,7 @@ def test_cpu_optimizer(kwargs):
 
 @on_ranks(2)
 def test_plain_module_with_several_roots():
-    """Units in a plain module, and its own parameters, which are not sharded: state under the plain module's names."""
+    """A plain module with units and with unsharded parameters of its own saves all state under its plain names."""
 
     def build(wrap, seed=1):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What optimizer state must be to be saved or loaded; anything else is an error on all ranks that names it."""
+"""Rules that optimizer state must meet to be saved or loaded; a violation raises on all ranks and is named."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ from tests.trained import full_of, shard, stepped
 
 @on_ranks(1, 2)
 def test_parameters_of_a_unit_must_agree():
-    """Names, dtypes, shapes and scalars: each difference is a ValueError that names the parameters."""
+    """A difference in names, dtypes, shapes or scalars within a unit is a ValueError that names the parameters."""
     model, optimizer = stepped()
     full = full_of(model, optimizer)
 
@@ -53,7 +53,7 @@ def test_parameters_of_a_unit_must_agree():
 
 @on_ranks(1, 2)
 def test_a_parameter_without_state():
-    """It gets zeros where state is by element; where one value holds for the unit it is an error that names it."""
+    """A parameter without state gets zeros for state per element; a missing value per unit raises by name."""
     model, optimizer = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
     full = full_of(model, optimizer)
     del full["state"]["0.bias"]
@@ -65,7 +65,7 @@ def test_a_parameter_without_state():
     for empty in (False, True):
         full = full_of(model, optimizer)
         if empty:
-            full["state"]["0.bias"] = {}  # reading `optimizer.state[param]` makes one
+            full["state"]["0.bias"] = {}  # reading `optimizer.state[param]` creates an empty entry
         else:
             del full["state"]["0.bias"]
         with pytest.raises(ValueError, match=r"`step` must be present for all .* is missing for `0.bias`"):
@@ -77,7 +77,7 @@ def test_a_parameter_without_state():
 
 @on_ranks(1, 2)
 def test_the_form_of_a_state_dict():
-    """No "state" is a ValueError, no "param_groups" is allowed, numbers instead of names name the cure."""
+    """A missing "state" is a ValueError, "param_groups" may be missing, and numeric keys raise with the cure."""
     model, optimizer = stepped()
     full = full_of(model, optimizer)
     for state in ({}, {"param_groups": []}, None, {"state": None}):
@@ -97,7 +97,7 @@ def test_the_form_of_a_state_dict():
 
 @on_ranks(2)
 def test_unknown_keys_are_copied_with_a_warning():
-    """State of no parameter, as some optimizers keep it, goes out and comes back; the warning names it."""
+    """State that belongs to no parameter, as some optimizers keep, is saved and loaded with a warning that names it."""
     model, optimizer = stepped()
     saved = optimizer.state_dict()
     saved["state"]["history"] = {"losses": [1.0, 2.0]}
@@ -112,7 +112,7 @@ def test_unknown_keys_are_copied_with_a_warning():
 
 @on_ranks(2, 3)
 def test_a_rank_without_state_is_an_error_on_all():
-    """The rank and the parameters are named, on every rank, whichever rank lacks the state."""
+    """Whichever rank has no state, the error on every rank names the ranks and the parameters."""
     for rank in range(dist.get_world_size()):
         model, optimizer = stepped()
         if dist.get_rank() == rank:
@@ -124,7 +124,7 @@ def test_a_rank_without_state_is_an_error_on_all():
 
 @on_ranks(2)
 def test_ranks_with_other_step_counts_are_an_error_on_all():
-    """One value that differs between ranks would be right on one of them only."""
+    """A step count that differs between ranks raises on all ranks, with both values."""
     model, optimizer = stepped()
     optimizer.state[model[0].params[0]]["step"] += dist.get_rank()
     with pytest.raises(ValueError, match=r"`step` of `0.weight`, `0.bias` is 1.0 .* on rank 0 and 2.0 .* on rank 1"):
@@ -133,7 +133,7 @@ def test_ranks_with_other_step_counts_are_an_error_on_all():
 
 @on_ranks(2)
 def test_state_of_another_shape_is_refused_by_name():
-    """8-bit-like blocks, and lists of tensors, cannot be named by parameter: refused on all ranks, not gathered."""
+    """State that cannot be split by parameter (8-bit-like blocks, lists or dicts of tensors) raises on all ranks."""
     for value, text in (
         (torch.zeros(2, 8, dtype=torch.uint8), r"has shape \(2, 8\) while the shard has \(13,\)"),
         ([torch.zeros(13)], "is a list of tensors"),
@@ -149,7 +149,7 @@ def test_state_of_another_shape_is_refused_by_name():
 
 @on_ranks(2)
 def test_a_bad_state_on_one_rank_is_an_error_on_all():
-    """What one rank cannot load stops all of them; otherwise the others would wait for it in their next step."""
+    """If one rank cannot load its state, all ranks raise; otherwise the others would hang in their next step."""
     model, optimizer = stepped()
     full = full_of(model, optimizer)
     with pytest.raises(ValueError, match='"state"') as caught:
@@ -160,7 +160,7 @@ def test_a_bad_state_on_one_rank_is_an_error_on_all():
 
 @on_ranks(2)
 def test_what_the_other_ranks_pass_to_scatter_is_not_looked_at():
-    """Only rank 0's counts, and it must be whole."""
+    """`scatter_full_optim_state_dict` reads rank 0's state only, which must be whole."""
     model, optimizer = stepped()
     full = full_of(model, optimizer)
     for other in (None, {}, {"nonsense": 1}, {"state": {"0.weight": {"exp_avg": torch.ones(5, 4)}}}):
@@ -176,7 +176,7 @@ def test_what_the_other_ranks_pass_to_scatter_is_not_looked_at():
 
 @on_ranks(2)
 def test_parameters_of_another_model_are_refused():
-    """An optimizer over another model, saved or loaded, would get state of nothing."""
+    """Saving or loading the state of an optimizer over another model raises."""
     model, optimizer = stepped()
     _, other = stepped()
     full = full_of(model, optimizer)
@@ -188,7 +188,7 @@ def test_parameters_of_another_model_are_refused():
 
 @on_ranks(2)
 def test_tied_names():
-    """State goes by the first name of a tied weight, and is found under any of them."""
+    """State of a tied weight is saved under its first name, and loads under any of its names."""
     model = wrap_tiny(tiny())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for param in model.parameters():
@@ -212,7 +212,7 @@ def test_tied_names():
 
 @on_ranks(2)
 def test_state_belongs_to_the_caller():
-    """Later steps do not change what was returned, in any form, and what is loaded is memory of its own."""
+    """Later steps do not change state that was returned, in any form; loaded state has memory of its own."""
     for form in StateDictType:
         model, optimizer = stepped()
         with FSDP.state_dict_type(model, form):
@@ -235,7 +235,7 @@ def test_state_belongs_to_the_caller():
 
 @on_ranks(2)
 def test_a_local_form_of_another_cut_is_refused():
-    """State of shards loads only where they are the same; the first difference is named."""
+    """Local state loads only into the same shards; otherwise the error names the first difference."""
     model, optimizer = stepped()
     other, fresh = stepped(wrap=lambda model: FSDP(model))
     for part in (model, other):
@@ -248,7 +248,7 @@ def test_a_local_form_of_another_cut_is_refused():
 
 @on_ranks(2)
 def test_groups_that_were_not_saved_are_refused():
-    """A param group of which nothing is in the saved groups has no settings to take."""
+    """A param group raises if the saved groups contain none of its parameters."""
     model, optimizer = stepped()
     full = full_of(model, optimizer)
     params = list(model.parameters())
@@ -261,7 +261,7 @@ def test_groups_that_were_not_saved_are_refused():
 
 @on_ranks(2)
 def test_experts_on_groups_of_their_own():
-    """Each rank saves and loads its own expert's state; from rank 0 alone it cannot come."""
+    """Each rank saves and loads its own expert's state; loading it from rank 0 alone raises."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = FSDP(nn.Sequential(mlp(4, 5), FSDP(mlp(5, 3, seed=dist.get_rank()), process_group=alone)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -282,7 +282,7 @@ def test_experts_on_groups_of_their_own():
 
 
 def momentum_in(base, weight_at, bias_at):
-    """Momentum of a 4 by 5 layer in ``base`` ``[25]``."""
+    """Momentum of a 4 by 5 layer as two spans of ``base`` ``[25]``."""
     weight = SpanTensor(base[weight_at : weight_at + 20], 0, (5, 4))
     bias = SpanTensor(base[bias_at : bias_at + 5], 0, (5,))
     return {"state": {"0.weight": {"momentum_buffer": weight}, "0.bias": {"momentum_buffer": bias}}}
@@ -291,7 +291,7 @@ def momentum_in(base, weight_at, bias_at):
 @on_ranks(1)
 @pytest.mark.parametrize("weight_at", [0, 5])
 def test_memory_is_adopted_only_if_it_lies_as_the_shard_does(weight_at):
-    """A shard of state is taken as it is; one in which the bias comes first is copied into its order."""
+    """State in the order of the shard is adopted without a copy; state with the bias first is copied."""
     model = wrap_each(mlp(4, 5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     base = torch.arange(25.0)

@@ -1,4 +1,4 @@
-"""Whole values on rank 0 alone: the others pass nothing, get nothing, and never hold a whole parameter."""
+"""Whole values on rank 0 only: the other ranks pass nothing, get nothing, and never hold a whole parameter."""
 
 import contextlib
 import copy
@@ -22,24 +22,24 @@ RANK0 = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
 
 
 def on_rank0(model):
-    """Whole values come from rank 0 and go there."""
+    """Set ``model`` to save whole values on rank 0 and to load them from there."""
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, RANK0, FullOptimStateDictConfig(rank0_only=True))
     return model
 
 
 def whole(model):
-    """The state on every rank."""
+    """The whole state, on every rank."""
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         return model.state_dict()
 
 
 def if_first(state):
-    """What rank 0 passes; the others pass an empty dict."""
+    """``state`` on rank 0, an empty dict on the others."""
     return state if dist.get_rank() == 0 else {}
 
 
 class Stateful(SavedTransposed, nn.Module):
-    """A layer with its own way to save, extra state, and buffers that are written."""
+    """A layer that saves its weight transposed, with extra state and buffers."""
 
     def __init__(self, value=0.0):
         super().__init__()
@@ -59,7 +59,7 @@ class Stateful(SavedTransposed, nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_modules_with_their_own_state(flatten):
-    """Buffers, extra state and modules that save their own way arrive on all ranks, which only have shards."""
+    """Buffers, extra state and modules with custom saving reach all ranks, which hold shards only."""
     source, target = (
         on_rank0(FSDP(nn.Sequential(FSDP(Stateful(value), flatten_parameters=flatten)), flatten_parameters=flatten))
         for value in (1.5, 2.5)
@@ -80,7 +80,7 @@ def test_modules_with_their_own_state(flatten):
 @on_ranks(2)
 @pytest.mark.parametrize("around", ["nothing", "plain", "ddp", "inner"])
 def test_wherever_the_load_begins(around):
-    """On the wrapper, on a plain module or DDP around it, on an inner unit: buffers and weights arrive on all ranks."""
+    """Loading the wrapper, a plain module or DDP around it, or an inner unit fills buffers and weights on all ranks."""
 
     def build(seed):
         wrapped = FSDP(
@@ -104,7 +104,7 @@ def test_wherever_the_load_begins(around):
 
 @on_ranks(2)
 def test_what_others_pass_is_not_looked_at():
-    """A dict that other ranks happen to have is neither loaded nor complained about."""
+    """A dict that another rank passes is neither loaded nor checked."""
     model = on_rank0(wrap_each(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))))
     state = whole(model)
     wrong = {name: value + 1 for name, value in state.items()}
@@ -114,7 +114,7 @@ def test_what_others_pass_is_not_looked_at():
 
 @on_ranks(2)
 def test_ranks_return_and_raise_what_rank_0_does():
-    """Missing, unexpected and misshapen entries: the same result or error on every rank."""
+    """Missing, unexpected and wrongly shaped entries give the same result or error on every rank."""
     model = on_rank0(wrap_each(mlp(4, 5, 3)))
     state = whole(model)
     wrong = {name: value + 1 for name, value in state.items() if name != "0.bias"} | {"extra": torch.ones(1)}
@@ -135,7 +135,7 @@ def test_ranks_return_and_raise_what_rank_0_does():
 
 @on_ranks(2)
 def test_a_rank_that_fails_makes_all_fail():
-    """Also where every rank has the values: an error on one rank is an error on all, naming the rank."""
+    """Even if every rank passes the values, an error on one rank raises on all ranks and names that rank."""
     model = wrap_each(mlp(4, 5, 3))
     state = model.state_dict()
     own = state if dist.get_rank() == 0 else {**state, "extra": torch.ones(1)}
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_makes_all_fail():
 
 @on_ranks(2)
 def test_experts_on_groups_of_their_own_are_refused():
-    """Rank 0 has not what other groups' ranks need: an error, instead of weights that stay as they were."""
+    """Rank 0 does not have the experts of other groups: a load raises and changes no weights."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = on_rank0(FSDP(nn.Sequential(mlp(4, 5), FSDP(mlp(5, 3), process_group=alone))))
     state = whole(model)
@@ -161,7 +161,7 @@ def test_experts_on_groups_of_their_own_are_refused():
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made while the mode is on."""
+    """Records the bytes of the largest tensor created while the mode is on."""
 
     nbytes = 0
 
@@ -180,7 +180,7 @@ WIDTHS = (32, 64, 32, 64, 32)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_other_ranks_never_hold_a_whole_parameter(flatten):
-    """Saving from and loading into rank 0, weights and optimizer: elsewhere no tensor is larger than a shard."""
+    """While rank 0 saves and loads weights and optimizer state, other ranks create no tensor larger than a shard."""
     model = wrap_each(mlp(*WIDTHS), flatten_parameters=flatten)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     model(randn(2, 32)).sum().backward()
@@ -199,7 +199,7 @@ def test_other_ranks_never_hold_a_whole_parameter(flatten):
 
 @contextlib.contextmanager
 def lines_alive():
-    """The most lines, gathered or laid out, that were alive at a time."""
+    """Yield the largest number of lines, gathered or laid out, that were alive at the same time."""
     alive, most = [], [0]
 
     def watched(method):
@@ -219,7 +219,7 @@ def lines_alive():
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of storages made while the mode is on that were alive at a time; ``known`` were there before."""
+    """Records the peak bytes of the storages created while the mode is on; storages of ``known`` do not count."""
 
     def __init__(self, known):
         super().__init__()
@@ -243,7 +243,7 @@ class Peak(TorchDispatchMode):
 @on_ranks(2)
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_whole_state_is_built_unit_by_unit(rank0_only):
-    """Besides the result there is one unit's line at a time: not the model twice."""
+    """Beside the result, building whole state holds one unit's line at a time, not a second copy of the model."""
     model, optimizer = trained(wrap_tiny(tiny()), OPTIMIZERS["adamw"])
     config = FullStateDictConfig(rank0_only=rank0_only)
     FSDP.set_state_dict_type(
@@ -253,7 +253,7 @@ def test_whole_state_is_built_unit_by_unit(rank0_only):
         build()
         with lines_alive() as most:
             build()
-        if rank0_only:  # gloo's thread may let go of one a moment after it has been waited for
+        if rank0_only:  # gloo's thread may release a line shortly after its wait has returned
             assert most[0] <= (2 if dist.get_rank() == 0 else 0)
         else:
             assert most[0] == 1
@@ -267,7 +267,7 @@ def test_whole_state_is_built_unit_by_unit(rank0_only):
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_peak_memory_of_a_whole_state_dict():
-    """The bytes alive at a time are those of the result and of one unit."""
+    """The peak memory is that of the result and of one unit."""
     model = wrap_each(mlp(*WIDTHS))
     with torch.no_grad():
         model(randn(2, 32))

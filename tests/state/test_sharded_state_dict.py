@@ -1,4 +1,4 @@
-"""Sharded values: saved and loaded by plain torch.distributed.checkpoint, in any number of parts, cut in any way."""
+"""Sharded values: plain torch.distributed.checkpoint saves and loads them, for any world size and any cut."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ CELL = {"flatten": True, "precision": "fp32", "placement": "device"}
 
 
 def sharded(model, optimizer=None):
-    """The sharded state of both, as a script saves it."""
+    """The sharded state of model and optimizer, as a script saves it."""
     with FSDP.state_dict_type(model, SHARDED):
         state = {"model": model.state_dict()}
         if optimizer is not None:
@@ -34,7 +34,7 @@ def sharded(model, optimizer=None):
 
 
 def save(folder, world_size, cell=CELL, wrapping="nested"):
-    """A trained model and optimizer, saved by that many ranks; returns what plain torch would have saved whole."""
+    """Save a trained model and optimizer on ``world_size`` ranks; return their whole states."""
     return run_ranks(world_size, Body(__name__, "save_body"), folder=str(folder), cell=cell, wrapping=wrapping)[0]
 
 
@@ -49,7 +49,7 @@ def load_body(folder, cell, wrapping, expected):
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    optimizer.step()  # makes the state that is loaded into
+    optimizer.step()  # creates the state that the load fills
     state = sharded(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     with FSDP.state_dict_type(model, SHARDED):
@@ -73,7 +73,7 @@ def load_body(folder, cell, wrapping, expected):
     ],
 )
 def test_any_world_size_and_wrapping_loads_it(tmp_path, saves, loads, cells, wrappings):
-    """Weights and optimizer state saved on some ranks load on others, wrapped otherwise, bit for bit."""
+    """Weights and optimizer state load bit for bit into another world size and another wrapping."""
     expected = save(tmp_path, saves, cells[0], wrappings[0])
     run_ranks(
         loads,
@@ -87,7 +87,7 @@ def test_any_world_size_and_wrapping_loads_it(tmp_path, saves, loads, cells, wra
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_plain_modules_and_optimizers_load_it(tmp_path):
-    """Without any of our classes: a plain module and the state of its optimizer, keyed by name."""
+    """A plain module and its optimizer load the checkpoint by name, without any of our classes."""
     weights, optim = save(tmp_path, 3)
     plain = tiny(seed=9)
     empty = copy.deepcopy(optim)
@@ -135,7 +135,7 @@ def save_mlp_body(folder):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_dtensors_load_it_and_are_loaded(tmp_path, world_size):
-    """FSDP2's parameters, and columns of a mesh, read what we wrote; we read what they wrote, and load them."""
+    """FSDP2's parameters and DTensors sharded by columns read what we wrote; we read what they wrote, and load them."""
     run_ranks(2, Body(__name__, "save_mlp_body"), folder=str(tmp_path))
     run_ranks(world_size, Body(__name__, "dtensor_body"), folder=str(tmp_path), expected=mlp(4, 5, 3).state_dict())
 
@@ -152,14 +152,14 @@ def odd_body(folder):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_odd_parameters_through_files(tmp_path, world_size):
-    """One element on three ranks, none at all, no dimension: nothing is lost, nothing is written twice."""
+    """One-element, empty and 0-d parameters survive a save and a load."""
     run_ranks(world_size, Body(__name__, "odd_body"), folder=str(tmp_path))
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_the_runs_of_all_ranks_are_the_whole(flatten):
-    """Put together in rank order, the runs are every element once; no rank holds more than its part of a unit."""
+    """In rank order, the runs of all ranks hold every element exactly once."""
     model = wrap_odd(odd(), flatten_parameters=flatten)
     own = {
         name: (value.start, value.run)
@@ -179,7 +179,7 @@ def test_the_runs_of_all_ranks_are_the_whole(flatten):
 
 @on_ranks(2)
 def test_it_is_made_without_communication():
-    """Neither collectives nor a gathered unit are needed for sharded state."""
+    """Making sharded state needs no collectives and gathers no unit."""
     model = wrap_tiny(tiny())
     model.state_dict()
     reset_counters()
@@ -211,7 +211,7 @@ def test_it_belongs_to_the_caller(offload):
 
 @on_ranks(2)
 def test_what_this_rank_lacks_is_refused():
-    """A sharded dict cut in another way is an error on all ranks that names the parameter and what is there."""
+    """A sharded dict with another cut raises on all ranks, and names the parameter and the elements that are there."""
     model = wrap_each(mlp(4, 5, 3))
     state = sharded(FSDP(mlp(4, 5, 3, seed=2)))["model"]
     with pytest.raises(RuntimeError, match="another wrapping or world size"):
@@ -228,7 +228,7 @@ def test_what_this_rank_lacks_is_refused():
 
 @on_ranks(2)
 def test_it_loads_only_as_what_it_is():
-    """Where whole values are expected, a sharded one says what this rank has of it."""
+    """Loading a sharded value where a whole one is expected raises, and names the elements on this rank."""
     model = wrap_each(mlp(4, 5, 3))
     state = sharded(wrap_each(mlp(4, 5, 3, seed=2)))["model"]
     for target in (model, mlp(4, 5, 3)):
@@ -238,7 +238,7 @@ def test_it_loads_only_as_what_it_is():
 
 @on_ranks(2)
 def test_it_can_be_pickled():
-    """``torch.save`` of this rank's part holds its own elements only, and loads with ``weights_only=True``."""
+    """``torch.save`` of sharded state stores this rank's elements only, and loads with ``weights_only=True``."""
     model = wrap_each(mlp(100, 50, 3))
     state = sharded(model)["model"]
     file = io.BytesIO()
@@ -268,7 +268,7 @@ def async_body(folder):
 
 
 def test_asynchronous_saves(tmp_path):
-    """``dcp.async_save`` stages and writes them too."""
+    """``dcp.async_save`` stages and writes sharded values."""
     run_ranks(2, Body(__name__, "async_body"), folder=str(tmp_path))
 
 

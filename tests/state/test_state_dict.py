@@ -1,4 +1,4 @@
-"""A whole state dict has the plain model's names, values and dtypes, and belongs to who asked for it."""
+"""A whole state dict has the plain model's names, values and dtypes, and belongs to the caller."""
 
 import copy
 from collections import OrderedDict
@@ -32,7 +32,7 @@ def train_a_bit(wrapped):
 @on_ranks(1, 2, 3)
 @settings
 def test_before_any_pass_it_is_the_plain_models(kwargs):
-    """Wrapping loses nothing: every name, in the same order, with every bit."""
+    """Wrapping keeps every name, the order of the names, and every bit."""
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain), **kwargs)
     assert_same_state(wrapped.state_dict(), plain.state_dict())
@@ -88,7 +88,7 @@ def test_it_belongs_to_the_caller():
 
 @on_ranks(1, 2)
 def test_it_changes_nothing():
-    """Asking for a state dict leaves nothing gathered, and the next pass as it would have been."""
+    """``state_dict()`` leaves nothing gathered and does not change the next pass."""
     wrapped = wrap_tiny(tiny())
     *inputs, _ = tiny_batch(0)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_dtype_is_that_of_the_masters():
 
 @on_ranks(2)
 def test_prefix_and_destination():
-    """``prefix`` stands before every name, and entries are added to ``destination``, which is returned."""
+    """``prefix`` precedes every name; entries are added to ``destination``, which is returned."""
     plain, wrapped = mlp(4, 5, 3), wrap_each(mlp(4, 5, 3))
     destination = OrderedDict(kept=torch.ones(1))
     state = wrapped.state_dict(destination=destination, prefix="model.")
@@ -133,7 +133,7 @@ def test_keep_vars_gives_parameters_that_require_grad():
 
 @on_ranks(2)
 def test_inside_a_plain_module():
-    """Names of a plain module around wrapped ones are those of the plain modules; it loads back."""
+    """A plain module around wrapped ones saves plain names and loads them back."""
 
     def build(wrap, seed):
         torch.manual_seed(seed)
@@ -154,7 +154,7 @@ def test_inside_a_plain_module():
 
 @on_ranks(2)
 def test_inside_ddp():
-    """Inside DDP (over other ranks than the shards) names get DDP's prefix only, and it loads back."""
+    """Inside DDP (over other ranks than the shards) names get DDP's prefix only, and the dict loads back."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     plain = mlp(4, 5, 3)
     wrapped = DistributedDataParallel(wrap_each(copy.deepcopy(plain)), process_group=alone)
@@ -167,7 +167,7 @@ def test_inside_ddp():
 
 @on_ranks(2)
 def test_of_an_inner_unit():
-    """An inner unit alone gives its part, under the names of its module."""
+    """The state dict of an inner unit holds its part, under the names of its own module."""
     wrapped = wrap_tiny(tiny())
     assert_same_state(wrapped.first.state_dict(), tiny().first.state_dict())
     wrapped.first.load_state_dict(tiny(seed=2).first.state_dict())
@@ -177,7 +177,7 @@ def test_of_an_inner_unit():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_missing_and_unexpected_keys(flatten):
-    """``strict`` names what is missing or unexpected, as on the plain model; otherwise both are returned."""
+    """``strict=True`` names missing and unexpected keys, as on the plain model; ``strict=False`` returns them."""
     plain = mlp(4, 5, 3)
     wrapped = wrap_each(mlp(4, 5, 3), flatten_parameters=flatten)
     state = plain.state_dict()
@@ -201,7 +201,7 @@ def test_missing_and_unexpected_keys(flatten):
 
 @on_ranks(2)
 def test_a_wrong_shape_is_refused_and_the_model_still_works():
-    """A size mismatch is the plain model's error, and leaves a model that computes and loads."""
+    """A size mismatch raises the plain model's error; the model then still computes and loads."""
     wrapped = wrap_each(mlp(4, 5, 3))
     state = wrapped.state_dict()
     wrong = dict(state, **{"0.weight": torch.ones(5, 3)})
@@ -214,7 +214,7 @@ def test_a_wrong_shape_is_refused_and_the_model_still_works():
 
 @on_ranks(2)
 def test_the_given_dictionary_is_not_changed():
-    """`load_state_dict` leaves the caller's dictionary as it was."""
+    """`load_state_dict` does not change the caller's dictionary."""
     wrapped = wrap_each(mlp(4, 5, 3))
     state = wrapped.state_dict()
     names = list(state)
@@ -235,7 +235,7 @@ def test_a_state_dict_of_another_dtype_is_cast():
 
 @on_ranks(1, 2)
 def test_buffers_are_saved_and_loaded():
-    """Buffers of every kind: persistent ones are there under their names, others are not."""
+    """Persistent buffers are saved and loaded under their names; other buffers are left out."""
 
     class Buffers(nn.Module):
         def __init__(self, value):
@@ -297,7 +297,7 @@ def test_with_experts_on_other_groups():
 
 @on_ranks(2)
 def test_inside_a_pass_it_is_refused():
-    """During a forward the whole model's state dict and loads raise, as ValueError."""
+    """During a forward, saving or loading the whole model's state dict raises a ValueError."""
     wrapped = wrap_each(mlp(4, 5, 3))
     state = wrapped.state_dict()
     seen = []
@@ -316,7 +316,7 @@ def test_inside_a_pass_it_is_refused():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_local_state_dict_restores_the_shards(flatten):
-    """A local state dict is this rank's shards, copied; loading it brings them back without communication."""
+    """A local state dict is a copy of this rank's shards; loading it restores them without communication."""
     wrapped = wrap_tiny(tiny(), flatten_parameters=flatten)
     train_a_bit(wrapped)
     local, whole = wrapped.local_state_dict(), wrapped.state_dict()
@@ -346,7 +346,7 @@ def test_local_state_dict_holds_buffers():
 
 @on_ranks(2)
 def test_a_local_state_dict_of_another_wrapping_is_refused():
-    """Shards of another size, missing or unexpected ones: a RuntimeError, and nothing is loaded."""
+    """Missing or unexpected shards, or shards of another size, raise a RuntimeError, and nothing is loaded."""
     wrapped = wrap_each(mlp(4, 5, 3))
     before = wrapped.state_dict()
     for other in (wrap_each(mlp(4, 6, 3)), FSDP(mlp(4, 5, 3))):

@@ -1,4 +1,4 @@
-"""Every form of a state dict brings the weights, bit for bit, into a model that is wrapped in another way."""
+"""Every form of a state dict carries the weights, bit for bit, into a model with another wrapping."""
 
 import copy
 
@@ -47,7 +47,7 @@ FORMS = {
 
 
 def target_of(cell):
-    """A model with other weights, wrapped as the cell says; shards only load where they were cut alike."""
+    """A model with other weights, wrapped as the cell says; local shards load into the same cut only."""
     into = cell["into"]
     if cell["form"] in ("sharded", "local"):
         return wrapped_tiny(cell, cell["wrapping"], seed=7)
@@ -59,13 +59,13 @@ def target_of(cell):
 
 
 def check(cell):
-    """The state of a wrapped model in one form is the plain model's, and loads into another model."""
+    """A wrapped model's state in one form equals the plain model's, and loads into another model."""
     plain = tiny().state_dict()
     source, target = wrapped_tiny(cell, cell["wrapping"]), target_of(cell)
     for model in (source, target):
         FSDP.set_state_dict_type(model, *FORMS[cell["form"]])
     if cell["form"] == "local" and cell["wrapping"] == "inner":
-        return  # a local state dict is a wrapper's
+        return  # only a wrapper has a local state dict
     state = source.state_dict()
     if cell["form"] in ("full", "cpu"):
         assert_same_state(state, plain)
@@ -85,7 +85,7 @@ def check(cell):
     if cell["form"] == "rank0" and not isinstance(target, FSDP):
         state = [state if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(state)
-        state = state[0]  # what is not sharded is loaded by every rank
+        state = state[0]  # every rank loads what is not sharded
     result = target.load_state_dict(state)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert list(before) == list(source.state_dict()), "the same again"
@@ -96,7 +96,7 @@ def check(cell):
 @over_cells(covering_array(AXES))
 @on_ranks()
 def test_every_pair_of_settings_keeps_the_weights(cell):
-    """Forms, precisions, placements, wrappings and world sizes, in cells that hold every pair."""
+    """Weights survive every pair of forms, precisions, placements, wrappings and world sizes."""
     check(cell)
 
 
@@ -104,14 +104,14 @@ def test_every_pair_of_settings_keeps_the_weights(cell):
 @over_cells(all_cells({**AXES, "world_size": [2]}))
 @on_ranks()
 def test_every_combination_of_settings_keeps_the_weights(cell):
-    """The same for all of them, on two ranks."""
+    """Weights survive every combination of these settings, on two ranks."""
     check(cell)
 
 
 @over_cells(covering_array({"world_size": [1, 2, 3], "flatten": FLATTEN, "form": list(FORMS)}))
 @on_ranks()
 def test_odd_parameters_and_buffers(cell):
-    """One element, none, no dimension, tied, frozen; buffers persistent or not: as in the plain model's dict."""
+    """One-element, empty, 0-d, tied and frozen parameters and all kinds of buffers are as in the plain model's dict."""
     form, flatten = cell["form"], cell["flatten"]
     plain = odd().state_dict()
     source, target = (wrap_odd(odd(seed), **layout_of(flatten)) for seed in (1, 2))
@@ -133,7 +133,7 @@ def test_odd_parameters_and_buffers(cell):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 def test_other_dtypes(dtype, form):
-    """A model of another dtype keeps it, to the bit, on rank 0 and in shards."""
+    """A model of another dtype keeps it, to the bit, both on rank 0 and in shards."""
     plain = odd().to(dtype).state_dict()
     source, target = (wrap_odd(odd(seed).to(dtype)) for seed in (1, 2))
     for model in (source, target):

@@ -1,4 +1,4 @@
-"""Names of state are those of the unwrapped module, whatever else wraps its parts; hooks see them and are called."""
+"""State has the names of the unwrapped module, whatever else wraps its parts; hooks are called and see these names."""
 
 import copy
 
@@ -19,7 +19,7 @@ from tests.trained import full_of, shard
 
 
 def test_clean_tensor_name():
-    """Every wrapper's part goes, wherever it stands; parts that only look alike stay."""
+    """Every wrapper's part of a name is removed, at any position; parts that only look similar stay."""
     for name, clean in {
         "a._orig_mod.b.weight": "a.b.weight",
         "_orig_mod.weight": "weight",
@@ -33,7 +33,7 @@ def test_clean_tensor_name():
 
 
 def build(around, seed=1):
-    """A block of two layers, plain or with each part wrapped by torch too, within and around ours."""
+    """A block of two layers, plain or with each part also wrapped by torch, inside and outside our wrapper."""
     block = nn.Sequential(mlp(4, 5, seed=seed), nn.BatchNorm1d(5), mlp(5, 3, seed=seed + 5))
     if around == "plain":
         return block
@@ -54,7 +54,7 @@ def build(around, seed=1):
 @pytest.mark.parametrize("around", ["compiled", "checkpointed", "both"])
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded", "local"])
 def test_torchs_wrappers_leave_no_trace(around, form):
-    """torch.compile's and the checkpoint wrapper's names are in no form, and a clean dict loads."""
+    """No form has the names of torch.compile or the checkpoint wrapper, and a dict with clean names loads."""
     kinds = {
         "full": (StateDictType.FULL_STATE_DICT, None),
         "rank0": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)),
@@ -83,7 +83,7 @@ def test_torchs_wrappers_leave_no_trace(around, form):
 
 @on_ranks(2)
 def test_dicts_with_wrappers_names_load():
-    """What torch saved of a compiled or a checkpointed module loads, and so does what another FSDP named."""
+    """Dicts with the names of torch.compile, of the checkpoint wrapper or of another FSDP load."""
     model, state = build("compiled"), build("plain", seed=3).state_dict()
     for infix in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
         other = {f"{infix}.{name.replace('0.0.', f'0.{infix}.0.')}": value + 1 for name, value in state.items()}
@@ -93,7 +93,7 @@ def test_dicts_with_wrappers_names_load():
 
 @on_ranks(2)
 def test_errors_and_lists_have_clean_names():
-    """Missing, unexpected and misshapen entries are named as the plain module would."""
+    """Errors about missing, unexpected and wrongly shaped entries use the plain module's names."""
     model = build("compiled")
     state = model.state_dict()
     wrong = {**state, "0.0.weight": torch.ones(2, 2), "more": torch.ones(1)}
@@ -109,7 +109,7 @@ def test_errors_and_lists_have_clean_names():
 
 @on_ranks(2)
 def test_optimizer_state_has_clean_names():
-    """State of wrapped, compiled and checkpointed parts goes by the plain names, and is found under others."""
+    """Optimizer state of wrapped, compiled and checkpointed parts is saved under plain names, and loads from others."""
     model = build("both")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for param in model.parameters():
@@ -125,7 +125,7 @@ def test_optimizer_state_has_clean_names():
 
 @on_ranks(2)
 def test_versions_of_modules_are_seen():
-    """A module that loads old formats is told the version that its part was saved with, as in the plain module."""
+    """A module that loads old formats receives the version that its part was saved with, as in the plain module."""
     seen = []
 
     class Versioned(nn.Linear):
@@ -177,7 +177,7 @@ def test_hooks_on_wrappers_are_called():
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
 def test_the_order_of_flat_parameters_stays(kind):
-    """A unit with several flat parameters yields them in the same order after a state dict, a load, a summon."""
+    """A unit with several flat parameters yields them in the same order after a state dict, a load or a summon."""
     model = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double(), nn.Linear(2, 2).requires_grad_(False)))
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == 3
@@ -192,7 +192,7 @@ def test_the_order_of_flat_parameters_stays(kind):
 
 @on_ranks(2)
 def test_views_of_buffers_belong_to_the_caller():
-    """A module that saves a view of a buffer gives memory that later writes to the buffer do not change."""
+    """Later writes to a buffer do not change a view of it that a module has saved."""
 
     class Turned(nn.Linear):
         def __init__(self):
@@ -211,7 +211,7 @@ def test_views_of_buffers_belong_to_the_caller():
 
 @on_ranks(2)
 def test_during_a_pass_inner_units_refuse_too():
-    """A state dict of a unit that computes raises, and the pass goes on; of one that is shown whole it is as always."""
+    """A state dict of an inner unit raises during its pass, which goes on; inside ``summon_full_params`` it works."""
     model = wrap_each(mlp(4, 5, 3))
     seen = []
 
@@ -231,7 +231,7 @@ def test_during_a_pass_inner_units_refuse_too():
 
 @on_ranks(2)
 def test_modules_that_compute_with_what_they_save():
-    """A sharded value cannot be computed with: an error that says so, from all ranks, and the model still works."""
+    """A module that computes with a sharded value while saving raises on all ranks, and the model still works."""
 
     class Doubled(nn.Linear):
         def _save_to_state_dict(self, destination, prefix, keep_vars):

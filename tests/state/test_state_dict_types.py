@@ -70,7 +70,7 @@ def test_set_returns_what_was_and_get_what_is():
 
 @on_ranks(2)
 def test_any_module_will_do():
-    """The module need not be a wrapper: all wrappers in it are set. One without any has the defaults."""
+    """Any module can be passed: all wrappers in it are set, and a module without wrappers has the defaults."""
     outer = nn.ModuleDict({"a": wrap_each(mlp(4, 5, 3)), "b": nn.Linear(2, 2), "c": wrap_each(mlp(2, 2))})
     with FSDP.state_dict_type(outer, SHARDED):
         state = outer.state_dict()
@@ -84,7 +84,7 @@ def test_any_module_will_do():
 
 @on_ranks(2)
 def test_the_context_restores_also_after_an_exception():
-    """What was in force before a ``with`` block is in force after it, nested and after an exception."""
+    """A ``with`` block restores the previous settings, also when nested and after an exception."""
     model = wrap_tiny(tiny())
     FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
     before = FSDP.get_state_dict_type(model)
@@ -103,7 +103,7 @@ def test_the_context_restores_also_after_an_exception():
 
 @on_ranks(2)
 def test_settings_are_not_shared():
-    """Changing the object that was passed, or returned, changes nothing that is in force."""
+    """Changing a config object that was passed or returned does not change the settings."""
     model, config = wrap_tiny(tiny()), FullStateDictConfig()
     FSDP.set_state_dict_type(model, FULL, config)
     config.rank0_only = True
@@ -138,7 +138,7 @@ def test_torchs_own_enum_and_configs_are_accepted():
 
 @on_ranks(1)
 def test_a_config_of_another_form_is_refused():
-    """RuntimeError with both names, and nothing is changed; the base class goes with every form."""
+    """A config of another form raises a RuntimeError and changes nothing; the base class fits every form."""
     model = wrap_each(mlp(4, 5, 3))
     wrong = [
         ((FULL, ShardedStateDictConfig()), "FullStateDictConfig"),
@@ -163,7 +163,7 @@ def test_a_config_of_another_form_is_refused():
 @on_ranks(1)
 @pytest.mark.parametrize("ours", [True, False])
 def test_dtensors_are_refused_by_name(ours):
-    """``use_dtensor=True`` cannot be had for runs of flat parameters, whichever package asks for it."""
+    """``use_dtensor=True`` raises for flat parameters, with our config class and with torch's."""
     model = wrap_each(mlp(4, 5, 3))
     config = ShardedStateDictConfig(use_dtensor=True) if ours else torch_fsdp.ShardedStateDictConfig(_use_dtensor=True)
     with pytest.raises(RuntimeError, match="use_dtensor=False"):
@@ -172,7 +172,7 @@ def test_dtensors_are_refused_by_name(ours):
 
 @on_ranks(2)
 def test_units_that_disagree_are_refused_until_they_agree():
-    """AssertionError naming both units, from every method; setting the inner one back is the cure."""
+    """Every method raises an AssertionError that names both units, until the inner unit is set back."""
     model = wrap_each(mlp(4, 5, 3))
     FSDP.set_state_dict_type(model[2], SHARDED)
     calls = [
@@ -194,7 +194,7 @@ def test_units_that_disagree_are_refused_until_they_agree():
 @on_ranks(2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_local_form_is_the_shards(flatten):
-    """Both ways of asking give the same dict, which both ways of loading take."""
+    """Both ways of saving give the same local dict, and both ways of loading accept it."""
     source, target = (wrap_tiny(tiny(seed=seed), flatten_parameters=flatten) for seed in (1, 2))
     expected = source.state_dict()
     for model in (source, target):
@@ -211,7 +211,7 @@ def test_local_form_is_the_shards(flatten):
 
 @on_ranks(2)
 def test_a_local_mismatch_names_the_first_difference():
-    """Another rank, another cut, another shape or order: the first difference is named, and nothing is changed."""
+    """A local dict of another rank, cut, shape or order raises, names the first difference, and changes nothing."""
     model = wrap_each(mlp(4, 5, 3))
     before = model.state_dict()
     own = model.local_state_dict()
@@ -240,7 +240,7 @@ def test_a_local_mismatch_names_the_first_difference():
 
 @on_ranks(2)
 def test_a_local_dict_is_loaded_by_the_wrapper():
-    """A plain module around it would not know the shards: an error that says so, and the model still works."""
+    """Loading a local dict into a plain module around the wrapper raises, and the model still works."""
     outer = nn.Sequential(wrap_each(mlp(4, 5, 3)))
     before = outer.state_dict()
     FSDP.set_state_dict_type(outer, LOCAL)

@@ -1,4 +1,4 @@
-"""Inside ``summon_full_params`` parameters are whole, under their own names; what is written there is kept."""
+"""Inside ``summon_full_params`` parameters are whole, under their own names; writes to them are kept."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_names_shapes_and_values_are_the_plain_models(flatten):
 @on_ranks(1, 2, 3)
 @flattened
 def test_what_is_written_is_kept(flatten):
-    """In-place changes of whole parameters arrive in the shards, and in the next forward."""
+    """In-place changes to whole parameters reach the shards and the next forward."""
     plain = tiny()
     wrapped = wrap_tiny(copy.deepcopy(plain), flatten_parameters=flatten)
     *inputs, _ = tiny_batch(0)
@@ -57,7 +57,7 @@ def test_what_is_written_is_kept(flatten):
 @flattened
 @pytest.mark.parametrize("kwargs", [{"writeback": False}, {"volatile": True}], ids=str)
 def test_without_writeback_nothing_is_kept(flatten, kwargs):
-    """``writeback=False``, and fairscale's ``volatile=True``, throw changes away."""
+    """``writeback=False`` and fairscale's ``volatile=True`` discard changes."""
     wrapped = wrap_tiny(tiny(), flatten_parameters=flatten)
     with wrapped.summon_full_params(**kwargs), torch.no_grad():
         for param in wrapped.parameters():
@@ -101,7 +101,7 @@ def test_of_an_inner_unit():
 
 @on_ranks(2)
 def test_values_are_fp32_under_mixed_precision():
-    """What is shown is the master, not its cast copy."""
+    """Inside, parameters are the fp32 masters, not their cast copies."""
     plain = mlp(4, 5)
     wrapped = FSDP(copy.deepcopy(plain), mixed_precision=True)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_values_are_fp32_under_mixed_precision():
 
 @on_ranks(2)
 def test_each_rank_keeps_its_part():
-    """What ranks write differently is kept where each element lives."""
+    """If ranks write different values, each element keeps the value that its owner wrote."""
     wrapped = FSDP(nn.Linear(3, 2, bias=False))
     with wrapped.summon_full_params(), torch.no_grad():
         wrapped.weight.fill_(dist.get_rank() + 1)
@@ -122,7 +122,7 @@ def test_each_rank_keeps_its_part():
 
 @on_ranks(2)
 def test_state_inside_and_after():
-    """Units are in SUMMON_FULL_PARAMS inside, IDLE after, also after an exception."""
+    """Units are in state SUMMON_FULL_PARAMS inside and IDLE afterwards, even after an exception."""
     wrapped = wrap_each(mlp(4, 5, 3))
 
     def fail():

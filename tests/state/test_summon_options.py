@@ -34,7 +34,7 @@ def backward(model, *key):
 
 @on_ranks(1, 2)
 def test_rank0_only_shows_them_there():
-    """Rank 0 sees whole parameters, the others their shards, as outside; nothing is written back."""
+    """Rank 0 sees whole parameters, the other ranks see their shards, and nothing is written back."""
     model = wrap_tiny(tiny())
     outside = [(name, param.shape) for name, param in model.named_parameters()]
     with model.summon_full_params(writeback=False, rank0_only=True):
@@ -52,7 +52,7 @@ def test_rank0_only_shows_them_there():
 
 @on_ranks(3)
 def test_rank0_only_is_the_first_rank_of_the_models_own_group():
-    """A model on some ranks is whole on their first, whatever its number among all."""
+    """A model on a subgroup is whole on the group's first rank, whatever its global rank."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
@@ -76,7 +76,7 @@ def test_rank0_only_with_writeback_is_refused():
 
 @on_ranks(2)
 def test_offload_to_cpu_warns_where_it_is_wasteful():
-    """Without ``rank0_only`` every rank of a host holds the model in its memory: a warning, at the caller's line."""
+    """Without ``rank0_only`` every rank of a host holds the model in host memory: it warns at the caller's line."""
     model = wrap_each(mlp(4, 5, 3))
     with pytest.warns(UserWarning, match="once for every rank") as caught:
         with model.summon_full_params(offload_to_cpu=True):
@@ -90,7 +90,7 @@ def test_offload_to_cpu_warns_where_it_is_wasteful():
 
 @on_ranks(1)
 def test_with_one_rank_writes_are_kept_in_any_case():
-    """Nothing is sharded then: as in FSDP1, ``writeback=False`` does not throw away what was written."""
+    """On one rank nothing is sharded: as in FSDP1, ``writeback=False`` does not discard writes."""
     model = wrap_each(mlp(4, 5, 3))
     for kwargs in ({"writeback": False}, {"writeback": False, "rank0_only": True}):
         before = model.state_dict()
@@ -103,7 +103,7 @@ def test_with_one_rank_writes_are_kept_in_any_case():
 @on_ranks(1, 2, 3)
 @layouts
 def test_gradients_are_the_plain_models(layout):
-    """``with_grads`` shows the mean over ranks, whole; what is written to them is what the optimizer steps with."""
+    """``with_grads`` shows whole gradients, averaged over ranks; the optimizer steps with what is written to them."""
     plain, model = tiny(), wrap_tiny(tiny(), **LAYOUTS[layout])
     of_plain = sgd(plain)
     of_model = CPUOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9) if layout == "held" else sgd(model)
@@ -128,7 +128,7 @@ def test_gradients_are_the_plain_models(layout):
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["flat", "apart", "held"])
 def test_gradients_may_be_dropped_and_made(layout):
-    """None for all of a unit is none, None for some is zeros, and a gradient where there was none is one."""
+    """Dropping all gradients of a unit keeps none, dropping some gives zeros, and an assigned gradient is kept."""
     model = wrap_each(mlp(4, 5, 3), **LAYOUTS[layout])
     with model.summon_full_params(with_grads=True):
         assert all(param.grad is None for param in model.parameters())
@@ -153,7 +153,7 @@ def test_gradients_may_be_dropped_and_made(layout):
 
 @on_ranks(2)
 def test_gradients_on_rank_0():
-    """With ``rank0_only`` whole gradients are there alone, in host memory if asked for."""
+    """With ``rank0_only`` only rank 0 has whole gradients, in host memory if asked for."""
     model = wrap_each(mlp(4, 5, 3))
     model(randn(2, 4)).sum().backward()
     with model.summon_full_params(writeback=False, rank0_only=True, offload_to_cpu=True, with_grads=True):
@@ -166,7 +166,7 @@ def test_gradients_on_rank_0():
 
 @on_ranks(2)
 def test_gradients_of_some_ranks_only():
-    """A gradient that one rank lacks counts as zeros: the ranks show the same, and none waits for another."""
+    """A gradient missing on one rank counts as zeros: all ranks show the same, and none waits for another."""
     model = FSDP(nn.Linear(2, 2, bias=False))
     if dist.get_rank() == 0:
         model.params[0].grad = torch.ones_like(model.params[0])
@@ -177,7 +177,7 @@ def test_gradients_of_some_ranks_only():
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["flat", "bf16"])
 def test_looking_at_gradients_under_no_sync_loses_none(layout):
-    """Gradients that wait on each rank to be reduced still do after someone has looked, and are not counted twice."""
+    """Looking at gradients held by ``no_sync`` leaves them to be reduced later, once."""
     results = []
     for look in (False, True):
         model = wrap_tiny(tiny(), **LAYOUTS[layout], fp32_reduce_scatter=layout == "bf16")
@@ -195,7 +195,7 @@ def test_looking_at_gradients_under_no_sync_loses_none(layout):
 
 @on_ranks(2)
 def test_looking_between_forward_and_backward_is_allowed():
-    """Only a change of the weights there is an error: the default ``writeback=True`` writes what was changed."""
+    """Summoning with the default ``writeback=True`` raises in the backward only if weights were changed."""
     model, plain = wrap_each(mlp(4, 5, 3)), mlp(4, 5, 3)
     loss = model(randn(2, 4)).sum()
     with model.summon_full_params():
@@ -222,7 +222,7 @@ def test_recurse_false_on_a_plain_module():
 
 @on_ranks(2)
 def test_a_replaced_parameter_is_an_error_that_leaves_the_model_whole():
-    """Assigning another Parameter inside raises at the end, by name; every unit is sharded again and trains."""
+    """Assigning another Parameter inside raises on exit, by name; every unit is sharded again and trains."""
     model = wrap_tiny(tiny())
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(FairshardError, match=r"`first\.up\.weight` was replaced"):

@@ -1,4 +1,4 @@
-"""What the private autograd API tells; without it, gradients are the same."""
+"""What the private autograd API reports; without it gradients are the same."""
 
 import copy
 from unittest import mock
@@ -48,12 +48,12 @@ def test_without_the_private_call_gradients_are_the_same(use_reentrant):
         actual = grads_of(model)
     assert len(expected) == 2
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-    # The used layer comes first on the line: all of it, or its first half, is rank 0's.
+    # The used layer is first on the line: rank 0 owns all of it, or its first half.
     assert all(grad.any() for grad in actual) or dist.get_rank() > 0
 
 
 def test_the_accumulate_node_is_the_same_as_long_as_it_is_held():
-    """`accumulate_node` gives one node for a leaf, so that hooks and reachability speak of the same."""
+    """`accumulate_node` returns one node per leaf, so hooks and reachability queries use the same node."""
     leaf = torch.nn.Parameter(torch.ones(2))
     node = autograd_hooks.accumulate_node(leaf)
     assert autograd_hooks.accumulate_node(leaf) is node
@@ -62,7 +62,7 @@ def test_the_accumulate_node_is_the_same_as_long_as_it_is_held():
 
 
 def test_outside_of_a_backward_there_is_no_task():
-    """The id of the running graph task is that of `NO_BACKWARD` outside, and differs between backwards."""
+    """The id of the running graph task is `NO_BACKWARD` outside a backward, and differs between backwards."""
     assert autograd_hooks.current_task() == autograd_hooks.NO_BACKWARD
     tasks = []
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_reached_is_exact(used):
 
 @on_ranks(1, 2)
 def test_the_public_fallback_agrees():
-    """Without the private query, every pass gives the same weights: units just finish later."""
+    """Without the private query, every pass gives the same weights: units only finish later."""
     states = []
     for private in (True, False):
         wrapped = wrap_tiny(tiny())
@@ -110,14 +110,14 @@ def test_the_public_fallback_agrees():
 
 @on_ranks(2)
 def test_the_public_fallback_copes_with_unused_parameters():
-    """A leaf that is never reached only makes its unit wait for the end of the backward."""
+    """A leaf that is never reached only delays its unit until the end of the backward."""
     with mock.patch.object(autograd_hooks, "_will_execute", None):
         train_alike(Chosen(alternate), wrap_all, loss_of, num_steps=4, momentum=0.0)
         train_alike(Chosen(alternate), FSDP, loss_of, num_steps=4, momentum=0.0)
 
 
 def test_a_hook_that_comes_first():
-    """It is called before those that are there, which keep their order and can be removed as ever."""
+    """`hook_first` runs before the existing hooks, which keep their order and can still be removed."""
     called = []
     tensor = torch.ones(2, requires_grad=True) * 2
     handles = [tensor.register_hook(lambda grad, name=name: called.append(name)) for name in "abc"]

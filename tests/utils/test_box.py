@@ -1,4 +1,4 @@
-"""A run of elements as boxes: together they are the run, in its order, and few."""
+"""A run of elements is split into few boxes that cover it in order."""
 
 import math
 
@@ -14,7 +14,7 @@ shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 @given(shapes, st.data())
 def test_boxes_are_the_run(shape, data):
-    """Written back to back, the boxes' elements are those of the run, each once, at most ``2n - 1`` boxes."""
+    """At most ``2n - 1`` boxes, written back to back, give every element of the run once."""
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -32,7 +32,7 @@ def test_boxes_are_the_run(shape, data):
 
 
 def test_the_drawing_of_the_docstring():
-    """Shape (4, 5), the span [3, 17): the end of a row, two whole rows, the beginning of one."""
+    """The span [3, 17) of shape (4, 5) is the end of a row, two whole rows, and the beginning of a row."""
     assert boxes_of((4, 5), Span(3, 17)) == [
         Box((0, 3), (1, 2), Span(0, 2)),
         Box((1, 0), (2, 5), Span(2, 12)),
@@ -41,7 +41,7 @@ def test_the_drawing_of_the_docstring():
 
 
 def test_empty_things():
-    """An empty tensor is one empty box, so that it is saved; an empty run of another is none."""
+    """An empty tensor is one empty box, so that it is saved; an empty run of another tensor has no box."""
     assert boxes_of((0, 3), Span(0, 0)) == [Box((0, 0), (0, 3), Span(0, 0))]
     assert boxes_of((2, 3), Span(4, 4)) == []
     assert boxes_of((), Span(0, 1)) == [Box((), (), Span(0, 1))]

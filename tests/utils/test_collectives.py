@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def value_of(rank, row, numel, dtype):
-    """What ``rank`` holds in ``row``: numbers whose sum depends on the order of adding."""
+    """What ``rank`` holds in ``row``: numbers whose sum depends on the order of addition."""
     random = torch.Generator().manual_seed(100 * rank + row)
     return torch.randn(numel, generator=random, dtype=torch.float64).to(dtype)
 
@@ -26,7 +26,7 @@ def buffer_of(rank, world_size, numel, dtype):
     return torch.stack(rows).to(rank_device())
 
 
-# 5 ranks and more take gloo's native all-gather and all-to-all, 2 to 4 the direct exchange.
+# 5 or more ranks use gloo's native all-gather and all-to-all, 2 to 4 the direct exchange.
 @on_ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [1, 1000])
@@ -59,7 +59,7 @@ def test_reduce_scatter_adds_in_rank_order(dtype, numel):
 
 @on_ranks(2, 3)
 def test_many_under_way_and_waited_for_in_any_order():
-    """Exchanges of several flat params, started together and waited for backwards, do not mix."""
+    """Exchanges of several flat params, started together and waited for in reverse order, do not mix."""
     comm = communicator(dist.group.WORLD)
     pending = []
     for number in range(12):
@@ -79,7 +79,7 @@ def test_many_under_way_and_waited_for_in_any_order():
 
 @on_ranks(2)
 def test_ranks_may_start_exchanges_in_different_order():
-    """Tags name what travels, so two ranks that start two gathers in opposite order get the right rows."""
+    """Tags identify each exchange, so two ranks that start two gathers in opposite order get the right rows."""
     comm = communicator(dist.group.WORLD)
     buffers = [torch.full((2, 3), -1.0) for _ in range(2)]
     for number, buffer in enumerate(buffers):
@@ -136,7 +136,7 @@ def test_objects_and_scalars_of_every_rank():
 @pytest.mark.cpu_only
 @on_ranks(2, 3)
 def test_counters_count_number_and_bytes():
-    """A collective counts once: bytes received of an all-gather, sent of a reduce-scatter, held of an all-reduce."""
+    """A collective counts once: received bytes of an all-gather, sent of a reduce-scatter, held of an all-reduce."""
     comm = communicator(dist.group.WORLD)
     others = comm.world_size - 1
     reset_counters()
@@ -172,7 +172,7 @@ def test_alone_nothing_moves():
 
 
 def test_a_transfer_waits_for_every_work_even_when_one_fails():
-    """A failed work does not keep the others from being waited for; the error is ours and names the cause."""
+    """If one work fails, the transfer still waits for the others, then raises our error with the cause."""
     waited = []
 
     class Work:
@@ -199,7 +199,7 @@ def test_a_transfer_may_be_waited_for_twice():
 
 
 def test_default_group_needs_one():
-    """Without `init_process_group` there is a ValueError that says so."""
+    """Without `init_process_group` the default group raises a ValueError that says so."""
     with pytest.raises(ValueError, match="init_process_group"):
         default_group()
     with fake_group(2):

@@ -37,7 +37,7 @@ class Derived:
 
 
 class ModelOutput(collections.OrderedDict):
-    """As in transformers: an ordered dictionary that is a dataclass, and leaves out what is None."""
+    """As in transformers: an ordered dictionary that is also a dataclass, and omits values that are None."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -115,7 +115,7 @@ def test_order_of_an_ordered_dict_is_kept():
 
 
 def test_default_dict_keeps_its_factory():
-    """A defaultdict still makes what it made."""
+    """A defaultdict keeps its factory."""
     result = apply_to_tensors(add_one, collections.defaultdict(list, a=one))
     assert type(result) is collections.defaultdict
     assert result["missing"] == []
@@ -148,7 +148,7 @@ def test_model_output_stays_one():
 
 
 def test_packed_sequence_stays_one():
-    """The data is mapped; the bookkeeping (lengths, order) is carried over as it is."""
+    """The data is mapped; the bookkeeping (lengths, order) does not change."""
     batch = torch.arange(12.0).view(3, 4)
     packed = pack_padded_sequence(batch, torch.tensor([2, 4, 1]), batch_first=True, enforce_sorted=False)
     result = apply_to_tensors(add_one, packed)
@@ -164,7 +164,7 @@ values = st.integers() | st.text("abc")
 
 @given(st.lists(values), st.dictionaries(st.text("xyz"), values))
 def test_unpack_undoes_pack(args, kwargs):
-    """`unpack_kwargs` gives back what `pack_kwargs` was called with."""
+    """`unpack_kwargs` returns the arguments that `pack_kwargs` was called with."""
     keys, packed = pack_kwargs(*args, **{f"k{key}": value for key, value in kwargs.items()})
     assert len(packed) == len(args) + len(kwargs)
     assert unpack_kwargs(keys, packed) == (tuple(args), {f"k{key}": value for key, value in kwargs.items()})

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_stream_of_the_cpu_is_the_program_itself():
-    """Work under a CPU stream runs where it stands; waiting for its events returns at once."""
+    """Work under a CPU stream runs immediately, and waiting for its events returns immediately."""
     stream = Stream(CPU)
     with stream.use():
         value = torch.ones(3)
@@ -22,9 +22,9 @@ def test_a_stream_of_the_cpu_is_the_program_itself():
 
 
 def test_memory_figures_are_bytes():
-    """The resident size grows by what is allocated and touched; the peak is at least that."""
+    """The resident size grows by the memory that is allocated and touched; the peak is at least that."""
     before = memory_allocated(CPU)
-    with mmap.mmap(-1, 128 << 20) as block:  # from the system itself: malloc may have so much left over
+    with mmap.mmap(-1, 128 << 20) as block:  # from the system itself: malloc may have that much free
         torch.frombuffer(block, dtype=torch.uint8).fill_(1)
         grown = memory_allocated(CPU) - before
         assert grown > 64 << 20

@@ -18,7 +18,7 @@ def line_of(layout):
 
 @given(sizes, worlds)
 def test_shards_are_equal_and_padded_least(numels, world_size):
-    """All ranks own as many elements, and no smaller number would do."""
+    """All ranks own the same number of elements, the smallest that suffices."""
     layout = FlatLayout(numels, world_size)
     assert layout.numel == sum(numels)
     assert layout.padded_numel == layout.shard_numel * world_size

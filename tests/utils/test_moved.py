@@ -8,7 +8,7 @@ import pytest
 from fairshard.utils.moved import moved
 from tests.test_architecture import OLD_PATHS
 
-# A name of each that the docs show.
+# One name per module, which the docs show.
 SHOWN = {
     "fairshard.nn.data_parallel.options": "MixedPrecision",
     "fairshard.nn.data_parallel.policies": "MixedPrecisionPolicy",
@@ -21,7 +21,7 @@ SHOWN = {
 
 @pytest.mark.parametrize(("old", "new"), OLD_PATHS.items(), ids=OLD_PATHS.keys())
 def test_an_old_path_has_every_public_name(old, new):
-    """What the new module defines is found at the old path too, the same object, with a warning that names both."""
+    """Every object that the new module defines is also at the old path, with a warning that names both paths."""
     there = importlib.import_module(new)
     names = [name for name, value in vars(there).items() if getattr(value, "__module__", None) == new]
     assert SHOWN[old] in names
@@ -31,7 +31,7 @@ def test_an_old_path_has_every_public_name(old, new):
 
 
 def test_the_warning_points_at_the_import():
-    """Whoever imports from the old path is told in which line."""
+    """The warning points at the import from the old path."""
     with pytest.warns(DeprecationWarning, match="has moved") as caught:
         from fairshard.utils.timeline import draw_timeline
     assert inspect.isfunction(draw_timeline)
@@ -39,7 +39,7 @@ def test_the_warning_points_at_the_import():
 
 
 def test_other_names_are_missing_as_ever():
-    """A name that the module never had is an error that says so, without a warning of a move."""
+    """A name that the module never had raises an AttributeError, without a warning about a move."""
     find = moved("fairshard.utils.timeline", "fairshard.observe.timeline")
     for name in ("no_such_name", "__no_such_name__"):
         with pytest.raises(AttributeError, match=name):

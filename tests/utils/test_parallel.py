@@ -1,4 +1,4 @@
-"""Cutting a tensor among ranks, and refusing what is no usable process group."""
+"""Cutting a tensor among ranks, and refusing unusable process groups."""
 
 import pytest
 import torch
@@ -50,14 +50,14 @@ def test_a_usable_group_passes():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_a_group_without_a_backend_for_the_device_is_refused():
-    """Gloo cannot be used for a device that it was not set up for."""
+    """A gloo group raises for a device that it was not set up for."""
     with pytest.raises(ValueError, match="backend"):
         validate_process_group(torch.device("meta"), dist.group.WORLD)
 
 
 @on_ranks(2)
 def test_a_group_that_this_rank_is_no_member_of_is_refused():
-    """What ``new_group`` returns to ranks outside of it is no group."""
+    """The object that ``new_group`` returns to non-members raises a TypeError."""
     group = dist.new_group([0])
     if dist.get_rank() == 1:
         with pytest.raises(TypeError, match="belongs to"):
@@ -65,7 +65,7 @@ def test_a_group_that_this_rank_is_no_member_of_is_refused():
 
 
 def test_what_is_no_group_is_refused():
-    """Anything but a process group is a TypeError that says what it is."""
+    """Anything but a process group raises a TypeError that says what it is."""
     with pytest.raises(TypeError, match="'MISSING'"):
         validate_process_group(torch.device("cpu"), "MISSING")
     with fake_group(2):

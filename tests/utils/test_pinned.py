@@ -1,4 +1,4 @@
-"""Host memory pinned at its exact size, or not at all, with a word about it."""
+"""Host memory is pinned at its exact size, or not at all, with a warning."""
 
 import gc
 import mmap
@@ -14,7 +14,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monkeypatch):
-    """What the driver is asked to pin is what was asked for; it is let go when the last tensor on it goes."""
+    """The driver pins exactly the requested bytes, and releases them when the last tensor on them is deleted."""
     asked, released = [], []
     monkeypatch.setattr(pinned, "host_register", lambda data: asked.append((data.data_ptr(), data.nbytes)) or True)
     monkeypatch.setattr(pinned, "host_unregister", released.append)
@@ -33,7 +33,7 @@ def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monk
 
 
 def test_the_limit_of_locked_memory_is_a_warning_once(monkeypatch):
-    """The memory is pageable then, and works; the second time nothing is said."""
+    """Memory that cannot be pinned is pageable and works; only the first time warns."""
     monkeypatch.setattr(pinned, "host_register", lambda data: False)
     monkeypatch.setattr(pinned, "_has_warned", False)
     with pytest.warns(UserWarning, match=r"could not be pinned.*ulimit -l"):
@@ -53,7 +53,7 @@ def test_without_a_gpu_and_without_elements_nothing_is_pinned(monkeypatch):
 
 @pytest.mark.parametrize(("nbytes", "refused"), [(80, False), (81, True)])
 def test_four_fifths_of_the_free_memory_may_be_pinned(monkeypatch, nbytes, refused):
-    """100 bytes are free: 80 may go."""
+    """Of 100 free bytes, 80 may be pinned and 81 may not."""
     monkeypatch.setattr(pinned, "free_host_memory", lambda: 100)
     assert bool(pinned.too_much_to_pin(nbytes, 2)) == refused
 

@@ -1,4 +1,4 @@
-"""The engine's way through the bucketer: planned, written once, whatever really happens in the pass."""
+"""The bucketer as the engine uses it: with a plan, and right whatever happens in the pass."""
 
 import itertools
 
@@ -46,7 +46,7 @@ class Source:
 
 
 def mean(value=0.0):
-    """What `Source` must be given: the mean of ``rank + value``."""
+    """The reduced gradient that `Source` must get: the mean of ``rank + value``."""
     return [sum(range(dist.get_world_size())) / dist.get_world_size() + value]
 
 
@@ -61,7 +61,7 @@ def sent():
 
 @on_ranks(2, 3)
 def test_a_planned_pass_is_one_exact_bucket():
-    """What fits into the cap goes as one reduce-scatter of exactly its width; means arrive in plan order."""
+    """Sources that fit into the cap share one reduce-scatter of exactly their width; means arrive in plan order."""
     own = sources(3, 5, 1)
     bucketer = ReduceScatterBucketer(25)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_buckets_are_cut_at_the_cap(numels):
 
 @on_ranks(2)
 def test_a_plan_is_a_hint():
-    """Another order, a source that was not planned, one that comes twice: all means are right."""
+    """Means are right in another order, with an unplanned source, and with a source that is reduced twice."""
     a, b, c, stranger = sources(3, 5, 1, 4)
     bucketer = ReduceScatterBucketer(25)
     bucketer.plan([a, b, c])
@@ -113,7 +113,7 @@ def test_a_plan_is_a_hint():
 
 @on_ranks(2)
 def test_what_does_not_come_is_not_waited_for():
-    """A source that never comes holds nothing up, and gets no gradient; the next pass is whole again."""
+    """A planned source that is not reduced delays nothing and gets no gradient; the next pass is complete."""
     a, b, c = sources(3, 5, 1)
     bucketer = ReduceScatterBucketer(25)
     bucketer.plan([a, b, c])
@@ -129,7 +129,7 @@ def test_what_does_not_come_is_not_waited_for():
 
 @on_ranks(2)
 def test_reset_forgets_an_interrupted_pass():
-    """After `reset` nothing is delivered of what was under way, and the next pass is right."""
+    """After `reset` no gradient of the interrupted pass is delivered, and the next pass is right."""
     a, b, c = sources(3, 5, 1)
     bucketer = ReduceScatterBucketer(8 * 4 * 2 / MB)  # a and b share a bucket, c has its own
     bucketer.plan([a, b, c])
@@ -148,7 +148,7 @@ def test_reset_forgets_an_interrupted_pass():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_memory_is_bounded():
-    """However late the other rank is, at most two buckets are under way, and none has memory after the pass."""
+    """However late the other rank is, at most two buckets are in flight, and none holds memory after the pass."""
     own = sources(*[64] * 8)
     bucketer = ReduceScatterBucketer(0)
     bucketer.plan(own)
@@ -171,7 +171,7 @@ def test_memory_is_bounded():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_few_small_buckets_are_under_way():
-    """Sources that no plan expects have buckets of their own, far below the cap: two of them are under way at most."""
+    """Unplanned sources have buckets of their own, far below the cap; at most two of these are in flight."""
     own = sources(*[64] * 8)
     bucketer = ReduceScatterBucketer(25)
     with delayed(Communicator, "reduce_scatter", rank=1, delay=0.01):
@@ -198,7 +198,7 @@ def test_dtypes_travel_apart():
 
 @on_ranks(1)
 def test_alone_gradients_are_handed_over():
-    """With one rank nothing is sent, and each source gets its own gradient at once."""
+    """With one rank nothing is sent, and each source gets its own gradient immediately."""
     (a,) = sources(3)
     bucketer = ReduceScatterBucketer(25)
     bucketer.plan([a])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cpu_only
 
 @pytest.fixture(scope="module")
 def pool():
-    """A pool of this module's own: its workers get killed."""
+    """A pool for this module only, because its tests kill workers."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -28,7 +28,7 @@ def _rank_and_size(offset):
 
 
 def test_results_come_back_in_rank_order():
-    """Every rank runs the function once, and its results stand at its rank."""
+    """Every rank runs the function once, and results are in rank order."""
     for world_size in (1, 2, 3):
         results = run_ranks(world_size, _rank_and_size, 10)
         assert [result[:2] for result in results] == [(10 + rank, world_size) for rank in range(world_size)]
@@ -86,7 +86,7 @@ def _sleep_for_ever():
 
 
 def test_a_hung_rank_is_reported_with_its_stack_and_replaced(pool):
-    """A call ends by its timeout, names the ranks that hang and where, and the next call works."""
+    """A call ends at its timeout, names the ranks that hang and where, and the next call works."""
     before = pool.run(2, _rank_and_size, 0)
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_is_reported_and_replaced(pool):
 
 
 def test_results_that_cannot_be_pickled_are_an_error(pool):
-    """A result that cannot travel is reported as a failure of its rank, not as a hang."""
+    """A result that cannot be pickled is reported as a failure of its rank, not as a hang."""
     with pytest.raises(RanksFailed, match="pickle"):
         pool.run(1, threading.Lock)
 
@@ -147,7 +147,7 @@ def _delayed_barrier():
 
 
 def test_delay_makes_the_others_wait():
-    """`delayed` holds one rank back until it is time; who needs it waits; afterwards nothing is late."""
+    """`delayed` holds one rank back, ranks that need it wait, and nothing is late afterwards."""
     assert run_ranks(2, _delayed_barrier)[0] is False
 
 
@@ -157,12 +157,12 @@ def _delay_of_nothing():
 
 
 def test_a_delay_that_delays_nothing_is_an_error():
-    """A test of lateness whose function is never called would pass whatever the engine does."""
+    """`delayed` raises if its function is never called, because such a test would pass whatever the engine does."""
     run_ranks(1, _delay_of_nothing)
 
 
 def test_ranks_that_never_talk_do_not_disturb_each_other():
-    """A rank that is done at once keeps its group until the others are done: they may still be connecting to it."""
+    """A rank that finishes early keeps its group until all have finished, because others may still connect to it."""
     for number in range(20):
         results = run_ranks(3, _rank_and_size, number)
         assert [result[0] for result in results] == [number, number + 1, number + 2]

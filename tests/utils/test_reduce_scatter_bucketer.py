@@ -1,4 +1,4 @@
-"""The public bucketer: what waits, what goes at once, and that every sum is right whoever shares its bucket."""
+"""The public bucketer: which inputs wait, which are sent immediately, and that every sum is right."""
 
 import functools
 from unittest import mock
@@ -16,14 +16,14 @@ MB = 1024 * 1024
 
 
 def inputs(numel, dtype=torch.float32):
-    """One tensor of ones for each rank, of zeros where this rank itself receives."""
+    """One tensor per rank: ones, but zeros for this rank itself."""
     tensors = [torch.ones(numel, device=rank_device(), dtype=dtype) for _ in range(dist.get_world_size())]
     tensors[dist.get_rank()].zero_()
     return tensors
 
 
 def numel_of(nbytes):
-    """Elements of fp32 in each of the inputs so that all of them together have ``nbytes``."""
+    """Number of fp32 elements in each input so that all inputs together have ``nbytes``."""
     return nbytes // 4 // dist.get_world_size()
 
 
@@ -36,7 +36,7 @@ def sent():
 @pytest.mark.parametrize("bucket_cap_mb", [0, 0.25, 1])
 @pytest.mark.parametrize("numel", [1, 7, 70_000])
 def test_the_callback_gets_the_sum(bucket_cap_mb, numel):
-    """All other ranks gave ones, so their number comes back, as the first positional argument."""
+    """The callback gets the sum, here the number of other ranks, as its only argument."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=bucket_cap_mb)
     callback = mock.Mock()
     bucketer.reduce_scatter_async(inputs(numel), dist.group.WORLD, callback_fn=callback)
@@ -50,7 +50,7 @@ def test_the_callback_gets_the_sum(bucket_cap_mb, numel):
 
 @on_ranks(2, 4)
 def test_small_ones_wait_for_flush():
-    """Below the cap nothing is sent until `flush`, and then all at once."""
+    """Below the cap nothing is sent until `flush`, which sends all inputs together."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=1)
     callbacks = [mock.Mock() for _ in range(5)]
     reset_counters()
@@ -67,7 +67,7 @@ def test_small_ones_wait_for_flush():
 
 @on_ranks(2)
 def test_a_full_bucket_is_sent_and_a_new_one_opened():
-    """What does not fit any more goes into the next bucket; the callbacks of the full one have then run."""
+    """An input that does not fit goes into the next bucket; the callbacks of the full bucket have then run."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=1)
     first, second, third = mock.Mock(), mock.Mock(), mock.Mock()
     numel = numel_of(MB * 2 // 5)
@@ -82,7 +82,7 @@ def test_a_full_bucket_is_sent_and_a_new_one_opened():
 
 @on_ranks(2)
 def test_one_over_the_cap_overtakes_those_that_wait():
-    """A large input goes at once; small ones before and after it still wait."""
+    """An input over the cap is sent immediately; small inputs before and after it still wait."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=0.25)
     small, large, last = mock.Mock(), mock.Mock(), mock.Mock()
     bucketer.reduce_scatter_async(inputs(1), dist.group.WORLD, small)
@@ -96,7 +96,7 @@ def test_one_over_the_cap_overtakes_those_that_wait():
 @on_ranks(2)
 @pytest.mark.parametrize("over", [-1, 0, 1])
 def test_the_cap_counts_the_inputs_of_all_ranks(over):
-    """An input waits only when its bytes for all ranks together are below the cap; exactly the cap does not."""
+    """An input waits only if its bytes for all ranks together are below the cap; at the cap it is sent."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=0.25)
     callback = mock.Mock()
     bucketer.reduce_scatter_async(inputs(numel_of(MB // 4) + over), dist.group.WORLD, callback)
@@ -124,7 +124,7 @@ def test_capacity_in_elements_follows_from_the_element_size(dtype, num_waiting):
 @on_ranks(2)
 @pytest.mark.parametrize("bucket_cap_mb", [0, -1])
 def test_no_cap_disables_bucketing(bucket_cap_mb):
-    """With a cap of 0 or less each input is sent on its own, at once."""
+    """With a cap of 0 or less each input is sent on its own, immediately."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=bucket_cap_mb)
     reset_counters()
     for number in range(1, 4):
@@ -181,7 +181,7 @@ def test_sums_do_not_depend_on_what_shares_the_bucket(dtype):
 
 @on_ranks(2)
 def test_shape_is_kept_and_inputs_are_not_changed():
-    """The reduced tensor has the shape of one input; what was given is as before."""
+    """The reduced tensor has the shape of one input; the inputs are not changed."""
     tensors = [torch.ones(2, 3, device=rank_device()) for _ in range(2)]
     seen = []
     bucketer = ReduceScatterBucketer(bucket_cap_mb=1)
@@ -204,7 +204,7 @@ def test_memory_handed_to_the_callback_is_kept():
 
 @on_ranks(2)
 def test_no_callback_and_empty_flush():
-    """A callback may be left out; flushing without anything waiting sends nothing."""
+    """A callback may be left out; an empty flush sends nothing."""
     bucketer = ReduceScatterBucketer(bucket_cap_mb=1)
     reset_counters()
     bucketer.flush()

@@ -29,7 +29,7 @@ def test_shift_keeps_the_size(span, by):
 
 @given(st.integers(0, 100), st.integers(1, 12))
 def test_parts_cover_the_line_once(numel, parts):
-    """The spans of a cut line do not overlap, cover it, and are no longer than they need be."""
+    """The spans of a cut line do not overlap, cover the line, and are as short as possible."""
     width = cut(numel, parts)
     pieces = [part(index, width) for index in range(parts)]
     covered = [element for piece in pieces for element in elements(piece)]

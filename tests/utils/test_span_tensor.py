@@ -1,4 +1,4 @@
-"""A tensor of which one run of elements is here: it can be copied into, moved and stored, not used in computation."""
+"""A tensor with one run of its elements on this rank: it can be filled, moved and stored, but not computed with."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ def half(dtype=torch.float32):
 
 
 def test_shape_of_the_whole_memory_of_the_run():
-    """Shape, dtype and device are the whole's and the run's; the repr shows what is here."""
+    """The shape is the whole tensor's, dtype and device are the run's, and the repr shows the run."""
     span = half(torch.float64)
     assert (span.shape, span.dtype, span.device.type) == ((2, 3), torch.float64, "cpu")
     assert tuple(span.span) == (2, 5)
@@ -25,7 +25,7 @@ def test_shape_of_the_whole_memory_of_the_run():
 
 
 def test_what_is_copied_arrives_in_the_run():
-    """Whole values, cast; other spans that hold enough; nothing where nothing is owned."""
+    """The run takes its part of whole values, cast, or of spans that contain it; an empty run takes nothing."""
     whole = torch.arange(10.0, 16.0).view(2, 3)
     run = torch.zeros(3)
     span = SpanTensor(run, 2, (2, 3))
@@ -41,7 +41,7 @@ def test_what_is_copied_arrives_in_the_run():
 
 
 def test_what_cannot_be_copied_is_refused():
-    """Elements that are elsewhere, other shapes, a whole target: each says what is here."""
+    """Copying from elements that are not there, from another shape, or into a whole tensor raises."""
     with pytest.raises(ValueError, match="this rank owns, 2 to 5, but holds 3 to 5"):
         half().copy_(SpanTensor(torch.zeros(2), 3, (2, 3)))
     with pytest.raises(ValueError, match=r"Shapes must be equal, but \(3, 2\) would go into \(2, 3\)"):
@@ -63,7 +63,7 @@ def test_it_is_not_computed_with(compute):
 
 
 def test_what_needs_no_other_elements_works():
-    """Copies, casts, moves, zeros like it: of the run, at the same place."""
+    """Copies, casts, moves and ``zeros_like`` act on the run and keep its position."""
     span = half()
     for made, expected in (
         (span.clone(), [2, 3, 4]),
@@ -88,7 +88,7 @@ def test_what_needs_no_other_elements_works():
 
 
 def test_pickles_hold_the_run_alone():
-    """A run of a large shard does not take the shard along; ``weights_only`` loads it."""
+    """Pickling a run of a large shard stores the run only, and ``weights_only=True`` loads it."""
     shard = torch.arange(100_000.0)
     span = SpanTensor(shard[10:13], 4, (3, 3))
     assert len(pickle.dumps(span)) < 2000

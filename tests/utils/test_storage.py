@@ -1,4 +1,4 @@
-"""Memory given back and taken again in place."""
+"""Freeing the memory of a tensor, and allocating it again in place."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_both_may_be_called_twice():
 
 
 def test_shared_memory_is_not_freed():
-    """A tensor that starts inside the storage of another must not take that one's memory away."""
+    """A tensor that starts inside the storage of another must not free it."""
     whole = torch.ones(4)
     with pytest.raises(ValueError, match="starts at element 2"):
         free_storage_(whole[2:])
@@ -61,7 +61,7 @@ def test_another_size_must_be_freed_first():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_own_storage(dtype):
-    """The result shows the view's memory, of which its storage has no more than the view needs."""
+    """The result shows the view's memory, and its storage has no more than the view needs."""
     line = torch.arange(12, dtype=dtype)
     view = line[3:9].view(2, 3)
     own = own_storage(view)

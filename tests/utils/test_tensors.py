@@ -22,7 +22,7 @@ def with_grads(*grads):
     st.sampled_from([1.0, 2.0, 3.0, math.inf]),
 )
 def test_norm_is_that_of_the_concatenation(values, p):
-    """The norm of the norms is the norm of all elements: up to a few fp32 roundings."""
+    """The norm of the norms equals the norm of all elements, up to a few fp32 roundings."""
     grads = [torch.tensor(value, dtype=torch.float32) for value in values]
     whole = torch.cat(grads).double()
     expected = torch.linalg.vector_norm(whole, p) if whole.numel() else torch.zeros(())
@@ -33,7 +33,7 @@ def test_norm_is_that_of_the_concatenation(values, p):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norm_is_taken_in_fp32(dtype):
-    """Squares that overflow, or vanish in, the gradients' dtype do neither in the norm."""
+    """Squares that overflow or underflow in the gradients' dtype do neither in the norm."""
     params = with_grads(torch.full((4,), 300.0, dtype=dtype), torch.full((4096,), 1.0, dtype=dtype))
     norm = calc_grad_norm(params, 2)
     assert norm.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_double_gradients_have_a_double_norm():
 
 
 def test_parameters_without_gradient_are_left_out():
-    """None counts as nothing; without any gradient the norm is zero."""
+    """Parameters without a gradient do not count; without any gradient the norm is zero."""
     param = torch.nn.Parameter(torch.ones(3))
     assert calc_grad_norm([param], 2).item() == 0
     assert calc_grad_norm([], 2).item() == 0
@@ -58,14 +58,14 @@ def test_parameters_without_gradient_are_left_out():
 
 
 def test_empty_gradients_count_as_nothing():
-    """A gradient of no elements does not disturb the norm, not even the maximum."""
+    """An empty gradient does not change the norm, not even the maximum."""
     params = with_grads(torch.empty(0), torch.tensor([-3.0]))
     assert calc_grad_norm(params, math.inf).item() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype):
-    """`set_grad` shows the very tensor it is given, again in another dtype, and None."""
+    """`set_grad` sets the given tensor itself, also in another dtype, or None."""
     param = torch.nn.Parameter(torch.ones(3))
     for kind in (dtype, torch.float32, dtype):
         grad = torch.full((3,), 2, dtype=kind)

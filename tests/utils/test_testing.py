@@ -23,7 +23,7 @@ def test_copies_are_counted_in_number_and_bytes():
 
 
 def test_copies_made_by_autograd_are_counted():
-    """A gradient that autograd cannot steal is cloned, and seen."""
+    """A gradient that autograd must clone is counted."""
     weight = torch.ones(5, requires_grad=True)
     loss = weight.sum()  # its gradient is an expanded scalar: accumulating it makes a copy
     with CopyCounter() as copies:
@@ -57,7 +57,7 @@ def test_collectives_are_counted_below_torch_distributed():
 
 
 def test_fake_group_moves_nothing():
-    """A fake group has any size, and its collectives return at once; afterwards there is no group."""
+    """A fake group has any size and its collectives return immediately; afterwards there is no group."""
     with fake_group(64, rank=3):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 64)
         value = torch.ones(2)

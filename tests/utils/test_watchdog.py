@@ -1,4 +1,4 @@
-"""Where every rank stands when a collective fails: what each tells through the store, and what is made of it."""
+"""When a collective fails, each rank reports its place through the store, and the error compares the places."""
 
 import re
 import threading
@@ -16,7 +16,7 @@ from tests.on_ranks import on_ranks
 
 
 class Standing:
-    """A training that stands still, unless it ``moves``."""
+    """A training run that makes no progress, unless it ``moves``."""
 
     def __init__(self, *place):
         self.stands_at(*place)
@@ -50,7 +50,7 @@ def reach(key):
 
 @on_ranks(3)
 def test_ranks_whose_collective_failed_read_the_place_of_all_others():
-    """The last rank is stuck elsewhere, and its thread answers for it, each time, with the line that it is at."""
+    """The last rank is stuck elsewhere; its thread answers every request with the line that the rank is at."""
     rank = dist.get_rank()
     training = Standing(f"in step {rank}")
     watch(training)
@@ -80,7 +80,7 @@ def test_ranks_whose_collective_failed_read_the_place_of_all_others():
 
 @on_ranks(2)
 def test_the_store_is_asked_only_while_training_stands_still():
-    """A training that goes on costs nothing; one that stands is looked after; with the group the thread ends."""
+    """The watchdog asks the store only while training makes no progress; its thread ends with the group."""
     with mock.patch.object(watchdog, "_POLL_S", 0.01):
         training = Standing("in step 1")
         watch(training)
@@ -105,7 +105,7 @@ def test_the_store_is_asked_only_while_training_stands_still():
 
 @on_ranks(2)
 def test_a_store_may_serve_another_group_later():
-    """What was told in an earlier group on the same store is not taken for an answer."""
+    """Answers of an earlier group on the same store are not used again."""
     for number in range(2):
         training = Standing(f"in group {number}")
         watch(training)
@@ -117,7 +117,7 @@ def test_a_store_may_serve_another_group_later():
 
 @on_ranks(3)
 def test_who_has_ended_or_does_not_answer_is_named():
-    """One rank's process ends by an error and leaves a word; another never had a thread, and is silent."""
+    """A rank that ended by an error is reported with that error; a rank that does not answer is reported as silent."""
     with mock.patch.object(watchdog, "_ANSWERS_WITHIN_S", 0.5):
         if dist.get_rank() == 2:
             until("told")
@@ -139,7 +139,7 @@ def test_who_has_ended_or_does_not_answer_is_named():
 
 @on_ranks(2)
 def test_ranks_that_ran_different_units_are_told_which():
-    """The entries tell what happened before the failure, and the error says that ranks disagree."""
+    """The error says that ranks disagree, and names the first unit of each that differs."""
     rank = dist.get_rank()
     training = Standing("in the backward of step 2", 2, ("`a`", ("`b`", "`c`")[rank]))
     watch(training)
@@ -152,7 +152,7 @@ def test_ranks_that_ran_different_units_are_told_which():
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_store_that_is_gone_is_not_waited_for(how):
-    """Whoever kept it has ended: a rank says what it knows."""
+    """If the store fails or hangs, a rank reports what it knows without waiting."""
     training = Standing("in step 1")
     watch(training)
     end = threading.Event()
@@ -165,7 +165,7 @@ def test_a_store_that_is_gone_is_not_waited_for(how):
 
 
 def test_where_nobody_else_is_there_is_no_watchdog():
-    """Groups that move nothing have none, and a failure is told as it is."""
+    """Groups that move no data have no watchdog, and a failure is reported as it is."""
     with fake_group(2) as world:
         watch(Standing("in step 1"))
         assert world not in watchdog._watchdogs
@@ -174,7 +174,7 @@ def test_where_nobody_else_is_there_is_no_watchdog():
 
 @on_ranks(2)
 def test_a_training_that_is_gone_is_not_kept():
-    """The watchdog holds no model; without one, the rank is not training."""
+    """The watchdog does not keep a training run alive; without it, the rank is reported as not training."""
     training = Standing("in step 1")
     watch(training)
     del training
@@ -182,7 +182,7 @@ def test_a_training_that_is_gone_is_not_kept():
 
 
 def test_differences_are_those_of_one_step():
-    """Ranks are compared step by step, as far as both have come, or to the end where both have ended."""
+    """Ranks are compared step by step, as far as both have got, or to the end if both have ended."""
     told = {0: [Place("", 1, ("a", "b")), Place("", 2, ("a",))], 2: [Place("", 2, ("a", "b"))], 3: []}
     assert first_difference(told) == "", "one may have come further"
     assert first_difference(told, to_the_end=True) == "In step 2 rank 0 is at the end, rank 2 at b."
@@ -192,7 +192,7 @@ def test_differences_are_those_of_one_step():
 
 
 def test_a_rank_that_has_missed_a_backward_is_told_why():
-    """Its loss reached no unit, or raised first: it is in the next forward where others begin a backward."""
+    """A rank that begins a forward where others begin a backward is told the likely cause and the cure."""
     told = {0: [Place("", 1, ("a", BEGINS_BACKWARD))], 1: [Place("", 1, ("a", BEGINS_FORWARD))]}
     text = first_difference(told)
     assert text.startswith("In step 1 rank 0 is at the beginning of a backward, rank 1 at the beginning of a forward.")
@@ -203,7 +203,7 @@ def test_a_rank_that_has_missed_a_backward_is_told_why():
     ("ranks", "text"), [([0], "rank 0"), ([0, 1], "ranks 0-1"), ([0, 2, 3, 4, 7], "ranks 0, 2-4, 7")]
 )
 def test_ranks_are_listed_in_runs(ranks, text):
-    """``rank 1`` or ``ranks 0, 2-4``."""
+    """Ranks are printed as ``rank 1`` or ``ranks 0, 2-4``."""
     assert watchdog._ranks(ranks) == text
 
 
@@ -213,7 +213,7 @@ def fails_with(error):
 
 
 def test_only_failures_of_a_collective_are_explained():
-    """Errors of ours, and of other kinds, go through as they are; without a group nothing is known."""
+    """Our own errors and other kinds pass through unchanged; without a group only the cause is reported."""
     with pytest.raises(CollectiveFailedError, match="A collective failed: connection closed") as raised:
         fails_with(RuntimeError("connection closed"))
     assert str(raised.value.__cause__) == "connection closed"

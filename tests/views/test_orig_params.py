@@ -85,7 +85,7 @@ def test_views_are_the_runs_that_the_rank_owns():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 def test_other_strategies_give_the_bits_of_flat_parameters(strategy):
-    """The same under ``no_sync``, where SHARD_GRAD_OP keeps parameters gathered, and with assigned weights."""
+    """SHARD_GRAD_OP and NO_SHARD, with ``no_sync`` and assigned weights, give the bits of flat parameters."""
     settings = {"sharding_strategy": getattr(ShardingStrategy, strategy)}
     wrapped = [wrap_tiny(tiny(), use_orig_params=flag, **settings) for flag in (True, False)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in wrapped]

@@ -55,7 +55,7 @@ def assert_same_grads(wrapped, plain):
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("offload", [False, True])
 def test_gradients_are_views_of_one_memory(offload):
-    """After a backward each view has its run of the mean gradient; all of a unit share one storage."""
+    """After a backward each view has its run of the mean gradient; all views of a unit share one storage."""
     plain, wrapped = build(cpu_offload=offload)
     backward(plain, 0)
     backward(wrapped, 0)
@@ -178,7 +178,7 @@ def test_all_gradients_dropped_by_the_views_are_dropped(synced):
 
 @on_ranks(1, in_full(2), 3)
 def test_gradients_that_the_user_puts_there_count():
-    """A gradient that was assigned, edited in place or dropped is the one that is clipped and accumulated to."""
+    """Clipping and accumulation use the gradients as the user has assigned, edited or dropped them."""
     plain, wrapped = build()
     for model in (plain, wrapped):
         backward(model, 0)
@@ -203,7 +203,7 @@ def test_gradients_that_the_user_puts_there_count():
 
 @on_ranks(1, in_full(2), 3)
 def test_a_gradient_put_where_none_was_counts():
-    """After all gradients were dropped, one that the user assigns is clipped and accumulated to."""
+    """After all gradients were dropped, a gradient that the user assigns is clipped and accumulated to."""
     plain, wrapped = build()
     backward(wrapped, 0)
     for param in wrapped.parameters():

@@ -59,7 +59,7 @@ def assert_same_optim_state(one, other):
 @pytest.mark.parametrize("into", LAYOUTS)
 @pytest.mark.parametrize("way", ["full", "rank0", "sharded"])
 def test_optimizer_state_goes_to_every_layout_and_back(into, way):
-    """State saved with views loads without, and the reverse: names and values agree, and so do the bits of training."""
+    """State saved with views loads into every layout, and the reverse, with the same names, values and bits."""
     for first, second in (("views", into), (into, "views")):
         model, optimizer = build(first)
         step(model, optimizer, 0)
@@ -89,7 +89,7 @@ def test_optimizer_state_goes_to_every_layout_and_back(into, way):
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 def test_state_dicts_of_all_forms(kind):
-    """Model and optimizer, saved and loaded in one form into a model with views; local ones also into a flat one."""
+    """In every form model and optimizer load into a model with views; local model state also loads into a flat one."""
     model, optimizer = build("views")
     step(model, optimizer, 0)
     for layout in ("views", "flat") if kind == "LOCAL_STATE_DICT" else ("views",):
@@ -182,7 +182,7 @@ def test_whole_parameters_and_gradients_are_shown_and_written_back():
 @pytest.mark.parametrize("by", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_copy_trains_on_its_own(by, when):
-    """A copied or pickled model has views of its own shard: training and the check of changed weights go on."""
+    """A copied or pickled model has views of its own shard: training and the check for changed weights still work."""
     model = wrap_each(mlp(4, 9, 5), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if when == "after":

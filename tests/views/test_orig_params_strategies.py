@@ -54,7 +54,7 @@ def groups_of(model):
 @on_ranks(4)
 @strategies
 def test_param_groups_in_every_placement(strategy):
-    """Stepped on the CPU, in the backward or after it, with accumulation and clipping: as with separate parameters."""
+    """Stepped on the CPU, early or late, accumulated and clipped, param groups act as with separate parameters."""
     how = settings(strategy)
     for placement, early in zip(PLACEMENTS, (False, True, False, True), strict=True):
         model, twin = build(use_orig_params=True, **placement, **how), build(**APART, **how)
@@ -87,7 +87,7 @@ def test_param_groups_in_every_placement(strategy):
 @strategies
 @pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=["device", "offload"])
 def test_what_is_done_to_single_parameters(strategy, placement):
-    """Parameters frozen and unfrozen, gradients dropped, zeroed, edited and assigned: as with separate shards."""
+    """Freezing parameters, and dropping, zeroing, editing or assigning gradients work as with separate shards."""
     how = {**settings(strategy), **placement}
     states = []
     for layout in ({"use_orig_params": True}, APART):
@@ -112,7 +112,7 @@ def test_what_is_done_to_single_parameters(strategy, placement):
 @on_ranks(4)
 @strategies
 def test_copies_and_checkpoints_train_on(strategy, tmp_path):
-    """Models copied, pickled, saved and loaded, also to and from a flat model sharded over all ranks."""
+    """Models train on after a copy, a pickle or a checkpoint, also from or into a flat model sharded over all ranks."""
     how = {"use_orig_params": True, **settings(strategy)}
     model = build(**how)
     optimizer = sgd(model)
@@ -147,7 +147,7 @@ def test_copies_and_checkpoints_train_on(strategy, tmp_path):
 @on_ranks(4)
 @strategies
 def test_whole_parameters_and_gradients_are_written_back(strategy):
-    """Writes inside ``summon_full_params`` are on the views afterwards, on every replica."""
+    """Writes inside ``summon_full_params`` reach the views on every replica."""
     model = build(use_orig_params=True, **settings(strategy))
     backward(model, 0)
     before = {name: param.grad.clone() for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A model with the parameters that are hard to cut, and what its training must come to."""
+"""A model with parameters that are hard to shard, and an optimizer for its plain reference."""
 
 import math
 
@@ -11,13 +11,13 @@ KINDS = ["plain", "frozen", "tied", "unused", "empty", "few_rows", "no_dim"]
 
 
 class Boom(Exception):
-    """What a test raises."""
+    """Raised on purpose by a test."""
 
 
 class Extra(nn.Module):
-    """Parameters of one of `KINDS`, of which the output depends, as far as they are used.
+    """Parameters of one of `KINDS`; the output depends on those that are used.
 
-    ``raises``: in what the next call raises a `Boom`: ``"forward"``, ``"backward"`` or nothing.
+    ``raises``: where the next call raises a `Boom`: ``"forward"``, ``"backward"`` or None.
     """
 
     def __init__(self, kind):
@@ -56,7 +56,7 @@ def _boom(grad):
 
 
 class Part(Block):
-    """A `Block` behind an `Extra`."""
+    """A `Block` applied after an `Extra`."""
 
     def __init__(self, kind):
         super().__init__()
@@ -69,7 +69,7 @@ class Part(Block):
 
 
 class Assorted(Tiny):
-    """A `Tiny` with parameters of one kind in both blocks and outside of them; tied if that is the kind."""
+    """A `Tiny` with parameters of one kind inside and outside both blocks; only kind ``"tied"`` ties weights."""
 
     def __init__(self, kind, checkpointing=None):
         super().__init__(checkpointing)
@@ -82,9 +82,9 @@ class Assorted(Tiny):
 
 
 class ByRows:
-    """An optimizer of whole parameters that steps them as ``num_ranks`` ranks do: each rank's rows on their own.
+    """An optimizer of whole parameters that steps the rows of each of ``num_ranks`` ranks separately, as ranks do.
 
-    What a fused kernel rounds depends on where in its tensor an element lies.
+    A fused kernel rounds an element differently depending on its position in the tensor.
     """
 
     def __init__(self, groups, num_ranks, make):

@@ -1,4 +1,4 @@
-"""A sharded model and its plain twin, trained beside each other."""
+"""Train a sharded model and its plain twin side by side."""
 
 import torch
 
@@ -6,12 +6,12 @@ from tests.reference import average_grads_, randn, sgd
 
 
 def squares(net, step):
-    """A loss of inputs that are the same for every net, and another on every rank and in every step."""
+    """A loss on inputs that differ by rank and step, but not by net."""
     return net(randn(3, 4, key=step).requires_grad_()).square().sum()
 
 
 def train_beside(model, plain, loss_of=squares, num_steps=3, before=lambda model: None):
-    """Train both on ``loss_of(net, step)``: the same losses and values. ``before(model)`` comes before each step."""
+    """Train both on ``loss_of(net, step)`` and compare losses and values; ``before(model)`` runs before each step."""
     optimizers = sgd(model), sgd(plain)
     for step in range(num_steps):
         before(model)

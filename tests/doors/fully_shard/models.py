@@ -1,4 +1,4 @@
-"""The models of door 1's tests, sharded in place, by this library or by PyTorch, in the same units."""
+"""Models sharded in place, by this library or by PyTorch, into the same units."""
 
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -7,19 +7,19 @@ from fairshard.nn import fully_shard
 
 
 def shard_tiny(model, door=fully_shard, **kwargs):
-    """The units of `wrap_tiny`: a Linear of the first block, both blocks, the shared Linear, and the rest."""
+    """Shard into the units of `wrap_tiny`: a Linear of the first block, both blocks, the shared Linear, the rest."""
     for module in (model.first.up, model.first, model.second, model.shared, model):
         door(module, **kwargs)
     return model
 
 
 def torch_tiny(model, **kwargs):
-    """`shard_tiny` by PyTorch."""
+    """`shard_tiny` with PyTorch's ``fully_shard``."""
     return shard_tiny(model, torch_fully_shard, **kwargs)
 
 
 def full_state(model):
-    """The whole values of all parameters and buffers, by name, on every rank. **Collective.**"""
+    """The full values of all parameters and buffers, by name, on every rank. **Collective.**"""
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in model.state_dict().items()

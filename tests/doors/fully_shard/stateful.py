@@ -1,4 +1,4 @@
-"""Models that are hard to shard and to name, sharded in place and trained a little, for tests of their state."""
+"""Models that are hard to shard and to name, sharded in place and trained briefly, for tests of their state."""
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,13 @@ from tests.trained import odd
 
 
 def by_columns(param):
-    """Cut what can be along its second dimension."""
+    """Shard along the second dimension if it divides evenly."""
     is_even = param.dim() == 2 and param.shape[1] % dist.get_world_size() == 0
     return Shard(1) if is_even else None
 
 
 def shard_odd(model, **kwargs):
-    """A unit inside a unit."""
+    """Shard as a unit inside a unit."""
     fully_shard(model.frozen, **kwargs)
     return fully_shard(model, **kwargs)
 
@@ -31,17 +31,17 @@ SHARDED = {
 
 
 def sharded_odd(how="rows", seed=1):
-    """An `Odd` sharded as one of `SHARDED` says."""
+    """An `Odd` sharded by ``SHARDED[how]``."""
     return SHARDED[how](odd(seed=seed))
 
 
 def hybrid_mesh():
-    """Two replicas."""
+    """A mesh of two replicas."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
 
 
 def train_odd(model, optimizer, steps):
-    """Train with this rank's batches of ``steps``; gradients of a plain model are averaged over the ranks."""
+    """Train on this rank's batches of ``steps``; average the gradients of a plain model over ranks."""
     is_plain = not units_below(model)
     for step in steps:
         model(randn(2, 3, key=step)).tanh().square().sum().backward()
@@ -52,10 +52,10 @@ def train_odd(model, optimizer, steps):
 
 
 def whole_of(values):
-    """``values`` with DTensors as whole tensors. **Collective.**"""
+    """``values`` with each DTensor replaced by its full tensor. **Collective.**"""
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
 def copied(values):
-    """``values`` with tensors in memory of their own."""
+    """``values`` with each tensor cloned."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}

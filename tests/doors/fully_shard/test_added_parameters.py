@@ -1,4 +1,4 @@
-"""Parameters that come into a model after it was sharded are refused by name, never trained on each rank alone."""
+"""Parameters added to a model after sharding are refused by name, never trained on each rank separately."""
 
 import copy
 
@@ -18,7 +18,7 @@ from tests.reference import randn
 
 
 def shard(model):
-    """A unit for the first Linear, another for the rest."""
+    """Shard the first Linear as one unit and the rest as another."""
     fully_shard(model[0])
     return fully_shard(model)
 
@@ -30,7 +30,7 @@ def parameter(*shape):
 @on_ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
 def test_new_names_are_refused(has_run):
-    """On a sharded module, and on a module in its unit that has parameters, at once."""
+    """A parameter added to a sharded module, or to a module with parameters in its unit, raises immediately."""
     model = shard(mlp(4, 6, 4))
     if has_run:
         model(randn(2, 4))
@@ -45,7 +45,7 @@ def test_new_names_are_refused(has_run):
 @on_ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
 def test_new_submodules_are_refused(has_run):
-    """One with parameters raises, at once or at the first forward; one that is sharded, or has none, does not."""
+    """A new submodule raises, immediately or at the first forward, unless it is sharded or has no parameters."""
     model = shard(mlp(4, 6, 4))
     x = randn(2, 4)
     if has_run:
@@ -65,7 +65,7 @@ def test_new_submodules_are_refused(has_run):
 
 @on_ranks(2)
 def test_found_at_the_first_forward():
-    """What was put where nobody looks, in a module without parameters, is found then."""
+    """A parameter added to a module that had none is found at the first forward."""
     model = shard(mlp(4, 6, 4))
     model[1].slope = parameter(1)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_found_at_the_first_forward():
 @on_ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_whole_parameter_in_the_place_of_a_dtensor(has_run):
-    """Plain parameters are refused, on every module; the old one stays."""
+    """A plain parameter assigned over a DTensor is refused, on every module, and the DTensor stays."""
     model = shard(mlp(4, 6, 4))
     if has_run:
         model(randn(2, 4)).sum().backward()
@@ -94,7 +94,7 @@ def test_a_whole_parameter_in_the_place_of_a_dtensor(has_run):
 @on_ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_dtensor_in_the_place_of_a_dtensor(has_run):
-    """Its values are taken, the parameter stays the same object; what is cut otherwise is refused."""
+    """An assigned DTensor's values are copied into the old parameter; a DTensor with other placements is refused."""
     model = shard(mlp(4, 6, 4))
     expected = copy.deepcopy(model)
     if has_run:
@@ -120,7 +120,7 @@ def test_a_dtensor_in_the_place_of_a_dtensor(has_run):
 @on_ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
 def test_functional_call(has_run):
-    """Other tensors take the place of parameters for one call, of the first one too, and get its gradients."""
+    """Tensors given to ``functional_call`` replace parameters for one call, even the first, and get its gradients."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))
     if has_run:
@@ -138,7 +138,7 @@ def test_functional_call(has_run):
 
 @on_ranks(2)
 def test_sharded_modules_come_and_go():
-    """A module that is sharded itself may be added to a model that has run, and units may be taken out: both train."""
+    """A model that has run still trains after a sharded module is added to it, and after a unit is removed."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))
     model(randn(2, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""What `fully_shard` accepts; what it refuses, before any communication, and leaves as it was."""
+"""Arguments that `fully_shard` accepts, and those it refuses before any communication, changing nothing."""
 
 import copy
 
@@ -20,7 +20,7 @@ from tests.reference import randn
 
 
 def refused(error, match, module, *, whole=True, **kwargs):
-    """`fully_shard` raises; then ``module`` is what it was, and trains."""
+    """Check that `fully_shard` raises, and that ``module`` does not change and still trains."""
     before = {name: param for tree in listed(module) for name, param in tree.named_parameters()}
     with pytest.raises(error, match=match):
         fully_shard(module, **kwargs)
@@ -41,7 +41,7 @@ def listed(module):
 
 @on_ranks(2)
 def test_types_and_values_that_are_refused():
-    """Each wrong argument raises by its name, with what it is, and changes nothing."""
+    """Each wrong argument raises an error with its name and value, and changes nothing."""
     model = mlp(4, 6, 4)
     refused(TypeError, "`module` must be an nn.Module.*str", "model")
     refused(TypeError, "holds a int", [model, 3])
@@ -67,7 +67,7 @@ def test_types_and_values_that_are_refused():
 
 @on_ranks(2)
 def test_placements_that_are_refused():
-    """A dimension that is not there or not even, and what is no Shard, raise with the parameter's name."""
+    """A missing or uneven dimension, or a result that is not a Shard, raises an error that names the parameter."""
     model = mlp(4, 5, 4)
     by_weight = {
         Shard(1): None,
@@ -90,7 +90,7 @@ def test_placements_that_are_refused():
 
 @on_ranks(2)
 def test_a_mesh_of_other_ranks_is_refused():
-    """A rank that is not in the mesh is told so; the one that is in it shards."""
+    """A rank outside the mesh gets an error; the rank inside it shards."""
     mesh = DeviceMesh(rank_device().type, [1])
     model = mlp(4, 6, 4)
     if dist.get_rank() == 0:
@@ -102,7 +102,7 @@ def test_a_mesh_of_other_ranks_is_refused():
 
 @on_ranks(2)
 def test_modules_that_are_refused():
-    """What cannot be called, is sharded, wrapped, has no shapes yet, or is no floating point."""
+    """Modules without a forward, sharded, wrapped or lazy ones, and non-floating parameters are refused."""
     for container in (nn.ModuleList([mlp(4, 4)]), nn.ModuleDict(), nn.ParameterList([nn.Parameter(torch.ones(3))])):
         refused(ValueError, f"a {type(container).__name__} has none", container)
         refused(ValueError, "must have a forward", [mlp(4, 4), container])
@@ -135,7 +135,7 @@ def test_modules_that_are_refused():
 
 @on_ranks(2)
 def test_torch_fsdp2_inside_and_outside():
-    """A model is sharded by one of the two: either order raises, by name."""
+    """Sharding one model with both torch's FSDP2 and `fully_shard` raises in either order."""
     theirs = mlp(4, 6, 4)
     torch_fsdp.fully_shard(theirs[0])
     refused(ValueError, "`0` is wrapped by torch.distributed.fsdp", theirs, whole=False)
@@ -145,13 +145,13 @@ def test_torch_fsdp2_inside_and_outside():
     theirs(randn(2, 4)).sum().backward()
     ours = mlp(4, 6, 4)
     fully_shard(ours[0])
-    with pytest.raises((AssertionError, TypeError, ValueError)):  # its own, which names nothing
+    with pytest.raises((AssertionError, TypeError, ValueError)):  # torch's own error, which names no module
         torch_fsdp.fully_shard(ours)
 
 
 @on_ranks(2)
 def test_what_is_returned_and_accepted():
-    """Lists are returned as they are; both libraries' policies and any number for the buckets do."""
+    """`fully_shard` returns its argument, and accepts the policies of both libraries and a bucket cap of 0."""
     model = mlp(4, 6, 4)
     pair = [model[0], model[2]]
     assert fully_shard(pair) is pair
@@ -178,7 +178,7 @@ def test_what_is_returned_and_accepted():
 
 @on_ranks(2)
 def test_ignored_params():
-    """They stay plain tensors, whole, with each rank's own gradient."""
+    """Ignored parameters stay plain, whole tensors with each rank's own gradient."""
     model = mlp(4, 6, 4)
     plain = copy.deepcopy(model)
     fully_shard(model, ignored_params={model[0].weight, nn.Parameter(torch.ones(1))})
@@ -193,7 +193,7 @@ def test_ignored_params():
 
 @on_ranks(2)
 def test_ranks_that_disagree():
-    """The first forward raises on all ranks, naming the difference."""
+    """When ranks disagree, the first forward raises on all of them and names the difference."""
 
     def cut_last(param):
         return Shard(param.dim() - 1)

@@ -1,7 +1,7 @@
-"""The wrapper, the function and PyTorch's function train the same model to the same numbers.
+"""The wrapper, `fully_shard` and PyTorch's ``fully_shard`` train the same model to the same numbers.
 
-At 1 and 2 ranks all sums of two are the same in any order: bits agree. At 3 both doors add in rank order, and agree
-to the bit with each other; gloo's reduce-scatter adds in ring order, and PyTorch differs in last bits.
+At 1 and 2 ranks the order of a sum does not matter, so all bits agree. At 3 ranks the wrapper and `fully_shard` add in
+rank order and agree to the bit; PyTorch differs in the last bits, because gloo's reduce-scatter adds in ring order.
 """
 
 import pytest
@@ -34,9 +34,9 @@ def train(model, optimizer, num_steps=NUM_STEPS):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["sgd", "adamw"])  # the fused kernel rounds by where in a tensor an element lies
+@pytest.mark.parametrize("name", ["sgd", "adamw"])  # a fused kernel's rounding depends on element positions
 def test_the_doors_agree_to_the_bit(name):
-    """Losses and whole weights of `fully_shard` and of the wrapper are equal, at any number of ranks."""
+    """`fully_shard` and the wrapper give equal losses and full weights at any number of ranks."""
     door1, door2 = wrap_tiny(tiny()), shard_tiny(tiny())
     assert torch.equal(*(train(model, OPTIMIZERS[name](model)) for model in (door1, door2)))
     assert_same_state(full_state(door2), door1.state_dict())
@@ -45,12 +45,12 @@ def test_the_doors_agree_to_the_bit(name):
 @on_ranks(in_full(1), 2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_torch(name):
-    """Losses and weights equal those of PyTorch's `fully_shard`: bits at 1 and 2 ranks, to 1e-6 at 3."""
+    """Losses and weights equal those of PyTorch's `fully_shard`: exactly at 1 and 2 ranks, closely at 3."""
     ours, theirs = shard_tiny(tiny()), torch_tiny(tiny())
     optimizers = [OPTIMIZERS[name](model) for model in (ours, theirs)]
     losses = [train(model, optimizer) for model, optimizer in zip((ours, theirs), optimizers, strict=True)]
     rtol = 0.0
-    if dist.get_world_size() > 2:  # AdamW divides by the root of squares: of a tiny gradient the last bit is much
+    if dist.get_world_size() > 2:  # AdamW divides by the root of squares, which amplifies last bits of tiny gradients
         rtol = 1e-6 if name == "sgd" else 1e-4
     torch.testing.assert_close(*losses, rtol=rtol, atol=0)
     assert_same_state(full_state(ours), full_state(theirs), rtol, rtol)

@@ -1,4 +1,4 @@
-"""Weights that change where nobody expects it: what is computed is of before or of after, or it is refused."""
+"""When weights change unexpectedly, results use the weights of before or after the change, or an error is raised."""
 
 import copy
 
@@ -33,7 +33,7 @@ def assert_same_grads(model, plain):
 
 @on_ranks(in_full(1), 2)
 def test_gathers_under_way_are_waited_for_before_they_are_repeated():
-    """Else their messages meet those of the second gather, and the next collective hangs."""
+    """A gather in flight is waited for before it is repeated; mixed messages would hang the next collective."""
     plain = plain_model()
     model = in_place(copy.deepcopy(plain))
     for step in range(4):
@@ -53,7 +53,7 @@ def test_gathers_under_way_are_waited_for_before_they_are_repeated():
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("door", [in_place, FullyShardedDataParallel])
 def test_a_backward_through_two_forwards_with_a_step_between_is_refused(door):
-    """Each forward remembers the weights that it computed with; the last one alone may go back."""
+    """Each forward records the weights that it used; only a backward through the last one is allowed after a step."""
     plain = plain_model()
     model = door(copy.deepcopy(plain))
     optimizer = sgd(model)
@@ -77,7 +77,7 @@ def test_a_backward_through_two_forwards_with_a_step_between_is_refused(door):
 
 @on_ranks(in_full(1), 2)
 def test_gradients_that_users_put_there():
-    """Those placed as the parameter, or whole, add up with the next; others would bring other elements."""
+    """A gradient that the user assigns, placed like its parameter, adds up with those of the next backward."""
     plain = plain_model()
     model = in_place(copy.deepcopy(plain))
     weight, bias = model[2].weight, model[2].bias
@@ -99,7 +99,7 @@ def test_gradients_that_users_put_there():
 
 @on_ranks(in_full(1), 2)
 def test_gradients_placed_otherwise_are_refused():
-    """A rank's elements of these are others than it has of the parameter, though they can be as many."""
+    """A gradient placed unlike its parameter holds other elements and is refused, even if their number is the same."""
     model = in_place(plain_model())
     weight = model[2].weight
     for placement in (Shard(1), Replicate(), Partial()):

@@ -1,4 +1,4 @@
-"""`order_check` and `nan_check` speak of what `fully_shard` made as of wrappers: by names and ranks."""
+"""`order_check` and `nan_check` name modules and ranks on models from `fully_shard`, as they do on wrappers."""
 
 from unittest import mock
 
@@ -38,12 +38,12 @@ def branches(**kwargs):
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("order_check", ["always", "sampled"])
 def test_ranks_that_run_different_modules_are_told(order_check):
-    """Each rank would compute with the weights of another module, of the same shape, and nothing would hang."""
+    """Ranks that run different modules of the same shape raise, instead of computing with each other's weights."""
     model = branches(order_check=order_check)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = full_state(model)
     model.taken = dist.get_rank() % 2
-    # Without tags gathers are matched by their order alone, as with NCCL: nothing hangs.
+    # Without tags, gathers are matched by order alone, as with NCCL, so nothing hangs.
     untagged = mock.patch.object(collectives, "_EXCHANGE_RANKS", ())
 
     def step():
@@ -57,7 +57,7 @@ def test_ranks_that_run_different_modules_are_told(order_check):
 
 @on_ranks(2)
 def test_the_same_modules_in_the_same_order_pass():
-    """All ranks may take another module in every step."""
+    """Ranks that all run the same module pass, even if it changes in every step."""
     model = branches(order_check="always")
     for step in range(4):
         model.taken = step % 2
@@ -66,7 +66,7 @@ def test_the_same_modules_in_the_same_order_pass():
 
 @on_ranks(2, in_full(3))
 def test_a_gradient_that_is_not_finite_is_named():
-    """On all ranks: the parameter, and the rank that it began on; the next step trains again."""
+    """All ranks raise an error that names the parameter and the rank of origin; the next step trains again."""
     torch.manual_seed(1)
     model = shard_tiny(Assorted("no_dim"), nan_check=True)
     last = dist.get_world_size() - 1
@@ -82,7 +82,7 @@ def test_a_gradient_that_is_not_finite_is_named():
 
 @on_ranks(2)
 def test_a_sum_that_overflows_is_named():
-    """Finite on each rank, infinite together: the parameter, and the rank that keeps that part of the sum."""
+    """If finite gradients sum to infinity, the error names the parameter and the rank that holds that shard."""
     model = fully_shard(mlp(3, 2), nan_check=True)
     largest = torch.finfo(torch.float32).max
     with pytest.raises(NonFiniteGradientError, match=r"the sum over ranks of `0\.weight`.* on rank 1"):

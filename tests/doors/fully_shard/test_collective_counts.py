@@ -23,7 +23,7 @@ NUM_UNITS = NUM_BLOCKS + 1
 
 
 def sharded(reshard_after_forward=None, bucket_cap_mb=0):
-    """Blocks that are a unit each, and a Linear before and after them in the outermost one."""
+    """Blocks that are one unit each, with a Linear before and after them in the outermost unit."""
     torch.manual_seed(1)
     how = {"reshard_after_forward": reshard_after_forward, "bucket_cap_mb": bucket_cap_mb, "order_check": "off"}
     first, last, *blocks = (part.to(rank_device()) for part in (*outermost(), *(Block() for _ in range(NUM_BLOCKS))))
@@ -32,7 +32,7 @@ def sharded(reshard_after_forward=None, bucket_cap_mb=0):
 
 @contextlib.contextmanager
 def native_collectives():
-    """The backend's own all-gather and reduce-scatter, with gloo too: those are what torch can count."""
+    """Use the backend's own all-gather and reduce-scatter, even with gloo, because torch counts only those."""
     with (
         mock.patch.object(collectives, "_EXCHANGE_RANKS", ()),
         mock.patch.object(collectives, "_communicators", weakref.WeakKeyDictionary()),
@@ -42,7 +42,7 @@ def native_collectives():
 
 
 class Counts:
-    """All-gathers and reduce-scatters inside the context, by our counters and, if ``is_native``, by torch's."""
+    """Counts all-gathers and reduce-scatters in a context; if ``is_native``, checks that torch counts the same."""
 
     def __init__(self, is_native):
         self._is_native = is_native
@@ -65,7 +65,7 @@ class Counts:
 
 
 def counts_of_a_step(model, is_native, between=lambda: None):
-    """Of the third step, when the ranks have compared their units: (gathers, reductions) of forward and backward."""
+    """(gathers, reductions) of forward and of backward in the third step, after ranks have compared their units."""
     for _ in range(3):
         with Counts(is_native) as forward:
             loss = model(randn(4, DIM)).sum()
@@ -76,13 +76,13 @@ def counts_of_a_step(model, is_native, between=lambda: None):
 
 
 def both_ways():
-    """(whether it is the backend's own collectives, a context that makes it so)."""
+    """Pairs of (whether to use the backend's own collectives, the context that does it)."""
     return [(False, contextlib.nullcontext()), (True, native_collectives())]
 
 
 @on_ranks(2, in_full(4))
 def test_reshard_after_forward_says_what_the_backward_gathers():
-    """Forward gathers every unit; backward again what forward has freed. None keeps the outermost, True does not."""
+    """Forward gathers every unit, backward those that forward freed; None keeps the outermost unit, True does not."""
     gathered_again = {True: NUM_UNITS, False: 0, 2: NUM_UNITS, None: NUM_BLOCKS}
     for is_native, way in both_ways():
         with way:
@@ -93,7 +93,7 @@ def test_reshard_after_forward_says_what_the_backward_gathers():
 
 @on_ranks(2, in_full(4))
 def test_what_was_freed_by_hand_is_gathered_again():
-    """With ``reshard_after_forward=False``, ``reshard()`` after the forward costs a gather a unit in the backward."""
+    """With ``reshard_after_forward=False``, ``reshard()`` after the forward costs the backward one gather per unit."""
     for is_native, way in both_ways():
         with way:
             model = sharded(False)
@@ -109,8 +109,8 @@ def test_what_was_freed_by_hand_is_gathered_again():
 
 @on_ranks(2, in_full(4))
 def test_set_reshard_after_forward_is_as_if_it_had_been_passed():
-    """To all units with ``recurse``, else to the outermost alone; None: nothing is set."""
-    gathered_again = {
+    """With ``recurse`` the value applies to all units, otherwise to the outermost unit only."""
+    gathered_again = {  # by value and `recurse`; value None: not set
         (True, True): NUM_UNITS,
         (True, False): 1,
         (False, True): 0,
@@ -130,14 +130,14 @@ def test_set_reshard_after_forward_is_as_if_it_had_been_passed():
 
 @on_ranks(2)
 def test_gradients_of_several_units_travel_together():
-    """By default in one bucket, as they are small; up to the cap, if there is one; alone with a cap of 0.
+    """Small gradients share one bucket by default; a cap limits its size, and a cap of 0 sends each unit alone.
 
-    Cut by rows, each parameter is padded to the same number of rows on every rank.
+    Sharded by rows, each parameter is padded to the same number of rows on every rank.
     """
     world_size = dist.get_world_size()
     nbytes = [sum(padded_nbytes(param, world_size) for param in part.parameters()) for part in (Block(), outermost())]
     two_blocks = 2 * nbytes[0] / 2**20
-    # The backward has the blocks first, then the outermost unit, which is smaller: it fits beside a block.
+    # The backward reaches the blocks first, then the outermost unit, which is smaller and fits beside a block.
     assert nbytes[1] < nbytes[0]
     for cap, expected in ((25, 1), (two_blocks, 2), (two_blocks - 1 / 2**20, NUM_BLOCKS), (0, NUM_UNITS)):
         assert counts_of_a_step(sharded(True, cap), False)[1] == (NUM_UNITS, expected), cap
@@ -155,7 +155,7 @@ def outermost():
 @on_ranks(2)
 @pytest.mark.parametrize("cap", [0, 25])
 def test_accumulation_sends_nothing(cap):
-    """Without ``set_requires_gradient_sync`` parameters are gathered as ever, and no gradient travels."""
+    """With ``set_requires_gradient_sync(False)`` parameters are gathered as usual, and no gradient is sent."""
     model = sharded(True, cap)
     model.set_requires_gradient_sync(False)
     assert counts_of_a_step(model, False) == ((NUM_UNITS, 0), (NUM_UNITS, 0))

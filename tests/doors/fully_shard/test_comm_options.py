@@ -1,4 +1,4 @@
-"""Smaller options of communication: hooks on means, groups, events; and those that change nothing."""
+"""Minor options for communication: hooks on means, groups, events, and options that change nothing."""
 
 import copy
 import threading
@@ -34,7 +34,7 @@ def grads_of(model, num_backwards=1):
 
 
 def own_grads(module):
-    """What this rank has of them, end to end."""
+    """This rank's gradients, concatenated."""
     return torch.cat([param.grad.to_local().flatten() for param in module.parameters()]).to(rank_device())
 
 
@@ -48,7 +48,7 @@ def assert_equal(actual, expected, rtol=0.0):
 
 @on_ranks(4)
 def test_only_sums_are_launched():
-    """On a mesh with replicas, with fp16 and a divisor too; with the option or without gradients are the same."""
+    """With replicas, fp16 and a divisor all reductions are sums; gradients are the same with or without the option."""
     ops = []
 
     def noting(name):
@@ -68,7 +68,7 @@ def test_only_sums_are_launched():
             model = linears(mlp(4, 9, 5), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
             model.set_force_sum_reduction_for_comms(force)
             model.set_gradient_divide_factor(3)
-            model(randn(3, 4))  # ranks compare their models, by a maximum
+            model(randn(3, 4))  # here ranks compare their models, by a maximum
             patches = [noting(name) for name in names if hasattr(dist.ProcessGroup, name)]
             with mock.patch.object(dist, "all_reduce", _only_sums(dist.all_reduce)):
                 for patch in patches:
@@ -94,8 +94,8 @@ def _only_sums(original):
 @on_ranks(2)
 @pytest.mark.parametrize("offload_policy", [OffloadPolicy(), CPUOffloadPolicy()], ids=["", "offloaded"])
 def test_the_hook_gets_the_mean_and_may_change_it(offload_policy):
-    """Each module's own; before it is added to what earlier backwards have left."""
-    plain = mlp(4, 8, 6)  # cut evenly: nothing is padded
+    """Each module's hook gets its own mean, before it is added to the gradients of earlier backwards."""
+    plain = mlp(4, 8, 6)  # shards evenly: nothing is padded
     expected = grads_of(linears(copy.deepcopy(plain)), 2)
     model = linears(copy.deepcopy(plain), offload_policy=offload_policy)
     seen = []
@@ -114,8 +114,8 @@ def test_the_hook_gets_the_mean_and_may_change_it(offload_policy):
 
 @on_ranks(4)
 def test_the_hook_may_reduce_over_replicas():
-    """With it two pairs of ranks are what a 2 x 2 mesh is; there it comes after the sum over replicas."""
-    plain = mlp(4, 8, 6)  # cut evenly: nothing is padded
+    """With a hook two pairs of ranks act as a 2 x 2 mesh; on such a mesh the hook runs after the sum over replicas."""
+    plain = mlp(4, 8, 6)  # shards evenly: nothing is padded
     mesh = init_device_mesh(rank_device().type, (2, 2))
     by_mesh = linears(copy.deepcopy(plain), mesh=mesh)
     seen = []
@@ -137,7 +137,7 @@ def test_the_hook_may_reduce_over_replicas():
 
 @on_ranks(3)
 def test_hooks_that_communicate_meet_on_all_ranks():
-    """In the group that gathers and reduces, with a bucket for each module, and one rank late each time."""
+    """Collectives in hooks match in the group that gathers and reduces, even if one rank is late each time."""
     model = linears(mlp(4, 9, 5, 7, 3), bucket_cap_mb=0)
     totals = []
     for number, module in enumerate(list(model)[::2]):
@@ -157,7 +157,7 @@ def test_hooks_that_communicate_meet_on_all_ranks():
 
 @on_ranks(2)
 def test_a_hook_that_raises_leaves_a_model_that_can_go_on():
-    """The error is the user's own; the next backward is as if that one had not been."""
+    """The user's error is raised as it is, and the next backward works as if the failed one had not run."""
     model = linears(mlp(4, 9, 5))
     expected = grads_of(linears(mlp(4, 9, 5)))
 
@@ -189,7 +189,7 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 def test_unused_parameters_count_as_zeros():
-    """Ranks that use different parameters agree on the mean, with the option or without."""
+    """Ranks that use different parameters agree on the mean, with or without the option."""
     results = []
     for flag in (False, True, None):
         model = fully_shard(Branches())
@@ -204,7 +204,7 @@ def test_unused_parameters_count_as_zeros():
 
 @on_ranks(2)
 def test_two_buckets_have_memory_at_a_time():
-    """However many modules there are, and whatever is asked for."""
+    """At most two buckets have memory at a time, for any number of modules and any ``max_input_buffers``."""
     most = []
     launch = ReduceScatterBucketer.launch
 
@@ -228,7 +228,7 @@ def test_two_buckets_have_memory_at_a_time():
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before the first forward", "later"])
 def test_reductions_can_have_a_group_of_their_own(when):
-    """Made once; gradients are the same, and so they are when it is given up."""
+    """A group for reductions is created once; gradients are the same with it, and after it is disabled."""
     plain = mlp(4, 9, 5)
     expected = grads_of(linears(copy.deepcopy(plain)))
     model = linears(copy.deepcopy(plain))
@@ -250,7 +250,7 @@ def test_reductions_can_have_a_group_of_their_own(when):
 
 @on_ranks(4)
 def test_a_group_for_reductions_beside_replicas():
-    """On a 2 x 2 mesh the sum over shards has it, that over replicas goes on as it was."""
+    """On a 2 x 2 mesh the sum over shards uses the separate group; the sum over replicas does not change."""
     mesh = init_device_mesh(rank_device().type, (2, 2))
     plain = mlp(4, 9, 5)
     expected = grads_of(linears(copy.deepcopy(plain), mesh=mesh))
@@ -261,7 +261,7 @@ def test_a_group_for_reductions_beside_replicas():
 
 @on_ranks(2)
 def test_the_event_of_a_step_is_waited_for_once():
-    """The next pass's gathers wait for it in place of what the current stream does; the pass after that as always."""
+    """Gathers of the next pass wait for the event instead of the current stream; later passes wait as usual."""
     model = linears(mlp(4, 9, 5))
     expected = grads_of(linears(mlp(4, 9, 5)))
     stream = root_of(model).shared.unshard_stream
@@ -286,7 +286,7 @@ def test_the_event_of_a_step_is_waited_for_once():
             assert moment.call_count == 0 or is_cuda
         assert root_of(model).after_step is None
         assert_equal(grads_of(model), expected)
-    assert len(waited) >= 2  # at the beginning of each pass; where streams are asynchronous each gather waits, too
+    assert len(waited) >= 2  # at the start of each pass; on asynchronous streams each gather also waits
     optimizer = sgd(model)
     optimizer.step()
     model.set_post_optim_event(event)
@@ -298,7 +298,7 @@ def test_the_event_of_a_step_is_waited_for_once():
 
 @on_ranks(1)
 def test_wrong_arguments_are_named():
-    """Each method says what it takes, and raises before it changes anything."""
+    """A wrong argument raises an error that says what the method takes, before anything changes."""
     model = fully_shard(mlp(2, 2))
     flags = (
         "set_force_sum_reduction_for_comms",

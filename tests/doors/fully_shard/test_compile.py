@@ -1,4 +1,4 @@
-"""torch.compile inside of sharded modules, in each of its ways; around one it is refused."""
+"""Each way to use torch.compile works inside sharded modules; around a sharded module it is refused."""
 
 import copy
 
@@ -33,7 +33,7 @@ def compiled_in_place_after(block):
 @on_ranks(2)
 @pytest.mark.parametrize("shard", [compiled_before, compiled_in_place_before, compiled_in_place_after])
 def test_compiled_blocks_train_as_uncompiled_ones(shard):
-    """Whether what ``torch.compile`` returns is sharded, or what was, or is later, compiled in place."""
+    """Blocks train alike whether compiled before sharding, in place before sharding, or in place after it."""
     plain = mlp(6, 5, 4)
     model = copy.deepcopy(plain)
     for index in (0, 2):
@@ -54,7 +54,7 @@ def test_compiled_blocks_train_as_uncompiled_ones(shard):
 
 @on_ranks(1)
 def test_around_a_sharded_module_it_is_refused():
-    """The error names the cure; it is raised when the call is traced."""
+    """Compiling around a sharded module raises when the call is traced, with an error that names the fix."""
     model = torch.compile(fully_shard(nn.Linear(4, 4).to(rank_device())), backend="eager")
     with pytest.raises(Exception, match=r"`fully_shard\(torch.compile\(block\)\)`") as raised:
         model(torch.ones(2, 4, device=rank_device()))

@@ -1,4 +1,4 @@
-"""The methods that say what is gathered when: by hand, after forward, after backward, ahead; and after exceptions."""
+"""Methods that control when units are gathered and freed, by hand or by setting; recovery after exceptions."""
 
 import copy
 
@@ -19,7 +19,7 @@ from tests.reference import average_grads_, randn, sgd
 
 
 def shard(model, **kwargs):
-    """Every Linear a unit of its own, and the whole another, which has no parameters."""
+    """Shard every Linear as a unit, and the whole as another unit without parameters of its own."""
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **kwargs)
@@ -27,7 +27,7 @@ def shard(model, **kwargs):
 
 
 def num_gathers():
-    """How many all-gathers there were since this was last asked."""
+    """The number of all-gathers since the last call."""
     count = counters().get("all_gather", (0, 0))[0]
     reset_counters()
     return count
@@ -43,7 +43,7 @@ def is_whole(module):
 
 @on_ranks(2, in_full(1), in_full(3))
 def test_unshard_and_reshard():
-    """Before any forward or between two: the parameters are whole until reshard, and the forward gathers no more."""
+    """Before or between forwards, ``unshard`` gathers once and parameters are whole until ``reshard``."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_unshard_and_reshard():
         assert gathered(model) == ["0"]
         assert not is_whole(model[2])
         model[0].reshard()
-        handle.wait()  # nothing to wait for any more
+        handle.wait()  # nothing left to wait for
         assert not is_whole(model[0])
         assert num_gathers() == (2 if torch.distributed.get_world_size() > 1 else 0)
         model(randn(2, 4)).sum().backward()
@@ -72,7 +72,7 @@ def test_unshard_and_reshard():
 
 @on_ranks(2)
 def test_several_in_flight():
-    """All units are gathered ahead of the forward, which then gathers none, in any order of asking."""
+    """All units may be gathered before the forward, in any order; the forward then gathers none."""
     plain = mlp(4, 6, 5, 4)
     model = shard(copy.deepcopy(plain))
     handles = []
@@ -94,7 +94,7 @@ def test_several_in_flight():
 
 @on_ranks(2)
 def test_a_module_without_parameters():
-    """It can be unsharded as any, and gathers nothing."""
+    """A module without parameters can be unsharded like any other, and gathers nothing."""
     model = fully_shard(nn.Sequential(fully_shard(nn.Tanh()), fully_shard(mlp(4, 4))))
     num_gathers()
     model[0].unshard(async_op=True).wait()
@@ -106,7 +106,7 @@ def test_a_module_without_parameters():
 
 @on_ranks(2)
 def test_weights_that_change_after_unshard():
-    """A step, or a write to the DTensors, between unshard and forward is seen by the forward."""
+    """The forward sees a step, or a write to the DTensors, made after ``unshard``."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))
     weights = [dict(net.named_parameters())["0.weight"] for net in (model, plain)]
@@ -140,7 +140,7 @@ class Parent(nn.Module):
 
 @on_ranks(2)
 def test_unshard_inside_the_parents_forward():
-    """A child that is gathered early there is gathered once."""
+    """A child unsharded early in its parent's forward is gathered once."""
     plain = Parent().to(rank_device())
     model = copy.deepcopy(plain)
     for child in (model.first, model.second):
@@ -157,7 +157,7 @@ def test_unshard_inside_the_parents_forward():
 
 @on_ranks(2)
 def test_reshard_in_its_own_forward_is_refused():
-    """The error names the module; the model works on."""
+    """``reshard`` inside the module's forward raises an error that names it, and the model keeps working."""
     model = shard(mlp(4, 6, 4))
     handle = model[0].register_forward_hook(lambda *_: model[0].reshard())
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_reshard_in_its_own_forward_is_refused():
 
 @on_ranks(2)
 def test_reshard_after_forward():
-    """With ``recurse`` on all below, else on the module alone; the outermost's own None ends."""
+    """With ``recurse`` the value applies to all units below, else to this one, and overrides the root's default."""
     for value in (True, False):
         for recurse in (True, False):
             model = mlp(4, 6, 4)
@@ -195,7 +195,7 @@ def test_reshard_after_forward():
 
 @on_ranks(2)
 def test_reshard_after_backward():
-    """Kept parameters serve the next forward, unless a step came between."""
+    """Parameters kept after a backward serve the next forward, unless an optimizer steps first."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))
     model.set_reshard_after_backward(False)
@@ -215,7 +215,7 @@ def test_reshard_after_backward():
 
 @on_ranks(2)
 def test_unshard_in_backward():
-    """An embedding's gradient needs no weights: it is gathered in forward alone, and trains as ever."""
+    """An embedding, whose gradient needs no weights, trains correctly when gathered in the forward only."""
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)).to(rank_device())
     model = copy.deepcopy(plain)
@@ -240,7 +240,7 @@ def test_unshard_in_backward():
 
 @on_ranks(1)
 def test_arguments():
-    """Flags must be flags, and modules FSDPModules."""
+    """Flags must be bools, and modules must be FSDPModules."""
     model = shard(mlp(4, 6, 4))
     flags = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
     for name in (*flags, "is_last_backward", "requires_gradient_sync", "forward_prefetch"):
@@ -259,20 +259,20 @@ def test_arguments():
 
 
 def run(model, armed):
-    """A pass that is struck in its forward if it is armed already, else in its backward."""
+    """Run a pass that raises in its forward if ``armed`` is not empty, otherwise in its backward."""
     loss = model(randn(2, 4)).sum()
     armed.append(1)
     loss.backward()
 
 
 class Stop(BaseException):
-    """What Ctrl-C raises is no Exception either."""
+    """Not an Exception, like KeyboardInterrupt."""
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
 def test_exceptions(error):
-    """In a forward or a backward: the next pass, or `reset_iter_state`, finds everything usable."""
+    """After an exception in a forward or a backward the next pass works, with or without `reset_iter_state`."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))
     armed = []
@@ -300,7 +300,7 @@ def test_exceptions(error):
 
 
 class Colliding(nn.Linear):
-    """Has the names that an engine likes to use."""
+    """Has attribute names that an engine is likely to use."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -319,7 +319,7 @@ class Colliding(nn.Linear):
 
 @on_ranks(1)
 def test_names_of_users():
-    """Private names of a user's class keep their meaning."""
+    """Private names in a user's class keep their meaning."""
     model = fully_shard(Colliding())
     x = randn(2, 4)
     assert torch.equal(model._run(x), model(x) * 2.0 * 3.0)

@@ -1,4 +1,4 @@
-"""A sharded model survives pickle, deepcopy, torch.save, and the way to another process."""
+"""A sharded model survives pickle, deepcopy, torch.save, and being sent to another process."""
 
 import copy
 import gc
@@ -44,7 +44,7 @@ def assert_same(one, other):
     ],
 )
 def test_a_copy_trains_like_the_original(copied_by, num_steps):
-    """Copied before or after some steps, the copy has the same values, trains alike, and shares no memory."""
+    """A copy made before or after some steps has the same values, trains alike, and shares no memory."""
     for kwargs in (
         {},
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
@@ -69,7 +69,7 @@ def test_a_copy_trains_like_the_original(copied_by, num_steps):
 
 @on_ranks(2)
 def test_gradients_are_copied():
-    """A deepcopy between backward and step has the gradients, and its own memory for them."""
+    """A deepcopy made between backward and step has the gradients, in its own memory."""
     model = shard(tiny())
     *inputs, targets = tiny_batch(dist.get_rank())
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_single_tensors():
 
 @on_ranks(2)
 def test_a_shallow_copy_is_the_same_unit():
-    """Its parameters are the original's."""
+    """A shallow copy shares the parameters of the original."""
     model = fully_shard(mlp(4, 6, 4))
     twin = copy.copy(model)
     assert twin[0].weight is model[0].weight
@@ -109,7 +109,7 @@ def test_a_shallow_copy_is_the_same_unit():
 
 @on_ranks(2)
 def test_optimizers_of_a_copy_are_checked():
-    """A step between a forward and its backward, which torch does not count, is noticed on a copy too."""
+    """On a copy, a step between forward and backward is detected, although torch does not count ``foreach`` writes."""
     model = fully_shard(mlp(4, 9, 5))
     for copied_by in (copy.deepcopy, by_pickle, by_torch_save):
         copied = copied_by(model)
@@ -122,7 +122,7 @@ def test_optimizers_of_a_copy_are_checked():
 
 @on_ranks(2)
 def test_meshes_of_copies():
-    """deepcopy keeps the mesh; a pickle finds the default group, or the mesh that it is given."""
+    """deepcopy keeps the mesh; an unpickled model uses the default group, or the mesh set on it."""
     mesh = init_device_mesh(rank_device().type, (2,), mesh_dim_names=("data",))
     model = fully_shard(mlp(4, 6, 4), mesh=mesh)
     assert copy.deepcopy(model)[0].weight.device_mesh is mesh
@@ -145,7 +145,7 @@ def test_meshes_of_copies():
 
 @on_ranks(2)
 def test_another_rank_or_world_size_is_refused():
-    """A shard belongs to one rank of one world size: elsewhere it raises, naming both."""
+    """A shard belongs to one rank of one world size; using it elsewhere raises an error that names both."""
     copied = by_pickle(fully_shard(mlp(4, 6, 4)))
     groups = [dist.new_group([rank]) for rank in range(2)]
     copied.set_device_mesh(DeviceMesh.from_group(groups[dist.get_rank()], rank_device().type))
@@ -161,7 +161,7 @@ def test_another_rank_or_world_size_is_refused():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_shared_memory_is_copied_out():
-    """Sent as torch.multiprocessing sends, the copy does not follow later changes of the original."""
+    """A copy sent the way torch.multiprocessing does is not affected by later changes to the original."""
     model = fully_shard(mlp(4, 9, 5))
     copied = pickle.loads(ForkingPickler.dumps(model))
     before = {name: value.clone() for name, value in whole(copied).items()}
@@ -172,7 +172,7 @@ def test_shared_memory_is_copied_out():
 
 
 def _continue_elsewhere(rank, world_size, path, model, queue):
-    """The main function of a process that got a model: join a group, train, report."""
+    """The main function of a process that received a model: join a group, train, report."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     try:
         queue.put((losses_of(model), model.shared.bias.full_tensor().tolist()))
@@ -186,7 +186,7 @@ def _continue_elsewhere(rank, world_size, path, model, queue):
 @pytest.mark.full
 @on_ranks(2, timeout=120)
 def test_it_can_be_passed_to_another_process():
-    """Each rank hands its model to a new process; those form a group and train as the senders would."""
+    """Each rank sends its model to a new process; the new processes form a group and train as the senders would."""
     path = [str(Path(tempfile.mkdtemp()) / "store")]
     dist.broadcast_object_list(path)
     model = shard(tiny())
@@ -201,7 +201,7 @@ def test_it_can_be_passed_to_another_process():
 
 
 class WithLock(nn.Linear):
-    """Says itself what of it can be pickled."""
+    """Defines which of its state is pickled."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -213,7 +213,7 @@ class WithLock(nn.Linear):
 
 @on_ranks(2)
 def test_a_module_with_its_own_getstate():
-    """What a user's class leaves out of a pickle is left out."""
+    """A user's ``__getstate__`` is respected; a class with its own ``__reduce__`` is refused."""
     model = fully_shard(WithLock())
     copied = by_pickle(model)
     assert copied.cache is None
@@ -231,7 +231,7 @@ def test_a_module_with_its_own_getstate():
 
 @on_ranks(2)
 def test_in_the_middle_of_a_pass_it_is_refused():
-    """Inside a forward there is nothing whole to copy: an error says so."""
+    """Copying a model inside its forward raises an error, because the model is not idle."""
     model = fully_shard(mlp(4, 9, 5))
     seen = []
 
@@ -249,7 +249,7 @@ def test_in_the_middle_of_a_pass_it_is_refused():
 
 @on_ranks(2)
 def test_units_of_several_modules():
-    """A list that is one unit is one unit in the copy, of the copy's modules."""
+    """A list of modules that is one unit is one unit in the copy, made of the copy's modules."""
     model = mlp(4, 6, 5, 4)
     fully_shard([model[0], model[2]])
     fully_shard(model)
@@ -264,7 +264,7 @@ def test_units_of_several_modules():
 
 @on_ranks(2)
 def test_what_was_done_before_the_first_forward_is_copied():
-    """Casts and assigned values, on submodules of a unit too, are in a copy; nothing is in it twice."""
+    """A copy has casts and assigned values, including those of a unit's submodules, and stores nothing twice."""
     source = fully_shard(mlp(64, 64, 64))
     with torch.device("meta"):
         model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
@@ -283,7 +283,7 @@ def test_what_was_done_before_the_first_forward_is_copied():
 
 @on_ranks(2)
 def test_the_default_mesh_goes_with_who_uses_it():
-    """It holds a process group, which would never end: neither would that group's threads."""
+    """The default mesh is freed with its last user; otherwise its process group and threads would never end."""
     mesh = default_mesh()
     assert default_mesh() is mesh
     known = weakref.ref(mesh)

@@ -1,4 +1,4 @@
-"""Gathers and reductions that the user brings: called for all of a module's, and what they write counts."""
+"""A user's own gathers and reductions run for all parameters of a module, and their results are used."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ from tests.reference import randn, sgd
 
 
 class CountingGather(AllGather):
-    """Plain torch, in one piece of memory that serves every time; multiplies what it gathers by ``scale``."""
+    """Plain torch, into one buffer per size and dtype that is reused; multiplies what it gathers by ``scale``."""
 
     def __init__(self, scale=1.0):
         self.scale, self.num_calls, self.sizes, self._memory = scale, 0, set(), {}
@@ -39,7 +39,7 @@ class CountingGather(AllGather):
 
 
 class CountingReduce(ReduceScatter):
-    """As `CountingGather`; what it returns is to be waited for."""
+    """Like `CountingGather`; returns a handle to wait for."""
 
     def __init__(self, scale=1.0):
         self.scale, self.num_calls, self._memory = scale, 0, {}
@@ -78,7 +78,7 @@ def assert_equal(actual, expected, rtol=0.0):
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before the first forward", "later"])
 def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
-    """Results are the same to the bit; other modules go on as they were."""
+    """Custom gathers and reductions run every time, give the same bits, and leave other modules unchanged."""
     plain = mlp(4, 9, 5, 3)
     expected = train(linears(copy.deepcopy(plain)))
     model = linears(copy.deepcopy(plain))
@@ -92,13 +92,13 @@ def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
     assert_equal(train(model), expected)
     assert gather.num_calls == 3 * 2  # forward and backward
     assert scatter.num_calls == 3 * 2  # modules
-    assert counters()["all_gather"][0] == 3 * 3 * 2  # of all three, wherever they travel
-    assert counters()["reduce_scatter"][0] == 3 * 3  # one for each of these two, one bucket for what is left
+    assert counters()["all_gather"][0] == 3 * 3 * 2  # of all three modules, custom or not
+    assert counters()["reduce_scatter"][0] == 3 * 3  # one for each of these two, one bucket for the rest
 
 
 @on_ranks(2)
 def test_torch_s_own_are_taken():
-    """PyTorch's subclasses need not be ours."""
+    """PyTorch's own communication classes are accepted, although they are not subclasses of ours."""
     plain = mlp(4, 9, 5, 3)
     expected = train(linears(copy.deepcopy(plain)))
     model = linears(plain)
@@ -110,7 +110,7 @@ def test_torch_s_own_are_taken():
 
 @on_ranks(2)
 def test_what_they_write_is_what_counts():
-    """Gathered weights and summed gradients that are scaled come out scaled."""
+    """Weights and gradients that a custom gather or reduction scales come out scaled."""
     for scale in (1.0, 2.0):
         model = fully_shard(mlp(4, 3))
         model.set_custom_all_gather(CountingGather(scale))
@@ -125,7 +125,7 @@ def test_what_they_write_is_what_counts():
 
 @on_ranks(2)
 def test_narrow_dtypes_and_several_in_one_module():
-    """bf16 gathers, fp16 sums that would overflow, parameters of two dtypes in one gather: as ours."""
+    """bf16 gathers, fp16 sums that would overflow, and two dtypes in one gather give the default's results."""
     for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy(None, torch.float16)):
         results = []
         for custom in (False, True):
@@ -151,7 +151,7 @@ def test_narrow_dtypes_and_several_in_one_module():
 
 @on_ranks(4)
 def test_parts_and_replicas():
-    """What was kept among 2 of 4 ranks is gathered among them through the same; replicas are summed by us."""
+    """The same object gathers among 2 of 4 ranks that keep parameters; the engine itself sums over replicas."""
     gather = CountingGather()
     model = mlp(4, 9, 5)
     fully_shard(model[0], reshard_after_forward=2)
@@ -169,7 +169,7 @@ def test_parts_and_replicas():
 
 @on_ranks(1)
 def test_what_cannot_be_used_is_named():
-    """Objects without the methods; memory of the wrong size; pickling; one rank needs none."""
+    """Objects without the methods, and pickling, raise errors; on one rank nothing is called."""
     model = fully_shard(mlp(2, 2))
     for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         for wrong in (None, lambda *_: None, torch.ones(1)):
@@ -188,7 +188,7 @@ def test_what_cannot_be_used_is_named():
 
 @on_ranks(2)
 def test_memory_of_the_wrong_size_is_refused():
-    """On all ranks, before anything is sent."""
+    """Memory of the wrong size raises on all ranks, before anything is sent."""
 
     class Short(CountingGather):
         def allocate(self, size, *, dtype, device):
@@ -205,7 +205,7 @@ def test_memory_of_the_wrong_size_is_refused():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_memory_of_the_group_is_refused_where_there_is_none():
-    """gloo has no allocator; beside custom communication neither may be set."""
+    """Group memory is refused on gloo, which has no allocator, and together with custom communication."""
     model = fully_shard(mlp(4, 3))
     with pytest.raises(ValueError, match="but gloo has none on cpu"):
         model.set_allocate_memory_from_process_group_for_comm(True)
@@ -220,7 +220,7 @@ def test_memory_of_the_group_is_refused_where_there_is_none():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_memory_of_the_group_is_used_where_there_is_some():
-    """With an allocator put in gloo's place: called for each gather and reduction, results are the same."""
+    """With a mocked allocator, each gather and reduction uses group memory, and results are the same."""
     made = []
 
     def allocate(group, size, dtype, device):
@@ -241,7 +241,7 @@ def test_memory_of_the_group_is_used_where_there_is_some():
         patch.setattr(custom_comms, "SCATTER", "fake_scatter")
         patch.setattr(dist.ProcessGroup, "fake_scatter", _scatter, raising=False)
         assert_equal(train(model), expected)
-        assert len(made) == 3 * (2 + 2)  # two gathers; what is summed, and the sum
+        assert len(made) == 3 * (2 + 2)  # two gathers; input and output of the reduction
         model[0].set_allocate_memory_from_process_group_for_comm(False)
         model[0].set_custom_all_gather(CountingGather())
 

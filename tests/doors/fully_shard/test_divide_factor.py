@@ -1,4 +1,4 @@
-"""``set_gradient_divide_factor``: what gradients are divided by, instead of the number of ranks."""
+"""``set_gradient_divide_factor`` divides gradients by a factor instead of the number of ranks."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ def assert_params(model, plain):
 
 @on_ranks(2, 3)
 def test_the_sum_is_divided_by_the_factor_alone():
-    """SGD with momentum moves weights as with a plain replica whose summed gradients are divided; to the bit."""
+    """SGD with momentum moves weights exactly as on a plain replica whose summed gradients are divided."""
     world_size = dist.get_world_size()
     for factor in (2 * world_size, world_size, 1, 0.3):
         plain = tiny()
@@ -60,7 +60,7 @@ def test_the_sum_is_divided_by_the_factor_alone():
 
 
 def _sum(param):
-    """Over ranks, in order."""
+    """The sum of the gradient over ranks, in rank order."""
     every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
     dist.all_gather(every, param.grad)
     total = every[0].clone()
@@ -71,7 +71,7 @@ def _sum(param):
 
 @on_ranks(2)
 def test_with_mixed_precision_the_sum_is_divided_once():
-    """Parameters of bf16, reduced in fp32: as a bf16 replica with fp32 masters and summed fp32 gradients."""
+    """bf16 parameters reduced in fp32 train as a bf16 replica with fp32 masters and summed fp32 gradients."""
     masters = nn.Sequential(*[mlp(16, 32, 16) for _ in range(3)])
     model, replica = copy.deepcopy(masters), copy.deepcopy(masters).to(BF16)
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
@@ -100,7 +100,7 @@ def test_with_mixed_precision_the_sum_is_divided_once():
 
 @on_ranks(4)
 def test_replicas_are_summed_too():
-    """In every dtype of reduction: 4 ranks on a 2 x 2 mesh, divided by 3, after the sum over all."""
+    """In every reduce dtype, 4 ranks on a 2 x 2 mesh sum over all ranks and then divide by 3."""
     mesh = init_device_mesh(rank_device().type, (2, 2))
     own = dist.get_rank() + 1.0
     for dtype in (FP32, BF16, FP16):
@@ -114,7 +114,7 @@ def test_replicas_are_summed_too():
 
 @on_ranks(2)
 def test_large_gradients_of_fp16_do_not_overflow():
-    """The sum is wider than fp16, whatever the factor."""
+    """Gradients reduced in fp16 are summed in a wider dtype, so large ones do not overflow."""
     model = fully_shard(mlp(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP16))
     model.set_gradient_divide_factor(64)
     model(torch.full((1, 2), 60000.0, device=rank_device())).sum().backward()
@@ -124,7 +124,7 @@ def test_large_gradients_of_fp16_do_not_overflow():
 
 @on_ranks(2)
 def test_it_counts_for_one_module_from_then_on():
-    """Inner units keep theirs; it holds for what was accumulated, and for later forwards; the older name warns."""
+    """A factor covers one module's accumulated and later gradients; inner units keep theirs; the old name warns."""
     model = mlp(2, 2, 2)
     fully_shard(model[0])
     fully_shard(model)
@@ -146,7 +146,7 @@ def test_it_counts_for_one_module_from_then_on():
 
 @on_ranks(1)
 def test_wrong_factors_are_named():
-    """A factor is a positive, finite number."""
+    """A factor that is not a positive, finite number raises an error."""
     model = fully_shard(mlp(2, 2))
     for wrong in (0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="`factor` must be positive and finite"):

@@ -1,7 +1,7 @@
-"""In which order units are gathered, freed and have their gradients: as in PyTorch's FSDP2, and by default.
+"""The order in which units are gathered, freed and get their gradients: as in PyTorch's FSDP2, and by default.
 
-With ``set_forward_prefetch(False)`` all orders are those of FSDP2. By default each unit is also gathered ahead in the
-forward, once a first one has shown the order: while the one before it computes. The backward is the same then.
+With ``set_forward_prefetch(False)`` every order is that of FSDP2. By default, once a first forward has shown the order,
+the forward also gathers each unit while the unit before it computes. The order of the backward is the same.
 """
 
 import pytest
@@ -26,7 +26,7 @@ BACKWARD = f"{BACK_THROUGH_LAYERS} -root !root"
 
 
 def stack(num_layers, checkpointing=None, reshard=True, ahead=False):
-    """A `Stack` of which each layer is a unit, whose activations are recomputed unless ``checkpointing`` is None."""
+    """A `Stack` with each layer a unit; activations are recomputed unless ``checkpointing`` is None."""
     torch.manual_seed(1)
     model = Stack([Block() for _ in range(num_layers)], recomputes=checkpointing == "utils")
     for layer in model.layers:
@@ -44,7 +44,7 @@ def reshards(value):
 
 
 ALL_TOO = f"{FORWARD} -root", f"{AHEAD} -root", f"+root {BACKWARD}"
-KEEPS = {  # reshard_after_forward: a forward in FSDP2's order, in ours, the backward
+KEEPS = {  # reshard_after_forward: the forward in FSDP2's order, the forward in ours, the backward
     True: ALL_TOO,
     False: ("+root +0 +1 +2", "+root +0 +1 +2", without_unshards(BACKWARD)),
     2: ALL_TOO,
@@ -55,9 +55,9 @@ KEEPS = {  # reshard_after_forward: a forward in FSDP2's order, in ours, the bac
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forward_and_backward(ahead):
-    """The backward gathers one unit ahead, in every iteration, and only what the forward has freed.
+    """In every iteration the backward gathers one unit ahead, and only units that the forward has freed.
 
-    What is recomputed in it changes nothing.
+    Recomputation does not change the order.
     """
     for checkpointing in CHECKPOINTS:
         for reshard, (forward, forward_ahead, backward) in KEEPS.items():
@@ -75,10 +75,10 @@ def test_forward_and_backward(ahead):
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_several_forwards_before_one_backward(ahead):
-    """The backward goes through the later forward and then, gathering anew, through the earlier one.
+    """The backward goes through the later forward and then, gathering again, through the earlier one.
 
-    What the first forward leaves gathered serves the second. What the backward is through with is freed, so that
-    everything but the outermost unit is gathered in its second part.
+    Units that the first forward leaves gathered serve the second. The backward frees each unit that it has finished, so
+    its second part gathers every unit except the outermost one.
     """
     for checkpointing in CHECKPOINTS:
         for reshard, (forward, forward_ahead, backward) in KEEPS.items():
@@ -98,7 +98,7 @@ def test_several_forwards_before_one_backward(ahead):
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_unit_that_a_backward_does_not_come_to(ahead):
-    """``1.lin1`` is not gathered for the first backward; both end all units."""
+    """The first backward does not reach ``1.lin1`` and does not gather it; both backwards finish all units."""
     model = nn.Sequential(nn.Linear(DIM, DIM), Branches())
     for part in (model[0], model[1].lin1, model[1].lin2):
         fully_shard(part, reshard_after_forward=True)
@@ -122,7 +122,7 @@ FOUR_BACKWARD = "+root +3 +2 -3 !3 +1 -2 !2 +0 -1 !1 -0 !0 -root !root"
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_named_units_in_forward(ahead):
-    """Each layer gathers the next one, or the next two, from the first forward on; the backward is the default one."""
+    """Each layer gathers the next one, or the next two, from the first forward on; the backward keeps its order."""
     model = stack(4, "utils", ahead=ahead)
     forwards = "+root +0 +1 -0 +2 -1 +3 -2 -3 -root", "+root +0 +1 +2 -0 +3 -1 -2 -3 -root"
     for number, forward in enumerate(forwards, start=1):
@@ -138,7 +138,7 @@ def test_named_units_in_forward(ahead):
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_named_units_in_backward(ahead):
-    """Each layer gathers the one before it, as by default, or two; the forward is as ever."""
+    """Each layer gathers the one before it, as by default, or the two before it; the forward keeps its order."""
     model = stack(4, "utils", ahead=ahead)
     forwards = ["+root +0 -0 +1 -1 +2 -2 +3 -3 -root", "+root +0 +1 -0 +2 -1 +3 -2 -3 -root"]
     backwards = FOUR_BACKWARD, "+root +3 +2 +1 -3 !3 +0 -2 !2 -1 !1 -0 !0 -root !root"
@@ -154,7 +154,7 @@ def test_named_units_in_backward(ahead):
 
 @on_ranks(2)
 def test_names_that_are_wrong():
-    """A unit that is named too late is not gathered again; nothing else changes."""
+    """A named unit that the backward has already finished is not gathered again; nothing else changes."""
     model = stack(3)
     model.layers[2].set_modules_to_backward_prefetch([model.layers[0]])
     model.layers[0].set_modules_to_backward_prefetch([model.layers[2]])
@@ -167,7 +167,7 @@ def test_names_that_are_wrong():
 
 @on_ranks(2)
 def test_what_a_backward_leaves_gathered():
-    """Units have their gradients as ever, and the next forward gathers nothing, unless weights have changed."""
+    """Units that a backward leaves gathered get their gradients; the next forward gathers only if weights changed."""
     model = stack(3)
     model.set_reshard_after_backward(False)
     optimizer = sgd(model)
@@ -181,7 +181,7 @@ def test_what_a_backward_leaves_gathered():
 
 
 class Grouped(Stack):
-    """A `Stack` whose first and last unit are two modules each."""
+    """A `Stack` whose first and last units have two modules each."""
 
     def __init__(self, layers):
         super().__init__(layers)
@@ -194,7 +194,7 @@ class Grouped(Stack):
 
 
 def grouped(checkpoints, ahead=False):
-    """Groups, and units in units, whose ``checkpoints`` are modules around them or marks on them."""
+    """Groups and nested units, with ``checkpoints`` as modules around them or as marks on them."""
     model = Grouped([ExpertBlock() for _ in range(3)])
     if checkpoints == "wrappers":
         for kind in (ExpertBlock, Expert):
@@ -224,10 +224,10 @@ NESTED_FORWARDS = [f"{NESTED} +{LAST} -{LAST}", f"{NESTED_AHEAD} -{LAST}"]
 @pytest.mark.parametrize("checkpoints", ["wrappers", "marks"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_units_inside_checkpoints(checkpoints, ahead):
-    """Inside a checkpoint in a checkpoint each unit gathers the next one ahead, or those that are named.
+    """Inside nested checkpoints each unit gathers the next one ahead, or the units named for it.
 
-    By default the next one is the layer, the unit inside it, the layer before it. Names replace that: what is in the
-    last layer, which nobody names, is gathered when it is called again, and the first layer gathers a group.
+    The default order is a layer, the unit inside it, then the layer before it. Names replace that order: the unit in
+    the last layer, which no layer names, is gathered when it is called again, and the first layer gathers a group.
     """
     model = grouped(checkpoints, ahead)
     for iteration in range(2):
@@ -259,7 +259,7 @@ def test_units_inside_checkpoints(checkpoints, ahead):
 
 @on_ranks(2)
 def test_names_of_units():
-    """Of a group those of its modules, in their order; names of wrappers of checkpoints are kept, in every event."""
+    """A group has the names of its modules, in order; every event keeps the names of checkpoint wrappers."""
     model = grouped("wrappers")
     events = []
     with observe(model, events.append):
@@ -277,7 +277,7 @@ def test_names_of_units():
 
 @on_ranks(2)
 def test_a_group_of_which_a_module_did_not_run():
-    """It stays gathered after the forward, for the one that is awaited, and its backward gathers nothing."""
+    """A group with a module that did not run stays gathered after the forward, so its backward gathers nothing."""
     model = nn.ModuleDict({"a": nn.Linear(DIM, DIM), "b": nn.Linear(DIM, DIM), "c": nn.Linear(DIM, VOCAB)})
     fully_shard([model["a"], model["b"]], reshard_after_forward=True)
     fully_shard(model["c"], reshard_after_forward=True)
@@ -294,7 +294,7 @@ def test_a_group_of_which_a_module_did_not_run():
 
 
 class Chosen(nn.Module):
-    """Calls those of its parts that are named, one after the other."""
+    """Calls the named parts, one after the other."""
 
     def __init__(self, parts):
         super().__init__()

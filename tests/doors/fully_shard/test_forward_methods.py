@@ -1,4 +1,4 @@
-"""Methods other than ``forward`` run gathered once they are registered; until then they raise, naming the cure."""
+"""Registered methods run with gathered parameters, as ``forward`` does; others raise an error that names the fix."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ from tests.reference import randn
 
 
 class Coder(nn.Module):
-    """Has an encoder and a decoder, together in ``forward``, or each on its own; both compute with its parameters."""
+    """An encoder and a decoder, run together by ``forward`` or each on its own; both use the module's parameters."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def by_methods(model, key):
 
 
 def steps_alike(wrap, loss_of):
-    """Train the sharded model and its plain twin; the same losses and values."""
+    """Train the sharded model and its plain twin, and compare losses and values."""
     plain, model = coder(), wrap(coder())
     train_beside(model, plain, loss_of)
     return model
@@ -79,7 +79,7 @@ def steps_alike(wrap, loss_of):
 
 @on_ranks(2, in_full(1))
 def test_training_through_methods():
-    """Losses and weights are those of the plain module, whose methods are called alike; all is freed after."""
+    """Training through methods gives the losses and weights of the plain module, and frees all units."""
     for kwargs in ({}, {"inner": False}, {"reshard_after_forward": False}):
         model = steps_alike(lambda net, kwargs=kwargs: shard(net, "encode", "decode", **kwargs), by_methods)
         assert not any(unit.is_gathered for _, unit in units_below(model))
@@ -87,7 +87,7 @@ def test_training_through_methods():
 
 @on_ranks(2)
 def test_methods_and_forward_in_turns():
-    """A registered method without grad, between passes of the whole model, changes nothing."""
+    """A registered method called under ``no_grad`` between passes of the whole model changes nothing."""
 
     def loss_of(model, key):
         with torch.no_grad():
@@ -103,7 +103,7 @@ def test_methods_and_forward_in_turns():
 
 @on_ranks(2)
 def test_a_method_called_from_within():
-    """A registered method that the module's own forward calls leaves it gathered; so does an outer module's."""
+    """A registered method called in the forward of its module, or of an outer one, leaves the module gathered."""
     model, plain = shard(coder(), "encode", "forward"), coder()
     assert torch.equal(model(randn(3, 6)), plain(randn(3, 6)))
     assert torch.equal(model.forward(randn(3, 6)), plain(randn(3, 6)))
@@ -127,7 +127,7 @@ def test_a_method_called_from_within():
 
 @on_ranks(2)
 def test_casts():
-    """Inputs and outputs of a registered method are cast as those of ``forward``."""
+    """Inputs and outputs of a registered method are cast like those of ``forward``."""
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     model = shard(coder(), "decode", inner=False, mp_policy=policy)
     seen = []
@@ -138,7 +138,7 @@ def test_casts():
 
 @on_ranks(2)
 def test_an_exception_leaves_everything_sharded():
-    """A method that raises leaves the units as a forward that raises does."""
+    """A method that raises leaves all units sharded, as a forward that raises does."""
     model = shard(coder(), "decode")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shapes"):
@@ -149,7 +149,7 @@ def test_an_exception_leaves_everything_sharded():
 
 @on_ranks(2)
 def test_unregistered_ways_in_raise():
-    """Methods, ``forward`` and submodules raise, naming module, method and cure; what needs no parameters runs."""
+    """Unregistered methods, ``forward`` and submodules raise and name the fix; code that works on DTensors runs."""
     model = shard(coder(), inner=False)
     cure = r'register_fsdp_forward_method\(module, "{}"\)'
     ways = [
@@ -181,7 +181,7 @@ def test_unregistered_ways_in_raise():
 
 @on_ranks(2)
 def test_copies_keep_their_methods():
-    """deepcopy and pickle carry what was registered."""
+    """deepcopy and pickle keep registered methods."""
     model = shard(coder(), "encode")
     with torch.no_grad():
         expected = model.encode(randn(2, 6))["code"]
@@ -197,7 +197,7 @@ def test_copies_keep_their_methods():
 
 @on_ranks(2)
 def test_methods_of_the_instance():
-    """One that was put on the instance, before or after it was registered, runs gathered too."""
+    """A method set on the instance, before or after it is registered, runs with gathered parameters."""
     model = shard(coder(), inner=False)
     model.double_up = lambda code: F.linear(code, model.up.weight) * 2
     register(model, "double_up")
@@ -209,7 +209,7 @@ def test_methods_of_the_instance():
 
 @on_ranks(1)
 def test_arguments():
-    """What cannot be registered says so; a module that is not sharded is left alone."""
+    """Registering an unsuitable method raises an error; on a module that is not sharded it does nothing."""
     plain, model = coder(), shard(coder())
     assert register(plain, "no such") is None
     assert "encode" not in vars(plain)

@@ -24,7 +24,7 @@ def build(kind="no_dim", **kwargs):
 
 
 def train(model, optimizer, scaler, poison=(), clip=False):
-    """Scales after each step; in the steps ``poison`` one element of a gradient of the last rank is infinite."""
+    """The scales after each step; in the steps ``poison``, one gradient element on the last rank is infinite."""
     scales = []
     for step in range(4):
         scaler.scale(loss_of_tiny(model, (step,))).backward()
@@ -46,7 +46,7 @@ def train(model, optimizer, scaler, poison=(), clip=False):
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("offload", [False, True])
 def test_both_scalers_agree(offload):
-    """The same bits and scales, clipped or not; an overflow on one rank skips the step on all."""
+    """Both scalers give the same bits and scales, clipped or not; an overflow on one rank skips the step on all."""
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for clip in (False, True):
         found = []
@@ -61,7 +61,7 @@ def test_both_scalers_agree(offload):
 
 @on_ranks(2)
 def test_ranks_without_gradients_take_part():
-    """A rank whose gradients have been dropped unscales nothing, and skips the step with the others."""
+    """A rank whose gradients were dropped unscales nothing, and skips the step with the others."""
     model = build("few_rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = SCALERS["sharded"]()
@@ -80,7 +80,7 @@ def test_ranks_without_gradients_take_part():
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_the_optimizer_of_host_memory(overlap):
-    """`CPUOptimizer`, stepping in the backward on trust or after it, comes to the plain optimizer's bits."""
+    """`CPUOptimizer` gives the plain optimizer's bits, stepping after the backward or speculatively inside it."""
     found = []
     for ours in (False, True):
         model = build(offload_policy=CPUOffloadPolicy())

@@ -1,4 +1,4 @@
-"""A list of modules that is one unit: gathered with the first that is called, freed after the last."""
+"""A list of modules that is one unit is gathered before the first call and freed after the last."""
 
 import copy
 
@@ -19,7 +19,7 @@ from .test_control import gathered, num_gathers
 
 
 class Net(nn.Module):
-    """Four Linears, called in the order that ``calls`` says."""
+    """Four Linears, called in the order ``calls``."""
 
     def __init__(self, calls=(0, 1, 2, 3), recompute=None):
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def shard(model, *members, **kwargs):
-    """One unit of ``members``, one of the rest."""
+    """Shard ``members`` as one unit and the rest as another."""
     fully_shard([model.layers[index] for index in members], **kwargs)
     return fully_shard(model, **kwargs)
 
@@ -51,7 +51,7 @@ CALLS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 0, 2, 3), (0, 1, 2, 3,
 @on_ranks(2, in_full(1), in_full(3))
 @pytest.mark.parametrize("recompute", [None, True, False])
 def test_orders_of_calls(recompute):
-    """In any order, twice, with others between them, in checkpoints: the plain model's values."""
+    """Members called in any order, twice, with others between, or in checkpoints train as the plain model."""
     for calls in CALLS:
         plain = Net(calls, recompute)
         model = shard(copy.deepcopy(plain), 0, 2)
@@ -61,7 +61,7 @@ def test_orders_of_calls(recompute):
 
 @on_ranks(2)
 def test_gathered_once_for_all():
-    """One gather for a group's forward, whose parameters are whole from the first call to the last."""
+    """A forward gathers a group once, and its parameters are whole from the first call to the last."""
     model = shard(Net(), 0, 2)
     seen = []
     for layer in model.layers:
@@ -80,7 +80,7 @@ def test_gathered_once_for_all():
 
 @on_ranks(2)
 def test_one_that_is_not_called():
-    """The group stays gathered until its backward, or the end of a pass without one; it has no gradients."""
+    """The group stays gathered until its backward or the pass ends; the member not called gets no gradients."""
     plain = Net((0, 1, 3))
     model = shard(copy.deepcopy(plain), 0, 2)
     loss = model(randn(2, 4)).sum()
@@ -97,7 +97,7 @@ def test_one_that_is_not_called():
 
 @on_ranks(2)
 def test_one_nested_in_another():
-    """A member inside another member is gathered with it, when either is called."""
+    """A member inside another member is gathered with it when either is called."""
 
     class Outer(nn.Module):
         def __init__(self):
@@ -120,7 +120,7 @@ def test_one_nested_in_another():
 
 @on_ranks(2)
 def test_policies_of_a_group():
-    """Inputs and outputs of each member are cast, of an inner one that another calls too."""
+    """Inputs and outputs of each member are cast; with ``cast_forward_inputs=False``, inputs are not."""
     for casts in (True, False):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, cast_forward_inputs=casts)
         model, seen = Net(), []
@@ -139,7 +139,7 @@ def test_policies_of_a_group():
 
 @on_ranks(2)
 def test_exceptions_between_members():
-    """A pass that ends between two members leaves the next one whole."""
+    """A pass that raises between two members leaves the group sharded, and the next passes train correctly."""
     plain = Net()
     model = shard(copy.deepcopy(plain), 0, 2)
     armed = [1]
@@ -158,7 +158,7 @@ def test_exceptions_between_members():
 
 @on_ranks(2)
 def test_by_hand():
-    """Any member's unshard and reshard are the group's."""
+    """``unshard``, ``reshard`` and settings of any member apply to the whole group."""
     model = shard(Net(), 0, 2)
     model.layers[2].unshard()
     assert not isinstance(model.layers[0].weight, DTensor)

@@ -1,4 +1,4 @@
-"""Shards over one dimension of a mesh, replicas over the other, and sums over replicas that wait."""
+"""Shards over one dimension of a mesh, replicas over the other, and deferred sums over replicas."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
 
-# How each backward's gradients travel: not at all, over shards, over all ranks. "zero": all are dropped.
+# How each backward reduces gradients: not at all, over shards, or over all ranks. "zero": drop all gradients.
 ORDERS = [
     "shards all",
     "shards shards all all",
@@ -44,7 +44,7 @@ def set_travel(model, how):
 
 
 class Sums:
-    """What each rank must hold of the gradients of a plain replica, term by term."""
+    """The expected gradients, computed term by term from those of a plain replica."""
 
     def __init__(self, num_shards):
         self.num_shards = num_shards
@@ -54,13 +54,13 @@ class Sums:
         self.local, self.kept, self.grads = None, None, None
 
     def take(self, grads, how):
-        """The local gradients ``grads`` travel as ``how`` says."""
+        """Add the local gradients ``grads``, reduced as ``how`` says."""
         self.local = _plus(self.local, grads)
         if how == "none":
             return
         of_shards = self._over_shards(self.local)
         self.local = None
-        if how == "shards" and len(of_shards) > 1:  # else there is nothing to wait for
+        if how == "shards" and len(of_shards) > 1:  # one replica has nothing to defer
             self.kept = of_shards if self.kept is None else list(map(_plus, of_shards, self.kept))
             return
         if self.kept is not None:
@@ -85,7 +85,7 @@ def _plus(before, now):
 
 
 def local_grads(plain, key):
-    """What this rank's batch of ``key`` gives."""
+    """The gradients of this rank's batch of ``key``."""
     *inputs, targets = tiny_batch(dist.get_rank(), key)
     return list(torch.autograd.grad(tiny_loss(plain(*inputs), targets), list(plain.parameters())))
 
@@ -122,7 +122,7 @@ def check_orders(shape, orders, **kwargs):
 
 @on_ranks(2)
 def test_sums_that_wait_are_added_on_two_ranks():
-    """Whatever came before, a backward over all ranks brings the mean of all; to the bit."""
+    """After any sequence of backwards, one over all ranks gives the mean of all gradients, to the bit."""
     for shape in ((2, 1), (1, 2)):
         check_orders(shape, ORDERS)
 
@@ -130,7 +130,7 @@ def test_sums_that_wait_are_added_on_two_ranks():
 @on_ranks(4, timeout=120)
 @pytest.mark.parametrize("bucket_cap_mb", [25, pytest.param(0, marks=pytest.mark.full)])
 def test_sums_that_wait_are_added_on_four_ranks(bucket_cap_mb):
-    """As on two, with both dimensions."""
+    """The same holds on four ranks, with both mesh dimensions in use."""
     check_orders((2, 2), ORDERS, bucket_cap_mb=bucket_cap_mb)
 
 
@@ -138,19 +138,19 @@ def test_sums_that_wait_are_added_on_four_ranks(bucket_cap_mb):
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
 @pytest.mark.parametrize("offload", [False, True])
 def test_sums_that_wait_are_added_on_other_meshes(shape, offload):
-    """Also where there is one replica only, or one shard, and with shards in host memory."""
+    """The same holds with only one replica or one shard, and with shards in host memory."""
     check_orders(shape, ORDERS, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
 
 
 @on_ranks(2)
 def test_sums_wait_beside_offloaded_shards():
-    """Gradients in host memory get the same sums."""
+    """Deferred sums are the same with gradients in host memory."""
     check_orders((2, 1), ORDERS, offload_policy=CPUOffloadPolicy())
 
 
 @on_ranks(2)
 def test_what_waits_is_wide():
-    """Gradients of bf16 wait in fp32: what is added to them is not rounded before the mean."""
+    """Deferred bf16 gradients are kept in fp32, so adding to them does not round before the mean."""
     mesh = init_device_mesh(rank_device().type, (2, 1))
     model = fully_shard(mlp(4, 3), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     for how, size in (("shards", 256.0), ("all", 1.0)):
@@ -172,7 +172,7 @@ def whole_grads(model):
 
 @on_ranks(2)
 def test_what_waits_survives_other_events():
-    """A unit that is not reached, an interrupted backward, evaluation; and twice the same."""
+    """Deferred sums survive evaluation, a backward that raises, and a unit that the backward does not reach."""
     mesh = init_device_mesh(rank_device().type, (2, 1))
     expected = linears(mesh)
     set_travel(expected, "all")
@@ -201,7 +201,7 @@ def test_what_waits_survives_other_events():
         set_travel(model, "all")
         raises.append("on purpose")
         with pytest.raises(RuntimeError, match="on purpose"):
-            model(randn(3, 4, key=(1,))).square().sum().backward()  # the last Linear's gradient is on its way
+            model(randn(3, 4, key=(1,))).square().sum().backward()  # the last Linear's gradient is in flight
         assert all(not param.grad.to_local().any() for param in model.parameters())
         model(randn(3, 4, key=(1,))).square().sum().backward()
         torch.testing.assert_close(whole_grads(model), expected, rtol=1e-6, atol=1e-6)
@@ -218,7 +218,7 @@ def test_what_waits_survives_other_events():
 
 @on_ranks(2)
 def test_gradients_that_wait_must_not_be_clipped():
-    """Clipping would not reach what waits, so the next backward refuses; after it clipping is as always."""
+    """Clipping would miss deferred sums, so the next backward raises; after a full reduction clipping works."""
     mesh = init_device_mesh(rank_device().type, (2, 1))
     model = linears(mesh)
     for how in ("all", "shards"):
@@ -237,7 +237,7 @@ def test_gradients_that_wait_must_not_be_clipped():
 
 @on_ranks(4)
 def test_nothing_is_sent_to_replicas_while_sums_wait():
-    """One reduce-scatter a bucket, and no all-reduce until the last."""
+    """Each bucket takes one reduce-scatter, and no all-reduce until the last backward."""
     mesh = init_device_mesh(rank_device().type, (2, 2))
     model = linears(mesh)
     model(randn(3, 4)).sum().backward()
@@ -253,7 +253,7 @@ def test_nothing_is_sent_to_replicas_while_sums_wait():
 @pytest.mark.cpu_only
 @on_ranks(4)
 def test_sums_that_wait_are_those_of_torch():
-    """PyTorch's FSDP2 gives the same gradients, with a divisor too; what we always do is switched on there: sums."""
+    """PyTorch's FSDP2, set to reduce by sums as we always do, gives the same gradients, also with a divisor."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     results = []
     for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
@@ -273,7 +273,7 @@ def test_sums_that_wait_are_those_of_torch():
 
 @on_ranks(2)
 def test_one_module_alone_can_wait():
-    """Without ``recurse`` the modules below go on as they were, in buckets of their own."""
+    """With ``recurse=False`` one module defers its sum; the others reduce as before, in their own buckets."""
     mesh = init_device_mesh(rank_device().type, (2, 1))
     model = linears(mesh)
     model[0].set_requires_all_reduce(False, recurse=False)
@@ -284,7 +284,7 @@ def test_one_module_alone_can_wait():
 
 @on_ranks(1)
 def test_wrong_arguments_are_named():
-    """Flags are bools; in the middle of a pass nothing changes."""
+    """A flag that is not a bool raises an error, and so does a change in the middle of a pass."""
     model = fully_shard(mlp(2, 2))
     for wrong in (1, None, "no"):
         with pytest.raises(ValueError, match="`requires_all_reduce` must be True or False"):

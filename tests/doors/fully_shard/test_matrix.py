@@ -1,7 +1,7 @@
 """Training through `fully_shard` gives plain torch's numbers, to the bit, in every pair of settings.
 
-The reference adds over ranks in rank order and divides afterwards. The norm that PyTorch's clipping takes of DTensors
-is compared with a tolerance, for its sum runs in another order, and both sides then clip by it.
+The reference adds in rank order and divides afterwards. PyTorch sums the norm of DTensors in another order, so the norm
+is compared with a tolerance, and both sides then clip by PyTorch's.
 """
 
 import warnings
@@ -66,10 +66,10 @@ def _groups(model, name):
 
 def _shard(model, cell):
     param_dtype, reduce_dtype = PRECISIONS[cell["precision"]]
-    # Of 4 ranks 2 keep the parameters between them; fewer are none or all.
+    # 4 ranks keep parameters sharded over pairs; with fewer ranks, the number is the world size.
     number = 2 if dist.get_world_size() == 4 else dist.get_world_size()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a number of 1 means False
+        warnings.simplefilter("ignore")  # the warning that a number of 1 means False
         return shard_tiny(
             model,
             reshard_after_forward=number if cell["reshard"] == "number" else cell["reshard"],
@@ -139,7 +139,7 @@ def _clip_both(reference, sharded):
 @over_cells(CELLS)
 @on_ranks()
 def test_every_pair_of_settings_trains_as_plain_torch(cell):
-    """Losses and final weights equal the reference's, in cells that hold every pair of settings."""
+    """Losses and final weights equal the reference's, in cells that cover every pair of settings."""
     _train(cell)
 
 
@@ -147,7 +147,7 @@ def test_every_pair_of_settings_trains_as_plain_torch(cell):
 @over_cells(MORE_CELLS)
 @on_ranks()
 def test_many_settings_train_as_plain_torch(cell):
-    """The same in 200 cells drawn at random, and on 4 ranks, of which 2 keep what they share."""
+    """The same holds in 200 random cells, also on 4 ranks that keep parameters sharded over pairs."""
     _train(cell)
 
 

@@ -1,4 +1,4 @@
-"""Modules on the meta device are sharded there, then given memory and values; what is moved or cast is followed."""
+"""Modules sharded on the meta device get memory and values later; casts and freezing take effect."""
 
 import copy
 
@@ -17,7 +17,7 @@ from tests.reference import average_grads_, randn, sgd
 
 
 def shard(model, **kwargs):
-    """Units inside units, and one that has the rest."""
+    """Shard into nested units, with one for the rest."""
     for part in (model.first.up, model.first, model.second, model.shared):
         fully_shard(part, **kwargs)
     return fully_shard(model, **kwargs)
@@ -34,7 +34,7 @@ def whole(model):
 
 
 def trains_as(sharded, plain, num_steps=2):
-    """Both have the same values now, and after some steps."""
+    """Check that both have the same values, now and after each step."""
     of_plain, of_sharded = sgd(plain), sgd(sharded)
     for step in range(num_steps + 1):
         for name, value in whole(sharded).items():
@@ -52,7 +52,7 @@ def trains_as(sharded, plain, num_steps=2):
 @on_ranks(2, in_full(1), in_full(3))
 @pytest.mark.parametrize("offload", [False, True])
 def test_to_empty_and_initialise(offload):
-    """All ranks train the values that ``reset_parameters`` and ``nn.init`` gave to DTensors."""
+    """All ranks train from the values that ``reset_parameters`` and ``nn.init`` wrote to DTensors."""
     kwargs = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     model = shard(on_meta(), **kwargs)
     assert all(param.is_meta for param in model.parameters())
@@ -76,7 +76,7 @@ def test_to_empty_and_initialise(offload):
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["root", "without to_empty", "plain submodule", "after to_empty"])
 def test_assigned_dtensors(way):
-    """``load_state_dict(assign=True)`` of another sharded model's DTensors gives memory and values at once."""
+    """``load_state_dict(assign=True)`` of another sharded model's DTensors provides both memory and values."""
     source = shard(tiny(seed=3))
     model = shard(on_meta())
     params = list(model.parameters())
@@ -94,7 +94,7 @@ def test_assigned_dtensors(way):
 
 @on_ranks(2)
 def test_still_on_meta():
-    """The first forward names what has no memory, and works once it has."""
+    """The first forward names parameters without memory, and works once they have it."""
     model = shard(on_meta())
     *inputs, targets = tiny_batch(0)
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_still_on_meta():
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["root", "inner", "submodule", "each"])
 def test_casts_before_the_first_forward(when):
-    """On the root, an inner module and a plain submodule; parameters of several dtypes may then be in a unit."""
+    """The root, an inner unit or a plain submodule may be cast before the first forward."""
     plain, model = tiny(), shard(tiny())
     for net in (plain, model):
         if when == "root":
@@ -132,7 +132,7 @@ def test_casts_before_the_first_forward(when):
 
 @on_ranks(2)
 def test_a_unit_of_several_dtypes():
-    """One submodule of a unit is cast on its own: it computes in its dtype, the others in theirs."""
+    """A unit may have several dtypes: a submodule cast on its own computes in its dtype, the others in theirs."""
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -145,7 +145,7 @@ def test_a_unit_of_several_dtypes():
 
     plain = Mixed().to(rank_device())
     model = fully_shard(copy.deepcopy(plain))
-    optimizers = [sgd(model), sgd(plain)]  # what was registered before stays registered
+    optimizers = [sgd(model), sgd(plain)]  # parameters stay registered through a cast
     for net in (plain, model):
         net.two.double()
     assert {param.dtype for param in model.parameters()} == {torch.float32, torch.float64}
@@ -163,7 +163,7 @@ def test_a_unit_of_several_dtypes():
 
 @on_ranks(2)
 def test_casts_after_the_first_forward_are_refused():
-    """They raise and change nothing; what changes neither dtype nor device is no cast."""
+    """A later cast or move raises and changes nothing; one that keeps dtype and device is allowed."""
     model, x = fully_shard(nn.Sequential(fully_shard(mlp(4, 6, 4)), nn.Linear(4, 4))).to(rank_device()), randn(2, 4)
     loss = model(x).sum()
     before = whole(model)
@@ -182,7 +182,7 @@ def test_casts_after_the_first_forward_are_refused():
         optimizer.zero_grad()
         model(x).sum().backward()
     handle = model[0].register_forward_hook(lambda *_: model.to(rank_device()) and None)
-    model(x).sum().backward()  # in the middle of a forward it changes nothing either
+    model(x).sum().backward()  # the same call changes nothing inside a forward
     handle.remove()
     model[1].half()
     with pytest.raises(TypeError, match="must keep one dtype"):
@@ -193,7 +193,7 @@ def test_casts_after_the_first_forward_are_refused():
 
 @on_ranks(2)
 def test_requires_grad_between_steps():
-    """Freezing and thawing DTensors, as LoRA does, is followed; frozen ones get no gradient and do not move."""
+    """DTensors may be frozen and unfrozen between steps, as for LoRA; frozen ones get no gradient and do not change."""
     plain, model = tiny(), shard(tiny())
     *inputs, targets = tiny_batch(torch.distributed.get_rank())
     frozen = [("embed.weight", "first.up.bias"), ("second.up.weight", "second.norm.bias"), (), ("head.bias",)]
@@ -214,7 +214,7 @@ def test_requires_grad_between_steps():
 
 @on_ranks(2, in_full(3))
 def test_parameters_without_dimensions():
-    """They are whole on each rank, get the mean gradient, and may be on the meta device first."""
+    """Parameters without dimensions are whole on each rank, get the mean gradient, and may start on the meta device."""
 
     class Scaled(nn.Module):
         def __init__(self):
@@ -246,7 +246,7 @@ def test_parameters_without_dimensions():
 
 @on_ranks(2)
 def test_recurrent_modules():
-    """An RNN, which keeps a list of its weights, computes with whole ones, moved or from the meta device too."""
+    """An RNN, which keeps a list of its weights, computes with whole ones, also after a cast or from meta."""
     torch.manual_seed(1)
     plain = nn.LSTM(3, 4, num_layers=2).to(rank_device())
     for start in ("cpu", "double", "meta"):

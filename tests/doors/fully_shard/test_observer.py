@@ -1,4 +1,4 @@
-"""What the observer tells of models that were sharded in place: everything that it tells of wrapped ones."""
+"""The observer reports on models sharded in place everything that it reports on wrapped ones."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ ON_HOST = {"copy_to_host", "copy_wait"}
 
 
 def sharded(**kwargs):
-    """A `tiny` of a unit, a group and the rest."""
+    """A `tiny` sharded into a unit, a group and the rest."""
     model = tiny()
     fully_shard(model.first, **kwargs)
     fully_shard([model.second, model.shared], **kwargs)
@@ -32,7 +32,7 @@ def full_state(model):
 
 
 def train(model, num_steps=2):
-    """Steps with accumulation; the weights after them."""
+    """Train with accumulation, and return the full weights."""
     optimizer = sgd(model)
     for step in range(num_steps):
         for number in range(2):
@@ -54,7 +54,7 @@ CASES = {
 
 @on_ranks(2)
 def test_what_takes_time_has_an_end_and_changes_no_bit():
-    """Every begin has its end, each unit has its gradients once a backward, and others get the same weights."""
+    """Every begin has an end, each unit gets gradients once per backward, and an unobserved twin the same weights."""
     for case, kwargs in CASES.items():
         events = []
         model = sharded(**kwargs)
@@ -75,7 +75,7 @@ def test_what_takes_time_has_an_end_and_changes_no_bit():
 
 @on_ranks(2)
 def test_optimizers_of_dtensors():
-    """Steps of those that hold a parameter of the model are told, of others not; before the first forward too."""
+    """Only steps of optimizers that hold a parameter of the model are reported, even before the first forward."""
     model, other = sharded(), fully_shard(mlp(3, 3))
     of_both = torch.optim.AdamW([*other.parameters(), *model.second.parameters()])
     of_other = torch.optim.AdamW(other.parameters())
@@ -94,7 +94,7 @@ def test_optimizers_of_dtensors():
 @on_ranks(2)
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_copy_of_an_observed_model(offloads):
-    """It is not observed, trains as one that never was, and can be observed itself."""
+    """A copy of an observed model is not observed, trains like the original, and can be observed itself."""
     kwargs = CASES["host"] if offloads else {}
     model = sharded(**kwargs)
     events, of_copy = [], []
@@ -114,7 +114,7 @@ def test_a_copy_of_an_observed_model(offloads):
 
 @on_ranks(2)
 def test_models_beside_each_other():
-    """Two that were never made one are told of together, each by its own names, and alone when alone."""
+    """Separate models in one container can be observed together, each under its own names, or alone."""
     models = nn.ModuleDict({"one": mlp(4, 4, 4), "other": mlp(4, 3)})
     for model in models.values():
         fully_shard(model[0])
@@ -124,14 +124,14 @@ def test_models_beside_each_other():
         for model in models.values():
             model(randn(2, 4)).sum().backward()
     gathered = [event.fqn for event in both if event.event == "unshard"]
-    assert gathered == ["", "0", "0", "0", "0"]  # the outermost unit of the second has nothing of its own
+    assert gathered == ["", "0", "0", "0", "0"]  # the second model's outermost unit has no parameters of its own
     assert [event.fqn for event in alone if event.event == "unshard"] == ["0", "0"]
     assert [event[:3] for event in both[-len(alone) :]] == [event[:3] for event in alone]
 
 
 @on_ranks(2)
 def test_a_timeline_of_both_ranks(tmp_path):
-    """Every lane is in use, units and groups have their names, and Chrome's trace and the picture can be written."""
+    """The timeline uses every lane, names units and groups, and can be written as a Chrome trace and a picture."""
     model = sharded(**CASES["host"])
     events = []
     with observe(model, events.append):

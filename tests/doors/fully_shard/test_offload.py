@@ -1,4 +1,4 @@
-"""Shards, gradients and optimizer state in host memory, on machines without a GPU too."""
+"""Shards, gradients and optimizer state in host memory, also on machines without a GPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ POLICIES = [OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=Fal
 
 
 def accumulate(model, step, way):
-    """Three micro-batches, of which those before the last are kept whole, or reduced."""
+    """Run three micro-batches; gradients of the first two are kept unreduced, or reduced."""
     for micro in range(3):
         model.set_requires_gradient_sync(way == "reduced" or micro == 2)
         loss_of_tiny(model, (step, micro)).backward()
@@ -24,7 +24,7 @@ def accumulate(model, step, way):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("way", ["kept", "reduced"])
 def test_offload_changes_no_bit(way):
-    """Whosever policy it is, and however gradients add up; what is in host memory stays there."""
+    """Offloading changes no bit, with any policy and way to accumulate, and tensors stay in host memory."""
     found = []
     for policy in POLICIES:
         torch.manual_seed(1)
@@ -43,7 +43,7 @@ def test_offload_changes_no_bit(way):
 
 @on_ranks(2)
 def test_gradients_are_there_when_the_backward_is_over():
-    """What is read right after a backward, or by a hook in it, is the sum; a gradient kept aside is not written to."""
+    """A gradient is complete right after the backward, and in hooks; later backwards do not write to a kept one."""
     torch.manual_seed(1)
     model = shard_tiny(Assorted("plain"), offload_policy=CPUOffloadPolicy())
     seen = {}
@@ -66,7 +66,7 @@ def test_gradients_are_there_when_the_backward_is_over():
 
 @on_ranks(2)
 def test_low_precision_masters_are_stepped_with_a_warning():
-    """As PyTorch does, but not in silence."""
+    """Low-precision masters are stepped as in PyTorch, but with a warning."""
     torch.manual_seed(1)
     model = shard_tiny(Assorted("plain").bfloat16(), offload_policy=CPUOffloadPolicy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

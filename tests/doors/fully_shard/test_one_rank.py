@@ -36,7 +36,7 @@ def sharded(model, **how):
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("cap", [0, 25])
 def test_it_trains_as_the_plain_model(reshard, cap):
-    """Losses and weights, bit for bit; parameters are DTensors that have everything."""
+    """Losses and weights equal the plain model's bit for bit; each DTensor holds the whole parameter."""
     plain = tiny()
     model = sharded(copy.deepcopy(plain), reshard_after_forward=reshard, bucket_cap_mb=cap)
     assert all(isinstance(param, DTensor) and param.to_local().shape == param.shape for param in model.parameters())
@@ -49,7 +49,7 @@ def test_it_trains_as_the_plain_model(reshard, cap):
 @on_ranks(1)
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_a_divide_factor_divides_though_there_is_nothing_to_sum(policy):
-    """Gradients are halved exactly, in the dtype that they would travel in."""
+    """A factor of 2 halves gradients exactly, in the dtype that they would be reduced in."""
     models = [sharded(tiny(), mp_policy=policy) for _ in range(2)]
     for unit in (models[1], models[1].first, models[1].second):
         unit.set_gradient_divide_factor(2.0)

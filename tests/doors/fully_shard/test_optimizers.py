@@ -26,7 +26,7 @@ ELEMENTWISE = {
 
 
 def both(kind, num_backwards=1):
-    """A replica and its sharded twin, with gradients of the same backwards."""
+    """A plain model and its sharded twin, with gradients of the same backwards."""
     torch.manual_seed(1)
     plain = Assorted(kind)
     sharded = shard_tiny(copy.deepcopy(plain))
@@ -62,9 +62,9 @@ def assert_same_grads(plain, sharded, **tolerance):
 
 @on_ranks(in_full(1), 2, 3)
 def test_norms_and_clipping():
-    """Total norms, with each kind of parameter counted once, and what both ways to clip leave."""
+    """Total norms, which count each parameter once, and gradients clipped by norm or value match the plain model."""
     for kind in ("no_dim", "few_rows", "empty"):
-        # PyTorch has no largest element of a part without elements, which ranks have of the other two kinds.
+        # PyTorch cannot take the maximum of an empty shard, which some ranks have for the other two kinds.
         for norm_type in (1.0, 2.0, *([math.inf] if kind == "no_dim" else [])):
             plain, sharded = both(kind)
             grads = [[param.grad for param in model.parameters()] for model in (plain, sharded)]
@@ -82,7 +82,7 @@ def test_norms_and_clipping():
 @on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers(name):
-    """As loops, ``foreach`` and fused where torch has that for DTensors: what whole parameters come to."""
+    """Loops, ``foreach`` and, where torch has them for DTensors, fused kernels step as on whole parameters."""
     make, options = ELEMENTWISE[name]
     ways = [{"foreach": False}, {"foreach": True}, *([{"fused": True}] if name.startswith("adam") else [])]
     for way in ways:
@@ -104,7 +104,7 @@ def test_elementwise_optimizers(name):
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
 def test_optimizers_that_need_shapes_do_what_torch_makes_of_them(name):
-    """Nothing of ours refuses them: the same weights, or the same error, as with PyTorch's `fully_shard`."""
+    """Optimizers that need shapes give the same weights, or the same error, as with PyTorch's `fully_shard`."""
     found = []
     for shard in (shard_tiny, torch_tiny):
         model = shard(tiny())
@@ -126,7 +126,7 @@ def test_optimizers_that_need_shapes_do_what_torch_makes_of_them(name):
 
 @on_ranks(2, in_full(3))
 def test_gradients_may_be_edited():
-    """What is read, scaled, replaced, dropped, or added to by backwards of any kind, is what the optimizer steps."""
+    """The optimizer steps gradients as edited: scaled, replaced, dropped, or added to by later backwards."""
     plain, sharded = both("few_rows", num_backwards=2)
     assert_same_grads(plain, sharded)
     for model in (plain, sharded):
@@ -146,7 +146,7 @@ def test_gradients_may_be_edited():
 
 @on_ranks(2)
 def test_a_penalty_on_weights_adds_to_their_gradients():
-    """Its backward goes to the DTensors themselves, beside what the engine reduces, before a backward or after."""
+    """The gradients of a penalty on DTensors add to those that the engine reduces, in either order."""
     plain, sharded = both("plain")
     for step in range(2):
         for model in (plain, sharded):
@@ -168,7 +168,7 @@ def unsynced(model, *key):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("way", ["none", "foreach", "loop"])
 def test_zeroing_drops_what_was_accumulated(way):
-    """`zero_grad` of any optimizer between passes that do not reduce drops these too, on ranks without rows too."""
+    """`zero_grad` of any optimizer also discards gradients not yet reduced, even on ranks without rows."""
     plain, sharded = both("few_rows")
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=way == "foreach")
     unsynced(sharded, 7)
@@ -181,7 +181,7 @@ def test_zeroing_drops_what_was_accumulated(way):
 
 @on_ranks(2)
 def test_a_change_under_accumulation_is_refused():
-    """Clipping a gradient while others wait to be added to it raises, though torch counts no ``foreach`` write."""
+    """Clipping a gradient while unreduced ones wait raises, although torch does not count ``foreach`` writes."""
     _, sharded = both("plain")
     unsynced(sharded, 1)
     torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1e-3, foreach=True)
@@ -192,7 +192,7 @@ def test_a_change_under_accumulation_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 def test_a_step_between_forward_and_backward_is_refused(way):
-    """Whatever kernel steps: the weights that the forward saw are gone."""
+    """After a step with any kernel the backward raises, because the weights of the forward are gone."""
     _, sharded = both("plain")
     loss = loss_of_tiny(sharded, (0,))
     torch.optim.AdamW(sharded.parameters(), **way).step()
@@ -202,7 +202,7 @@ def test_a_step_between_forward_and_backward_is_refused(way):
 
 @on_ranks(2)
 def test_a_step_is_seen_by_what_stays_gathered():
-    """Units that were gathered by hand, or kept after a backward, are gathered again after a step."""
+    """Units gathered by hand, or kept after a backward, are gathered again after a step."""
     plain, sharded = both("plain")
     of_plain, of_sharded = (torch.optim.SGD(model.parameters(), lr=0.1, foreach=True) for model in (plain, sharded))
     sharded.set_reshard_after_backward(False)
@@ -218,7 +218,7 @@ def test_a_step_is_seen_by_what_stays_gathered():
 
 @on_ranks(2)
 def test_hooks_on_parameters_see_reduced_gradients():
-    """`register_post_accumulate_grad_hook` on a DTensor runs once a backward, and may step and drop the gradient."""
+    """`register_post_accumulate_grad_hook` on a DTensor runs once per backward, and may step and drop the gradient."""
     plain = mlp(4, 5, 3)
     sharded = fully_shard(copy.deepcopy(plain))
     seen = []
@@ -246,7 +246,7 @@ def test_hooks_on_parameters_see_reduced_gradients():
 
 @on_ranks(2)
 def test_fused_kernels_step_other_dimensions_in_one_order():
-    """Cut on dimension 1, with a gradient and state that lie otherwise in memory: the same steps all the same."""
+    """On parameters sharded by the last dimension, fused steps do not depend on the memory order of their inputs."""
 
     def build():
         return fully_shard(mlp(6, 6), shard_placement_fn=lambda param: Shard(param.dim() - 1))

@@ -1,4 +1,4 @@
-"""Parameters cut along another dimension than the first: what a rank has lies in its memory in order."""
+"""Parameters sharded along a dimension other than the first are contiguous in each rank's memory."""
 
 import copy
 
@@ -31,6 +31,7 @@ def sharded_model():
 
 @on_ranks(in_full(1), 2, in_full(3))
 def test_local_tensors_are_those_of_torch():
+    """Local parameters and gradients are contiguous, with the shapes, strides and values that torch gives them."""
     model, plain = sharded_model()
     model(randn(3, 2, 6)).sum().backward()
     for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
@@ -45,7 +46,7 @@ def test_local_tensors_are_those_of_torch():
 
 @on_ranks(in_full(1), 2, in_full(3))
 def test_fused_optimizers_after_a_restore():
-    """Fused kernels run through parameter, gradient and moments as they lie in memory, which must be one order."""
+    """A restore keeps parameter, gradient and moments in one memory order, which fused kernels rely on."""
     model, _ = sharded_model()
     whole = StateDictOptions(full_state_dict=True)
 

@@ -14,7 +14,7 @@ OURS = "from fairshard.nn import FSDPModule, fully_shard\n"
 
 
 def functions_of(line):
-    """What the script defines when it has ``line`` in the place of its import."""
+    """The names that the script defines with ``line`` in place of its import."""
     text = SCRIPT.read_text()
     assert text.count(THEIRS) == 1
     names = {"__name__": SCRIPT.stem}
@@ -28,10 +28,10 @@ def functions_of(line):
     [(2, "fp32"), (4, "bf16"), *(pytest.param(*each, marks=pytest.mark.full) for each in [(2, "bf16"), (4, "fp32")])],
 )
 def test_only_the_import_changes(precision, tmp_path):
-    """Training with clipping and accumulation, saving, loading into a new model and training on: bit for bit.
+    """Training with clipping and accumulation, saving, loading into a new model and resuming agree bit for bit.
 
-    On 4 ranks there are two replicas of two shards. With two ranks in each dimension every sum has two terms, and it
-    does not matter who adds them; and all numbers of ranks are powers of two, so that dividing is exact.
+    4 ranks form two replicas of two shards. With two ranks in each dimension every sum has two terms, so the order of
+    addition does not matter. All numbers of ranks are powers of two, so division is exact.
     """
     results = []
     for name, line in (("theirs", THEIRS), ("ours", OURS)):
@@ -45,7 +45,7 @@ def test_only_the_import_changes(precision, tmp_path):
 
 @on_ranks(2, in_full(4))
 def test_each_loads_what_the_other_has_saved(tmp_path):
-    """A checkpoint is the same whoever has written it, and training goes on as it would have."""
+    """Each library loads the other's checkpoint, and training continues as it would have without the switch."""
     theirs, ours = functions_of(THEIRS), functions_of(OURS)
     mesh = theirs["mesh_of"](dist.get_world_size())
     for before, after in ((theirs, ours), (ours, theirs)):

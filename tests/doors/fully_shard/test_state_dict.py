@@ -20,7 +20,7 @@ from tests.trained import odd
 
 @on_ranks(2, in_full(1), in_full(3))
 def test_dtensors_under_the_plain_names():
-    """In the plain model's order, tied weights under both names, whenever it is asked for."""
+    """A state dict has the plain model's names and order, with tied weights under both names, at any time."""
     plain = odd()
     model = sharded_odd()
     for how in (copied, dict):
@@ -42,7 +42,7 @@ def test_dtensors_under_the_plain_names():
 @on_ranks(2, 3, in_full(1))
 @pytest.mark.parametrize("how", SHARDED)
 def test_whole_tensors_load_without_communication(how):
-    """On every rank each takes its part; into modules below the sharded one too, and through a plain one above."""
+    """Each rank takes its part of whole tensors, in nested units and through an outer plain module as well."""
     state = odd(seed=5).state_dict()
     model = sharded_odd(how)
     outer = nn.ModuleDict({"inner": model, "other": nn.Linear(2, 2)})
@@ -65,7 +65,7 @@ def test_whole_tensors_load_without_communication(how):
 
 @on_ranks(2, 3)
 def test_dtensors_load_from_the_same_and_from_another_placement():
-    """Also those of a model that is cut along other dimensions, which are gathered for it."""
+    """DTensors load from the same placement, and from another one, for which they are gathered."""
     state = copied(sharded_odd("columns", seed=5).state_dict())
     for how in SHARDED:
         model = sharded_odd(how)
@@ -77,7 +77,7 @@ def test_dtensors_load_from_the_same_and_from_another_placement():
 @pytest.mark.parametrize("form", ["whole", "dtensors"])
 @pytest.mark.parametrize("assign", [False, True])
 def test_optimizers_step_what_was_loaded(form, assign):
-    """Those built before and after a load, twice in a row, while gathered and not: as on the plain model."""
+    """Optimizers built before or after a load, gathered or not, step the loaded values as on the plain model."""
     plain, model = odd(), sharded_odd()
     before = [id(param) for param in model.parameters()]
     optimizers = [(sgd(plain, lr=1e-4), sgd(model, lr=1e-4))]
@@ -91,13 +91,13 @@ def test_optimizers_step_what_was_loaded(form, assign):
             train_odd(plain, of_plain, range(2))
             train_odd(model, of_model, range(2))
             assert_same_state(whole_of(model.state_dict()), plain.state_dict())
-        model(randn(2, 3))  # the outermost unit is gathered when the next values come
+        model(randn(2, 3))  # the outermost unit is still gathered during the next load
         plain(randn(2, 3))
 
 
 @on_ranks(2)
 def test_offloaded_weights_load():
-    """What is kept in host memory is loaded there; the next forward sees it."""
+    """Weights kept in host memory are loaded there, and the next forward uses them."""
     model = shard_odd(odd(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     for seed in (5, 6):
         model.load_state_dict(odd(seed=seed).state_dict())
@@ -107,7 +107,7 @@ def test_offloaded_weights_load():
 
 @on_ranks(2)
 def test_a_model_built_on_the_meta_device_takes_whole_tensors():
-    """With ``assign=True``, as torch wants it there; the optimizer from before steps what is loaded."""
+    """Whole tensors load with ``assign=True``, as torch requires, and an optimizer built before steps them."""
     plain = mlp(4, 6, 2, seed=3)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
@@ -124,7 +124,7 @@ def test_a_model_built_on_the_meta_device_takes_whole_tensors():
 
 @on_ranks(2)
 def test_what_does_not_fit_is_named():
-    """Wrong shapes, missing and unexpected names, values that are nowhere: on every rank, by name."""
+    """Wrong shapes, missing and unexpected names, and meta tensors raise an error that names them on every rank."""
     model = sharded_odd()
     state = odd(seed=5).state_dict()
     state["frozen.weight"] = torch.zeros(2, 3)
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_named():
 
 @on_ranks(2)
 def test_not_between_forward_and_backward():
-    """The backward would compute with other weights than the forward."""
+    """A load between forward and backward raises, because the backward would use different weights."""
     model = sharded_odd()
     loss = model(randn(2, 3)).sum()
     model.load_state_dict(odd(seed=5).state_dict())
@@ -151,7 +151,7 @@ def test_not_between_forward_and_backward():
 
 @on_ranks(2)
 def test_copies_load_too():
-    """What lets modules take whole tensors goes along with a deepcopy."""
+    """A deepcopy of a sharded model loads whole tensors as well."""
     model = copy.deepcopy(sharded_odd())
     state = odd(seed=5).state_dict()
     model.load_state_dict(state)
@@ -169,7 +169,7 @@ def _rename(module, state, prefix, *rest):
 
 @on_ranks(2)
 def test_modules_with_a_way_of_their_own_to_load():
-    """Their hooks see what the user passed; what they make of it is taken."""
+    """A module's own load hooks see the state dict that the user passed, and their result is loaded."""
     model = nn.Sequential(Transposed(3, 4), nn.Linear(4, 2))
     model[1].register_load_state_dict_pre_hook(_rename)
     plain = copy.deepcopy(model)
@@ -188,7 +188,7 @@ def test_modules_with_a_way_of_their_own_to_load():
 
 @on_ranks(2)
 def test_a_dtensor_on_another_mesh_dimension_is_cut_right():
-    """What a user distributes by hand, replicated, loads as well."""
+    """DTensors that a user has replicated by hand load as well."""
     model = fully_shard(mlp(4, 6, 2), shard_placement_fn=by_columns)
     mesh = model[0].weight.device_mesh
     values = {name: torch.ones_like(value) for name, value in mlp(4, 6, 2, seed=3).state_dict().items()}

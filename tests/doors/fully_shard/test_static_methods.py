@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel` offers for any model works on one that `fully_shard` has sharded, or is refused."""
+"""Static methods of `FullyShardedDataParallel` work on a model that `fully_shard` has sharded, or are refused."""
 
 import copy
 
@@ -35,7 +35,7 @@ def _fail_while_shown(model):
 @on_ranks(2, in_full(1), in_full(3))
 @pytest.mark.parametrize("how", EVERY)
 def test_whole_parameters_are_shown_and_kept(how):
-    """Names, shapes and values of the plain model, gradients too; what is written is there for the next step."""
+    """``summon_full_params`` shows the plain model's parameters and gradients; writes are kept for the next step."""
     plain, model = odd(), _sharded(how)
     optimizers = sgd(plain, lr=1e-4), sgd(model, lr=1e-4)
     for turn in range(2):
@@ -71,7 +71,7 @@ def test_whole_parameters_are_shown_and_kept(how):
 @on_ranks(2)
 @pytest.mark.parametrize("how", EVERY)
 def test_whole_parameters_on_one_rank_of_one_unit_and_thrown_away(how):
-    """``rank0_only``, ``recurse=False`` and ``writeback=False``; after an exception nothing is kept either."""
+    """``rank0_only``, ``recurse=False`` and ``writeback=False`` work; after an exception, writes are discarded."""
     model, plain = _sharded(how), odd()
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
         is_shown = not isinstance(model.up.weight, DTensor)
@@ -93,7 +93,7 @@ def test_whole_parameters_on_one_rank_of_one_unit_and_thrown_away(how):
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("how", EVERY)
 def test_optimizer_state_by_name(how):
-    """Whole, sharded and from rank 0; to the plain model's optimizer and back."""
+    """Optimizer state loads whole, sharded or from rank 0, and whole state loads into the plain model's optimizer."""
 
     def whole(model, optimizer):
         return copied(whole_of(model.state_dict())), FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -137,7 +137,7 @@ def test_optimizer_state_by_name(how):
 
 @on_ranks(2)
 def test_other_forms_of_state_dicts_are_refused():
-    """Its state dict holds DTensors, and no setting changes that: the message says what gives whole values."""
+    """No setting changes a state dict of DTensors; the error names the call that returns full values."""
     model = sharded_odd()
     assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.SHARDED_STATE_DICT
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):

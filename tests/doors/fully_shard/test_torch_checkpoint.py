@@ -1,4 +1,4 @@
-"""torch's own tools for state dicts and checkpoints work on what is sharded in place, as on FSDP2 and plain modules."""
+"""torch's tools for state dicts and checkpoints work on models sharded in place, as on FSDP2 and plain models."""
 
 import copy
 import warnings
@@ -28,7 +28,7 @@ from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 from tests.trained import OPTIMIZERS, odd
 
-STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]  # torch refuses to set whole state where there is none
+STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]  # torch refuses to set full state where there is none
 FULL = StateDictOptions(full_state_dict=True)
 EVERYWHERE = StateDictOptions(full_state_dict=True, cpu_offload=False)
 
@@ -40,12 +40,12 @@ def _odd(how, seed, optimizer="adamw"):
 
 
 def _flat(state):
-    """The tensors of optimizer state by name, whole."""
+    """The full tensors of the optimizer state, by name."""
     return whole_of({f"{name}.{key}": value for name, own in state.items() for key, value in own.items()})
 
 
 def _whole(model, optimizer):
-    """What there is, by name, on every rank; in the order of the names, for a loaded optimizer has another."""
+    """All full state by name, on every rank; optimizer state is sorted, because loading changes its order."""
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))["state"]
     return copied(whole_of(model.state_dict()) | dict(sorted(_flat(state).items())))
 
@@ -93,7 +93,7 @@ def _load(how, folder):
     ],
 )
 def test_a_checkpoint_loads_on_another_number_of_ranks(saved, loaded, tmp_path):
-    """Ranks without rows, parameters without dimensions, tied ones; cut one way and the other, or plain."""
+    """Empty shards, scalars and tied weights load on another number of ranks, sharded otherwise, or unsharded."""
     (num_before, how_before, is_async), (num_after, how_after) = saved, loaded
     folder = str(tmp_path / "one")
     expected = run_ranks(num_before, _save, how=how_before, folder=folder, is_async=is_async)[0]
@@ -104,10 +104,10 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(saved, loaded, tmp_path):
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.full) for o in STATEFUL)])
 def test_whole_state_goes_to_the_plain_model_and_back(optimizer):
-    """With ``full_state_dict``, ``cpu_offload`` and from rank 0 alone; training goes on as it would have."""
+    """Full state loads into the plain model and back, also from rank 0 alone, and training continues the same way."""
     model, own = _odd("rows", 1, optimizer)
     train_odd(model, own, range(2))
-    weights, moments = copy.deepcopy(get_state_dict(model, own, options=EVERYWHERE))  # torch shares counts of steps
+    weights, moments = copy.deepcopy(get_state_dict(model, own, options=EVERYWHERE))  # torch shares step counts
     assert not any(isinstance(value, DTensor) for value in (*weights.values(), *_leaves(moments)))
     plain, of_plain = _odd("plain", 5, optimizer)
     set_state_dict(plain, of_plain, model_state_dict=weights, optim_state_dict=moments)
@@ -139,7 +139,7 @@ def _leaves(state):
 @on_ranks(2)
 @pytest.mark.parametrize("kwargs", [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}], ids=["", "offload"])
 def test_an_optimizers_own_state_dict(kwargs):
-    """It holds DTensors, and loads into an optimizer of a model that is sharded alike; each steps its own."""
+    """An optimizer's state dict of DTensors loads into that of a model sharded alike; each then steps its own model."""
     model = shard_odd(odd(), **kwargs)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train_odd(model, optimizer, range(2))
@@ -154,7 +154,7 @@ def test_an_optimizers_own_state_dict(kwargs):
 
 @on_ranks(2)
 def test_frozen_parameters_can_be_left_out():
-    """As on FSDP2, ``ignore_frozen_params`` leaves them out of what is got, and out of what must be there to set."""
+    """As on FSDP2, ``ignore_frozen_params`` leaves frozen parameters out, and a state dict without them loads."""
     options = StateDictOptions(ignore_frozen_params=True, full_state_dict=True)
     weights = get_model_state_dict(sharded_odd(), options=options)
     assert not [name for name in weights if name.startswith("frozen.")]
@@ -183,7 +183,7 @@ def _train_tiny(model, optimizer, steps):
 
 @on_ranks(2)
 def test_the_files_are_those_of_fsdp2(tmp_path):
-    """Both give the same state; what the one saves the other loads."""
+    """FSDP2 and `fully_shard` give the same state, and each loads what the other saves."""
     doors = {"theirs": torch_fully_shard, "ours": fully_shard}
     trained = {name: _trained_tiny(door) for name, door in doors.items()}
     states = {name: get_state_dict(*both) for name, both in trained.items()}
@@ -213,7 +213,7 @@ def test_the_files_are_those_of_fsdp2(tmp_path):
 
 @on_ranks(in_full(4))
 def test_replicas_write_each_piece_once(tmp_path):
-    """On two replicas of two shards; the checkpoint loads into a plain model."""
+    """Two replicas of two shards write each piece once, and the checkpoint loads into a plain model."""
     model = shard_odd(odd(), mesh=hybrid_mesh())
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train_odd(model, optimizer, range(2))

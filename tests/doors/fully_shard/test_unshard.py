@@ -1,4 +1,4 @@
-"""``unshard`` gathers by hand: early, several at a time, beside other communication; results stay what they were."""
+"""Gathers by ``unshard``, early, several at a time, or beside other communication, do not change results."""
 
 import copy
 from unittest import mock
@@ -24,7 +24,7 @@ NUM_TOWERS = 3
 
 
 class Mean(torch.autograd.Function):
-    """The mean over ranks, whose gradient is one too."""
+    """The mean over ranks; its gradient is also averaged over ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -60,9 +60,9 @@ class Towers(nn.Module):
 
 
 class TowersAfterMean(nn.Module):
-    """Starts to gather all towers, does something else that communicates, and then needs them.
+    """Starts to gather all towers, runs another module that communicates, and then calls the towers.
 
-    ``waits_for`` so many of the gathers itself, and leaves the others to the forward of the tower.
+    Waits for the first ``waits_for`` gathers itself, and leaves the others to the towers' forwards.
     """
 
     def __init__(self, waits_for=0):
@@ -84,7 +84,7 @@ class TowersAfterMean(nn.Module):
 def test_several_gathers_under_way_beside_other_communication(reshard):
     """Towers that are gathered while another module reduces train as the plain model does, bit for bit.
 
-    That module is replicated, by DDP or by torch's ``replicate``, or sharded with the rest.
+    The other module is replicated, by DDP or by torch's ``replicate``, or sharded with the rest.
     """
     for beside, waits_for in (("ddp", 0), ("replicate", NUM_TOWERS), ("sharded", 1)):
         torch.manual_seed(1)
@@ -120,7 +120,7 @@ def num_gathers():
 
 
 def two_layers(**how):
-    """Two Linears, each a unit, in a Sequential that has no parameters of its own; and the same, plain."""
+    """A plain model of two Linears, and its twin, where each Linear is a unit and the root has no parameters."""
     plain = mlp(6, 5, 4)
     model = copy.deepcopy(plain)
     fully_shard(model[0], **how)
@@ -130,7 +130,7 @@ def two_layers(**how):
 
 @on_ranks(2)
 def test_before_any_forward():
-    """The module shows whole parameters, in its forward too, which gathers no more; `reshard` shows DTensors again."""
+    """After ``unshard`` a module has whole parameters and its forward gathers nothing; ``reshard`` undoes this."""
     plain, model = two_layers(order_check="off")
     assert model[0].unshard() is None
     assert not isinstance(model[0].weight, DTensor)
@@ -138,7 +138,7 @@ def test_before_any_forward():
     assert isinstance(model[2].weight, DTensor)
     model[0].reshard()
     assert isinstance(model[0].weight, DTensor)
-    model(randn(3, 6))  # sets up the model, and with it what was gathered alone
+    model(randn(3, 6))  # sets up the model, with the unit that was gathered alone
     handles = [model[0].unshard(async_op=True), model[2].unshard(async_op=True)]
     for handle in (*handles, *handles):
         handle.wait()
@@ -150,7 +150,7 @@ def test_before_any_forward():
 
 @on_ranks(2)
 def test_a_gather_that_nobody_waits_for():
-    """It may be given back at once, or asked for a second time, or be forgotten: the forward comes out right."""
+    """A gather may be freed immediately, started twice, or never waited for; the forward is still correct."""
     plain, model = two_layers()
     for _ in range(2):
         model[0].unshard(async_op=True)
@@ -163,7 +163,7 @@ def test_a_gather_that_nobody_waits_for():
 
 @on_ranks(2)
 def test_weights_that_change_after_a_gather_are_computed_with():
-    """An optimizer's step between `unshard` and the forward: that gathers again, once the first gather has ended."""
+    """After a step between ``unshard`` and forward, the forward waits for the first gather and gathers again."""
     plain, model = two_layers()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for each in (plain, model):
@@ -193,7 +193,7 @@ def test_weights_that_change_after_a_gather_are_computed_with():
 
 @on_ranks(2)
 def test_a_module_without_parameters():
-    """There is nothing to gather, and nothing happens."""
+    """On a module without parameters ``unshard`` and ``reshard`` do nothing."""
     _, model = two_layers()
     reset_counters()
     assert model.unshard() is None
@@ -208,7 +208,7 @@ def test_a_module_without_parameters():
 @on_ranks(2)
 @pytest.mark.parametrize("wrong", ["the next", "itself", "unused"])
 def test_a_wrong_prefetch_changes_nothing_but_memory(wrong):
-    """Backward prefetches of modules that the backward has done with, or never comes to: the same bits."""
+    """Backward prefetch of modules that the backward has finished, or never reaches, changes no bit."""
 
     class Path(nn.Module):
         def __init__(self):
@@ -244,7 +244,7 @@ def test_a_wrong_prefetch_changes_nothing_but_memory(wrong):
 
 @on_ranks(2)
 def test_unshard_after_a_backward_that_raised_on_one_rank():
-    """The rank serves the rest of that backward first, so that no rank waits for it; the next backward raises."""
+    """The rank first serves the rest of its failed backward, so no rank waits for it; the next backward raises."""
     model = mlp(4, 4, 4)
     for layer in (model[0], model[2]):
         fully_shard(layer)

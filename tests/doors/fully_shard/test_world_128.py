@@ -1,4 +1,4 @@
-"""The collectives of a unit among 128 ranks, which are threads of this process."""
+"""The collectives of a unit among 128 ranks that are threads of this process."""
 
 import threading
 from contextlib import contextmanager, nullcontext
@@ -24,7 +24,7 @@ SHAPES = [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 
 
 @contextmanager
 def threaded_world():
-    """Process groups belong to threads inside."""
+    """Inside the context, process groups belong to threads."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     try:
@@ -36,9 +36,9 @@ def threaded_world():
 
 
 def run_threads(body, world_size=WORLD_SIZE, stream=nullcontext):
-    """Run ``body(rank)`` on that many ranks, each on the stream that ``stream()`` gives.
+    """Run ``body(rank)`` on ``world_size`` ranks, each inside the context ``stream()``.
 
-    What the first of them to fail has raised is raised here.
+    Raises the error of the first rank that fails.
     """
     store, errors = dist.HashStore(), []
 
@@ -48,7 +48,7 @@ def run_threads(body, world_size=WORLD_SIZE, stream=nullcontext):
             with stream():
                 body(rank)
         except BaseException as error:
-            if not isinstance(error, SystemExit):  # what the others leave with when one has failed
+            if not isinstance(error, SystemExit):  # raised in the other ranks when one has failed
                 errors.append(error)
             ProcessLocalGroup.exception_handle(error)
         finally:
@@ -66,7 +66,7 @@ def run_threads(body, world_size=WORLD_SIZE, stream=nullcontext):
 
 
 def params(device):
-    """The same on every rank, and no two elements of a parameter alike."""
+    """Values that are the same on every rank; within a parameter no two elements are equal."""
     found = []
     for number, shape in enumerate(SHAPES):
         numel = torch.Size(shape).numel()
@@ -75,7 +75,7 @@ def params(device):
 
 
 class Holder(nn.Module):
-    """Parameters whose gradients are ``scale`` times what `grad_of` says, in each place another number."""
+    """Parameters whose gradients are ``scale`` times `grad_of`, which varies by element."""
 
     def __init__(self, device):
         super().__init__()
@@ -86,7 +86,7 @@ class Holder(nn.Module):
 
 
 def grad_of(like):
-    """Small whole numbers, which every dtype holds, and sums of few of them too."""
+    """Small whole numbers; every dtype holds them, and sums of a few of them, exactly."""
     return (torch.arange(like.numel(), device=like.device) % 7).to(like.dtype).view(like.shape)
 
 
@@ -97,7 +97,7 @@ def assert_whole(model, expected):
 
 
 def assert_rows(shown, expected, rank):
-    """This rank holds its rows of each, as ``torch.chunk`` cuts them; some ranks hold none."""
+    """Check that this rank holds its rows of each tensor, as ``torch.chunk`` splits it; some ranks hold none."""
     for one, value in zip(shown, expected, strict=True):
         rows = value.chunk(WORLD_SIZE)
         assert torch.equal(one.to_local(), rows[rank] if rank < len(rows) else value[:0])
@@ -110,7 +110,7 @@ def shard(device, **kwargs):
 
 @pytest.fixture
 def device(request):
-    """Where the tensors are: what ``--device`` says."""
+    """The device of the tensors, from ``--device``."""
     return request.config.getoption("--device")
 
 
@@ -119,7 +119,7 @@ STREAMS = [False, pytest.param(True, marks=pytest.mark.full)]
 
 @pytest.fixture(params=STREAMS, ids=["current stream", "other stream"])
 def stream(request, device):
-    """A function that gives the stream which the ranks work on, in a context."""
+    """A function that returns a context with the stream that a rank works on."""
     if request.param and device == "cpu":
         pytest.skip("there are no streams on CPU")
     return (lambda: torch.cuda.stream(torch.cuda.Stream())) if request.param else nullcontext
@@ -168,7 +168,7 @@ def check_reductions(reduce_dtype, device, stream):
 
 @pytest.mark.parametrize("async_op", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_gathers_among_128_bring_all_parameters(async_op, device, stream):
-    """`unshard`, waited for at once or later, gives every rank the whole parameters."""
+    """`unshard`, waited for immediately or later, gives every rank the whole parameters."""
     check_gathers(async_op, True, device, stream)
 
 
@@ -180,12 +180,12 @@ def test_parts_kept_among_8_of_128_bring_them_back(device, stream):
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_reductions_among_128_bring_the_mean(reduce_dtype, device, stream):
-    """Each rank's shard has the mean over ranks, which an all-reduce of the whole gradient says."""
+    """Each rank's shard has the mean over ranks, as computed by an all-reduce of the whole gradient."""
     check_reductions(reduce_dtype, device, stream)
 
 
 def test_threads_share_nothing(device):
-    """Two models in each of 4 threads, which train on their own batches, stay in step; optimizers step in between."""
+    """Two models in turn, trained by 4 threads on their own batches, have the expected weights after three steps."""
 
     def body(rank):
         for _ in range(2):

@@ -1,13 +1,14 @@
-"""Let ranks die, part ways and run dry, each in turn: what is left must say who and where, end, and go on.
+"""Let ranks die, diverge or run out of batches: the others must say which and where, exit, and resume.
 
     python -m tests.doors.wrapper.drill --times 20
 
 A *round* is a run of three ranks that saves every second step and meets one fault in its fifth. It must end within
-15 s, with a backend timeout of 10 s. Every rank that is left must raise, with its parameters as after its last step,
-an error that names ranks and modules. Started again, on as many ranks or, every other time, on one less, it must go on
-from the newest checkpoint to the end; on as many with the weights of a run without a fault, bit for bit.
+15 s, with a backend timeout of 10 s. Every surviving rank must raise an error that names ranks and modules, with its
+parameters as they were after its last step. The run is then restarted, every other time on one rank fewer, and must
+continue from the newest checkpoint to the end. On the same number of ranks its weights must equal those of a run
+without a fault, bit for bit.
 
-This process forks the ranks, so that torch is imported once. It starts no thread.
+This process forks the ranks, so that torch is imported once. It starts no threads.
 """
 
 import argparse
@@ -32,25 +33,25 @@ LIMIT_S = 15.0
 
 
 class Broken(Exception):
-    """What must hold after a fault does not."""
+    """A requirement after a fault does not hold."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: by rank its exit code, -9 for a killed one, and its notes; how long after the fault."""
+    """How a run ended: exit code (-9 if killed) and notes of each rank, and the seconds since the fault."""
 
     codes: tuple[int, ...]
     notes: tuple[tuple[str, ...], ...]
     seconds: float
 
     def value(self, rank, word):
-        """What ``rank`` noted after ``word``; None if it did not."""
+        """The last text that ``rank`` noted after ``word``, or None."""
         found = [note.removeprefix(f"{word} ") for note in self.notes[rank] if note.startswith(f"{word} ")]
         return found[-1] if found else None
 
 
 class Drill:
-    """Round after round, with the figures of all."""
+    """Runs rounds, and collects how long each took."""
 
     def __init__(self, folder, timeout_s=10.0):
         self._folder = folder
@@ -60,12 +61,12 @@ class Drill:
         self.seconds = defaultdict(list)
 
     def round(self, fault, victim, fewer):
-        """One fault of rank ``victim``, and the restart after it, on one rank ``fewer`` perhaps."""
+        """Run one fault of rank ``victim``, and the restart after it, on one rank fewer if ``fewer``."""
         root = self._folder / f"round-{self.num_rounds}"
         self.num_rounds += 1
         if self._final is None:
             self._final = self._play(self._run(self._folder / "unbroken")).value(0, "final")
-        if fault == "other model":  # it fails at its first pass: let it have a checkpoint before
+        if fault == "other model":  # it fails at its first pass, so write a checkpoint first
             self._play(self._run(root, "one batch short", WORLD_SIZE - 1), expect_all=False)
         try:
             ending = self._play(self._run(root, fault, victim))
@@ -150,7 +151,7 @@ class Drill:
         return Ending(tuple(codes[rank] for rank in range(run.world_size)), by_rank, seconds)
 
     def summary(self):
-        """All in a table."""
+        """A table of all rounds."""
         rows = [
             f"  {len(seconds):3} x {FAULTS[fault]}: over after {max(seconds):.1f} s at most"
             for fault, seconds in self.seconds.items()

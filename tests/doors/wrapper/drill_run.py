@@ -1,6 +1,6 @@
 """One rank of a training run that meets a fault: it trains, saves, and notes what it sees.
 
-Every block is a unit; ``experts`` has the shapes of ``blocks``, so that one can be taken for the other.
+Every block is a unit; ``experts`` have the same shapes as ``blocks``, so one can run in place of the other.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-import numpy.random  # noqa: F401 (this and the next are imported late else, by each process that is forked)
+import numpy.random  # noqa: F401 (otherwise each forked process imports this and the next one later)
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -40,7 +40,7 @@ KILLS = [fault for fault in FAULTS if fault.startswith("killed")]
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the program; ``fault`` None is a run without one, else that of rank ``victim``."""
+    """One start of the program; rank ``victim`` meets ``fault``, unless it is None."""
 
     root: str
     notes: str
@@ -52,7 +52,7 @@ class Run:
 
 
 class Model(nn.Module):
-    """Blocks, and experts that nobody should run."""
+    """Blocks, and experts that no rank should run."""
 
     def __init__(self, width=DIM):
         super().__init__()
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 class Fault:
-    """What happens to the victim in one step."""
+    """The fault that rank ``victim`` meets in one step."""
 
     def __init__(self, run, rank, model, note):
         self._fault = run.fault if rank == run.victim else None
@@ -77,7 +77,7 @@ class Fault:
         self._note = note
 
     def begin(self, step):
-        """A step begins; False when there is no batch for it."""
+        """Called when a step begins; False if there is no batch for it."""
         is_now = step == FAULT_STEP
         if is_now:
             self._note("fault")
@@ -85,7 +85,7 @@ class Fault:
         return not (is_now and self._fault == "one batch short")
 
     def step(self, step):
-        """The optimizer has stepped some of the parameters."""
+        """Called when the optimizer has stepped this rank's parameters."""
         if step == FAULT_STEP and self._fault == "killed in a step":
             _die()
 
@@ -118,7 +118,7 @@ def _die():
 
 
 def main(rank, run, note):
-    """Train to the end, from the newest checkpoint if there is one."""
+    """Train to the end, starting from the newest checkpoint if one exists."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=run.timeout_s)
     dist.init_process_group(
@@ -164,7 +164,7 @@ def main(rank, run, note):
 
 
 def play(rank, run, log):
-    """`main` in a process that was just forked, with the end that Python gives a program. Does not return."""
+    """Run `main` in a forked process, and exit as Python ends a program. Does not return."""
     code = 1
     try:
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -87,7 +87,7 @@ def one_unit(model):
 @both_kinds
 @pytest.mark.parametrize("wrap", [unit_inside, unit_around, units_around_and_inside, one_unit])
 def test_checkpoints_change_no_number(use_reentrant, wrap):
-    """Checkpoints inside and around units: losses and weights are the plain model's, to the bit."""
+    """With checkpoints inside and around units, losses and weights equal the plain model's to the bit."""
     wrapped = train_alike(Stack(use_reentrant), wrap, loss_of)
     assert not any(unit.is_gathered for _, unit in units_below(wrapped))
 
@@ -96,10 +96,10 @@ def test_checkpoints_change_no_number(use_reentrant, wrap):
 @both_kinds
 @pytest.mark.parametrize("wrap", [unit_inside, unit_around, one_unit])
 def test_checkpointed_blocks_called_twice(use_reentrant, wrap):
-    """A block that runs twice under checkpoints: its gradient is the sum of both, where FSDP2 loses one.
+    """A block that runs twice under checkpoints gets the sum of both gradients, where FSDP2 loses one.
 
-    Each reentrant segment is a backward of its own and may be reduced on its own: sums of two in another order,
-    one rounding of 2**-24 apart. So one step is compared; more would amplify it.
+    Each reentrant segment is a separate backward and may be reduced separately, which adds in another order and differs
+    by one rounding of 2**-24. So one step is compared; more steps would amplify the difference.
     """
     num_steps, tolerance = (1, 1e-6) if use_reentrant else (3, 0.0)
     model = Stack(use_reentrant, times=2)
@@ -114,7 +114,7 @@ def test_checkpoint_with_accumulation(use_reentrant):
 
 
 def train_alike_accumulated(model):
-    """Two passes under ``no_sync`` and one outside equal three passes of the plain model."""
+    """Check that two passes under ``no_sync`` and one outside equal three passes of the plain model."""
     plain = copy.deepcopy(model)
     wrapped = unit_inside(model)
     with wrapped.no_sync():
@@ -129,7 +129,7 @@ def train_alike_accumulated(model):
 @on_ranks(2)
 @both_kinds
 def test_frozen_units_under_a_checkpoint(use_reentrant):
-    """A frozen block between trainable ones, all checkpointed."""
+    """A frozen block between trainable ones, all checkpointed, trains as in the plain model."""
     model = Stack(use_reentrant)
     model.blocks[1].requires_grad_(False)
     train_alike(model, unit_inside, loss_of)
@@ -137,7 +137,7 @@ def test_frozen_units_under_a_checkpoint(use_reentrant):
 
 @on_ranks(2)
 def test_torchs_checkpoint_wrapper():
-    """torch's own wrapper module, inside and outside of units; its prefix does not show in names."""
+    """torch's own wrapper module works inside and outside units, and its prefix does not appear in names."""
 
     def wrap(model, around):
         for index, layer in enumerate(model):
@@ -154,7 +154,7 @@ def test_torchs_checkpoint_wrapper():
 
 @on_ranks(2)
 def test_checkpoint_sequential():
-    """``checkpoint_sequential`` over a Sequential of units."""
+    """``checkpoint_sequential`` over a Sequential of units gives the plain model's input gradients."""
     plain = mlp(4, 9, 7, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     x, y = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
@@ -165,7 +165,7 @@ def test_checkpoint_sequential():
 
 @on_ranks(2)
 def test_early_stop_leaves_units_clean():
-    """A recomputation that stops early, by raising inside a unit, leaves the unit as after a whole one."""
+    """A recomputation that stops early, by raising inside a unit, leaves the unit idle and freed."""
     wrapped = FSDP(Checkpointed(wrap_each(mlp(4, 9, 5)), use_reentrant=False))
     for step in range(3):
         loss_of(wrapped, step).backward()

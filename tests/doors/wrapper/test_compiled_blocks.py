@@ -1,4 +1,4 @@
-"""``torch.compile`` of each block inside its wrapper: one graph a block, and the same numbers."""
+"""``torch.compile`` of each block inside its wrapper gives one graph per block and the same numbers."""
 
 import copy
 
@@ -17,7 +17,7 @@ PRECISIONS = {"fp32": {}, "bf16": {"mixed_precision": True, "compute_dtype": tor
 
 
 def blocks(backend):
-    """Two blocks and a head; blocks compiled so that a graph break is an error."""
+    """Two blocks and a head; with a ``backend``, blocks are compiled so that a graph break is an error."""
     torch.manual_seed(1)
     model = nn.Sequential(Block(), Block(), nn.Linear(6, 3)).to(rank_device())
     if backend is not None:
@@ -51,7 +51,7 @@ def steps(model, average=False):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("backend", "orig"), [("aot_eager", True), ("eager", False)])
 def test_compiled_blocks_train_as_uncompiled_ones(precision, backend, orig):
-    """Over several steps, in which weights are freed, gathered again and changed: the same losses and weights."""
+    """Losses and weights agree over several steps that free, gather and change weights."""
     torch.compiler.reset()
     settings = {**PRECISIONS[precision], "use_orig_params": orig}
     ours, twin = wrapped(backend, **settings), wrapped(None, **settings)
@@ -69,7 +69,7 @@ def test_compiled_blocks_train_as_uncompiled_ones(precision, backend, orig):
 @on_ranks(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_no_graph_break_inside_a_block(precision):
-    """Dynamo sees one graph and no break in a gathered block, and compiles it once for all blocks' steps."""
+    """Dynamo sees one graph and no break in a gathered block, and compiles a block once for all steps."""
     torch.compiler.reset()
     model = wrapped(None, **PRECISIONS[precision], use_orig_params=True)
     counted = torch._dynamo.testing.CompileCounter()

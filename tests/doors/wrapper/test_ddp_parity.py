@@ -1,8 +1,8 @@
 """Losses and weights equal DistributedDataParallel's: to the bit at 1 and 2 ranks, closely at 3.
 
 DDP divides every rank's gradient before it adds; we divide the sum. At 1 and 2 ranks both are exact halvings, so
-the bits agree. At 3 a third is rounded three times by DDP and once by us: the difference is the last bit of a
-gradient, a step, and stays below 1e-6 relative to the largest weight after 20 steps.
+the bits agree. At 3 ranks DDP rounds a third three times and we round it once: in each step the last bit of a gradient
+may differ. After 20 steps the difference stays below 1e-6 relative to the largest weight.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def train(model, accumulate, clip, num_steps=NUM_STEPS):
 
 
 def train_both(accumulate, norm_type, **kwargs):
-    """Losses and final states of DDP and of the wrapped model, from the same start on the same batches."""
+    """Losses and final states of DDP and the wrapped model, from the same start on the same batches."""
     model = tiny()
     ddp = DistributedDataParallel(copy.deepcopy(model))
     wrapped = wrap_tiny(model, **kwargs)
@@ -81,7 +81,7 @@ def test_close_at_three_ranks(accumulate):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_close_when_clipped(norm_type):
-    """Clipping as torch does: the sum of a norm runs over other parts, so its last bits may differ."""
+    """Clipped runs stay close to torch's; a norm is summed over other parts, so its last bits may differ."""
     (expected, losses), states = train_both(False, norm_type)
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
     assert_same_state(states[1], states[0], rtol=2e-6, atol=2e-6)

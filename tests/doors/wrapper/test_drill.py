@@ -1,4 +1,4 @@
-"""Ranks die, part ways and run dry: who is left says who and where, ends, and goes on when started again."""
+"""When a rank dies, diverges or runs out of batches, the others say which and where, exit, and can resume."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def drill(*args):
-    """Run rounds in a process of its own, for it forks; returns what it printed."""
+    """Run rounds in a separate process, because the drill forks; return what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.doors.wrapper.drill", *args], cwd=REPOSITORY, capture_output=True, text=True
     )
@@ -23,7 +23,7 @@ def drill(*args):
 
 @pytest.mark.cpu_only
 def test_each_fault_once():
-    """A fault of one rank, rank 0 among them, is named by the others, and the run goes on from its checkpoint."""
+    """The other ranks name the rank with a fault, even if it is rank 0, and the run resumes from its checkpoint."""
     printed = drill("--times", "1", "--timeout", "3")
     assert re.findall(r"^round \d+: (.*), rank \d", printed, re.MULTILINE) == list(FAULTS)
     assert "killed in forward, rank 0" in printed
@@ -32,5 +32,5 @@ def test_each_fault_once():
 @pytest.mark.cpu_only
 @pytest.mark.full
 def test_each_fault_on_each_rank():
-    """The same whoever it is, and on one rank less after it."""
+    """The same holds for a fault on any rank, and when the run resumes on one rank fewer."""
     assert "21 rounds" in drill("--times", "3")

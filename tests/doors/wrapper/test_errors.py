@@ -1,4 +1,4 @@
-"""Wrong use is an error before any collective, of the type that both seeds raise, with a cure in it."""
+"""Misuse raises before any collective, with the type that fairscale and FSDP1 raise, and names the fix."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ from tests.reference import randn, sgd
 
 
 def test_no_process_group():
-    """Wrapping without a process group is a ValueError that names ``init_process_group``."""
+    """Wrapping without a process group raises a ValueError that names ``init_process_group``."""
     with pytest.raises(ValueError, match="init_process_group"):
         FSDP(nn.Linear(2, 2))
 
@@ -43,7 +43,7 @@ def test_no_process_group():
     ids=str,
 )
 def test_arguments_are_checked(kwargs, kind, match):
-    """Arguments that contradict each other, or make no sense, raise and leave the module as it was."""
+    """Contradictory or invalid arguments raise and leave the module unchanged."""
     layer = nn.Linear(2, 2)
     weight = layer.weight
     with fake_group(2):
@@ -54,7 +54,7 @@ def test_arguments_are_checked(kwargs, kind, match):
 
 
 def test_the_own_dtype_is_a_valid_compute_dtype():
-    """``compute_dtype`` equal to the parameters' own changes nothing, as under autocast."""
+    """A ``compute_dtype`` equal to the parameters' dtype changes nothing, as under autocast."""
     with fake_group(2):
         FSDP(nn.Linear(2, 2), compute_dtype=torch.float32)
         FSDP(nn.Linear(2, 2).double(), compute_dtype=torch.float64)
@@ -69,13 +69,13 @@ def test_parameters_must_be_floating():
 
 
 def test_parameters_must_have_shapes():
-    """Those of a lazy module have none before its first forward; the ValueError names one."""
+    """Parameters of a lazy module have no shapes before its first forward; the ValueError names one."""
     with fake_group(2), pytest.raises(ValueError, match=r"`0\.weight` of a lazy module"):
         FSDP(nn.Sequential(nn.LazyLinear(2)))
 
 
 def test_mixed_precision_needs_fp32_parameters():
-    """Masters are fp32: other parameters under mixed precision are a TypeError that names the first."""
+    """Masters are fp32: other parameters under mixed precision raise a TypeError that names the first."""
     with fake_group(2), pytest.raises(TypeError, match=r"1\.weight.*bfloat16"):
         FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), mixed_precision=True)
 
@@ -106,7 +106,7 @@ def test_an_error_leaves_the_module_unwrapped():
 
 @on_ranks(2)
 def test_wrapping_communicates_nothing():
-    """Building wrappers issues no collective; errors in it can therefore not hang another rank."""
+    """Wrapping issues no collective, so an error in it cannot hang another rank."""
     with CollectiveCounter() as calls:
         wrap_each(mlp(4, 9, 5))
     assert calls.calls == []
@@ -130,7 +130,7 @@ DIFFERENCES = {
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_ranks_that_differ_all_raise(name):
-    """When one rank has built another model, the first use raises on every rank, naming rank and difference."""
+    """When one rank builds a different model, the first use raises on every rank, naming rank and difference."""
     odd = dist.get_world_size() - 1
     model = DIFFERENCES[name](int(dist.get_rank() == odd))
     with pytest.raises(RanksDisagreeError, match=rf"rank {odd}"):
@@ -147,7 +147,7 @@ def test_the_first_difference_is_named():
 
 @on_ranks(2)
 def test_ranks_that_differ_raise_in_a_state_dict_too():
-    """It is the first collective that raises, whichever it is."""
+    """When ranks differ, the first collective raises, even if it is a state dict's."""
     model = FSDP(mlp(4, 9 + dist.get_rank(), 5))
     with pytest.raises(RanksDisagreeError):
         model.state_dict()
@@ -157,7 +157,7 @@ def test_ranks_that_differ_raise_in_a_state_dict_too():
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("when", ["before use", "after backward"])
 def test_an_optimizer_from_before_wrapping_raises(flatten, when):
-    """Its first step raises, naming the first stale parameter, and steps nothing."""
+    """An optimizer built before wrapping raises at its first step, names a stale parameter, and steps nothing."""
     model = mlp(4, 9, 5)
     stale = sgd(model)
     wrapped = wrap_each(model, flatten_parameters=flatten)
@@ -172,7 +172,7 @@ def test_an_optimizer_from_before_wrapping_raises(flatten, when):
 
 @on_ranks(2)
 def test_other_optimizers_are_left_alone():
-    """Optimizers of plain modules, and of wrapped ones built after wrapping, step as ever."""
+    """Optimizers of plain modules, and of wrapped ones built after wrapping, step as usual."""
     plain, wrapped = mlp(4, 5), FSDP(mlp(4, 5))
     for model in (plain, wrapped):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -185,7 +185,7 @@ def test_other_optimizers_are_left_alone():
 @on_ranks(1)
 @pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
 def test_hooks_that_are_never_called_are_told_at_the_first_step(kwargs):
-    """Autograd does not come to a shard; what it does come to is the parameter that was there before wrapping."""
+    """Hooks from before wrapping run; a hook on a shard, which autograd never reaches, warns at the next step."""
     layer = nn.Linear(4, 5).to(rank_device())
     layer.weight.register_hook(torch.zeros_like)
     wrapped = FSDP(layer, **kwargs)
@@ -202,7 +202,7 @@ def test_hooks_that_are_never_called_are_told_at_the_first_step(kwargs):
 
 @on_ranks(2)
 def test_a_stale_parameter_group_added_later_raises():
-    """A stale parameter added to an optimizer that has stepped well is found too."""
+    """A stale parameter is found even if it is added to an optimizer that has stepped before."""
     layer = nn.Linear(4, 5)
     weight = layer.weight
     wrapped = FSDP(layer)
@@ -216,7 +216,7 @@ def test_a_stale_parameter_group_added_later_raises():
 
 @on_ranks(1, 2)
 def test_gradients_that_require_grad_are_refused():
-    """``create_graph=True`` raises a RuntimeError before any gradient, and the next step is clean."""
+    """``create_graph=True`` raises a RuntimeError before any gradient is written, and the next step works."""
     wrapped = wrap_each(mlp(4, 9, 5))
     loss = wrapped(randn(3, 4)).square().sum()
     with pytest.raises(GradRequiresGradError, match="create_graph"):
@@ -227,7 +227,7 @@ def test_gradients_that_require_grad_are_refused():
 
 
 def test_the_exception_tree():
-    """Everything raised while running is a RuntimeError of ours, and what the seeds raised as well."""
+    """Every error while running is a RuntimeError of ours, and of the types that fairscale and FSDP1 raise."""
     assert fairshard.FairshardError is errors.FairshardError
     assert issubclass(FairshardError, RuntimeError)
     bases = {
@@ -261,7 +261,7 @@ def test_the_exception_tree():
 
 @on_ranks(2)
 def test_a_wrapped_module_is_an_inner_unit_of_another_model():
-    """A module that is wrapped already, wrapped again in another model, is an inner unit there, not an error."""
+    """A wrapped module inside another wrapped model is an inner unit there, not an error."""
     inner = FSDP(mlp(4, 4))
     outer = FSDP(nn.Sequential(inner, copy.deepcopy(mlp(4, 5))))
     assert outer(randn(3, 4)).shape == (3, 5)

@@ -1,4 +1,4 @@
-"""Methods other than ``forward`` run gathered once they are registered; until then they raise, naming the cure."""
+"""Registered methods run with gathered parameters, as ``forward`` does; others raise an error that names the fix."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from tests.reference import randn, train_alike
 
 
 class Coder(nn.Module):
-    """An encoder and a decoder, together in ``forward``, or each on its own; ``chain`` calls itself by name."""
+    """An encoder and a decoder, run together by ``forward`` or each on its own."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def by_methods(model, key):
     ids=str,
 )
 def test_training_through_methods(kwargs):
-    """Losses and weights are those of the unwrapped module, whose methods are called alike."""
+    """Training through methods gives the losses and weights of the unwrapped module."""
     wrapped = train_alike(coder(), lambda model: wrap(model, "encode", "decode", **kwargs), by_methods)
     assert not any(unit.is_gathered for _, unit in units_below(wrapped))
 
@@ -77,7 +77,7 @@ def test_training_through_methods(kwargs):
 @on_ranks(2)
 @pytest.mark.parametrize("inner", [True, False])
 def test_methods_and_forward_in_turns(inner):
-    """A method of an inner unit, without grad too, between passes of the whole model, changes nothing."""
+    """A registered method called under ``no_grad`` between passes of the whole model changes nothing."""
 
     def loss_of(model, key):
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_methods_and_forward_in_turns(inner):
 
 @on_ranks(2)
 def test_methods_of_an_inner_unit():
-    """An outer module calls a registered method of an inner wrapper in its forward."""
+    """An outer module may call a registered method of an inner wrapper in its forward."""
 
     class Outer(nn.Module):
         def __init__(self):
@@ -116,7 +116,7 @@ def test_methods_of_an_inner_unit():
 
 @on_ranks(2)
 def test_a_method_called_from_within():
-    """A registered method that the module's own forward reaches through the wrapper leaves it gathered."""
+    """A registered method that the module's own forward calls through the wrapper leaves the unit gathered."""
 
     class Loop(Coder):
         wrapper = ()
@@ -135,14 +135,14 @@ def test_a_method_called_from_within():
 
 @on_ranks(2)
 def test_inputs_are_cast():
-    """Under mixed precision a registered method gets its inputs as ``forward`` would."""
+    """Under mixed precision the inputs of a registered method are cast like those of ``forward``."""
     wrapped = wrap(coder(), "decode", inner=False, mixed_precision=MixedPrecision(torch.bfloat16))
     assert wrapped.decode(randn(2, 4)).dtype == torch.bfloat16
 
 
 @on_ranks(2)
 def test_an_exception_leaves_everything_sharded():
-    """A method that raises leaves the units as a forward that raises does."""
+    """A method that raises leaves all units sharded, as a forward that raises does."""
     wrapped = wrap(coder(), "decode")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shapes"):
@@ -153,7 +153,7 @@ def test_an_exception_leaves_everything_sharded():
 
 @on_ranks(2)
 def test_unregistered_ways_in_raise():
-    """A method, a submodule and the module inside the wrapper raise, naming module, parameter and cure."""
+    """Unregistered methods, submodules and the inner module raise, naming module, parameter and fix."""
     wrapped = wrap(coder(), inner=False)
     ways = [
         (lambda: wrapped.encode(randn(2, 6)), "down"),
@@ -169,7 +169,7 @@ def test_unregistered_ways_in_raise():
 
 
 class Asking(Coder):
-    """Looks for a parameter of its own before it does anything."""
+    """Looks up its own parameters before it computes."""
 
     @property
     def device(self):
@@ -183,7 +183,7 @@ class Asking(Coder):
 @on_ranks(2)
 @pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
 def test_methods_that_look_for_parameters(kwargs):
-    """Registered, they find whole ones, or what is registered anyway; else the error names the cure."""
+    """Registered methods find the plain names; unregistered methods of a flattened module raise and name the fix."""
     model = Asking().to(rank_device())
     whole = {name: tuple(param.shape) for name, param in model.named_parameters()}
     wrapped, x = FSDP(model, **kwargs), randn(2, 6)
@@ -208,7 +208,7 @@ def test_methods_that_look_for_parameters(kwargs):
 
 @on_ranks(2)
 def test_copies_keep_their_methods():
-    """deepcopy and pickle carry the names of registered methods."""
+    """deepcopy and pickle keep registered methods."""
     wrapped = wrap(coder(), "encode")
     expected = wrapped.encode(randn(2, 6))["code"]
     for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):

@@ -1,4 +1,4 @@
-"""A wrapper looks like the module in it, and says what it is."""
+"""A wrapper looks like the module inside it, and its repr shows its settings."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_the_class_is_found_under_all_its_names():
 
 @on_ranks(2)
 def test_attributes_of_the_module():
-    """What the wrapper does not have is looked up on the module: attributes, methods, submodules, through layers."""
+    """Attributes, methods and submodules missing on a wrapper are looked up on the module, through any wrappers."""
 
     class Named(nn.Module):
         kind = "named"
@@ -47,7 +47,7 @@ def test_attributes_of_the_module():
 
 @on_ranks(2)
 def test_index_and_length():
-    """Indexing, slicing, ``len`` and ``bool`` are those of the wrapped container."""
+    """Indexing, slicing, ``len`` and ``bool`` work as on the wrapped container."""
     wrapped = wrap_each(mlp(4, 9, 5))
     assert wrapped[1] is wrapped.module[1]
     assert wrapped[-1].module.out_features == 5
@@ -60,7 +60,7 @@ def test_index_and_length():
 
 @on_ranks(2, 3)
 def test_repr_shows_the_arguments_in_fairscales_order():
-    """fairscale's nine fields in its order, then the bucket's size."""
+    """``extra_repr`` shows fairscale's nine fields in its order, then the bucket size."""
     wrapped = FSDP(nn.Linear(4, 5), reshard_after_forward=False, bucket_cap_mb=0.5)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     fields = [field.split("=") for field in wrapped.extra_repr().split(", ")]
@@ -129,7 +129,7 @@ def test_arguments_in_fairscales_order():
 
 @on_ranks(1, 2)
 def test_named_parameters_flattened():
-    """Flattened: one 1-D shard for each unit that owns parameters, under the unit's name."""
+    """Flattened, each unit that owns parameters has one 1-D shard, under the unit's name."""
     wrapped = wrap_tiny(tiny())
     named = dict(wrapped.named_parameters())
     assert list(named) == [
@@ -147,7 +147,7 @@ def test_named_parameters_flattened():
 
 @on_ranks(1, 2)
 def test_named_parameters_unflattened():
-    """Not flattened: the plain model's names, each once, with 1-D shards."""
+    """Not flattened, parameters have the plain model's names, each once, with 1-D shards."""
     plain = dict(tiny().named_parameters())
     named = dict(wrap_tiny(tiny(), flatten_parameters=False).named_parameters())
     assert set(named) == set(plain)
@@ -158,7 +158,7 @@ def test_named_parameters_unflattened():
 
 @on_ranks(2)
 def test_named_parameters_arguments():
-    """``prefix`` and ``recurse`` work as on any module; buffers have plain names too."""
+    """``prefix`` and ``recurse`` work as on any module; buffers have plain names."""
     wrapped = wrap_tiny(tiny())
     assert [name for name, _ in wrapped.named_parameters("m", recurse=False)] == ["m.flat_param_0"]
     assert next(iter(dict(wrapped.named_parameters(prefix="m")))) == "m.flat_param_0"
@@ -168,7 +168,7 @@ def test_named_parameters_arguments():
 
 @on_ranks(1, 2)
 def test_zero_grad_reaches_the_shards():
-    """``zero_grad`` clears what ``backward`` filled, both ways."""
+    """``zero_grad`` zeroes or drops the gradients that ``backward`` filled."""
     wrapped = wrap_each(mlp(4, 9, 5))
     wrapped(randn(2, 4)).sum().backward()
     wrapped.zero_grad(set_to_none=False)
@@ -179,7 +179,7 @@ def test_zero_grad_reaches_the_shards():
 
 @on_ranks(2)
 def test_non_tensor_arguments_and_outputs():
-    """Any arguments go in and any outputs come out, unchanged."""
+    """Arguments and outputs that are not tensors pass through unchanged."""
 
     class Echo(nn.Module):
         def __init__(self):

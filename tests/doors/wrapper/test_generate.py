@@ -1,4 +1,4 @@
-"""Hugging Face's ``generate`` works on a sharded model, on ranks that end at different lengths."""
+"""Hugging Face's ``generate`` works on a sharded model, even if ranks stop at different lengths."""
 
 import copy
 
@@ -18,7 +18,7 @@ TOKENS = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id"
 
 
 def language_model(kind):
-    """A small random one of two blocks, and the list that holds them."""
+    """A small random language model of two blocks, and the list that holds the blocks."""
     torch.manual_seed(0)
     if kind == "gpt2":
         config = transformers.GPT2Config(n_positions=64, n_embd=16, n_layer=2, n_head=2, **TOKENS)
@@ -33,10 +33,10 @@ def language_model(kind):
 @on_ranks(2, timeout=180.0)  # the first import of transformers takes a while
 @pytest.mark.parametrize(("kind", "num_units"), [("gpt2", 0), ("gpt2", 2), ("llama", 2)])
 def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
-    """Ranks generate different numbers of tokens from prompts of different lengths, then train, then again.
+    """Ranks generate as the plain model does, each a different number of tokens, then train, then generate again.
 
-    ``generate`` looks for a parameter in the model, where there is none while one unit has flattened all of them: until
-    it is registered it says so.
+    ``generate`` looks up a parameter of the model. If one unit has flattened all parameters, there is none outside the
+    forward, so ``generate`` raises an error until it is registered.
     """
     model, blocks = language_model(kind)
     plain = copy.deepcopy(model)

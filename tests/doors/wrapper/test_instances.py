@@ -1,4 +1,4 @@
-"""Which wrappers there are in a module, and which of them is outermost."""
+"""The wrappers in a module can be listed, and the outermost ones found."""
 
 import copy
 
@@ -14,7 +14,7 @@ from tests.reference import randn
 
 @on_ranks(1, 2)
 def test_wrappers_are_found_outermost_first():
-    """The module itself counts; a module that is no wrapper may hold some."""
+    """Wrappers are found outermost first, including the module itself, and inside a plain module."""
     wrapped = wrap_tiny(tiny())
     inside = [wrapped.first, wrapped.first.up, wrapped.shared, wrapped.second]
     for found in (FSDP.fsdp_modules(wrapped), get_fsdp_instances(wrapped), get_fsdp_instances(nn.Sequential(wrapped))):
@@ -24,7 +24,7 @@ def test_wrappers_are_found_outermost_first():
 
 @on_ranks(2)
 def test_wrappers_without_parameters_may_be_skipped():
-    """A wrapper whose parameters inner ones have taken has none."""
+    """``skip_empty`` skips a wrapper whose parameters all belong to inner wrappers."""
     wrapped = wrap_each(mlp(4, 9, 5))
     assert get_fsdp_instances(wrapped) == [wrapped, wrapped[0], wrapped[2]]
     assert get_fsdp_instances(wrapped, skip_empty=True) == [wrapped[0], wrapped[2]]
@@ -32,7 +32,7 @@ def test_wrappers_without_parameters_may_be_skipped():
 
 @on_ranks(2)
 def test_the_outermost_wrapper_is_the_root():
-    """It is as soon as it wraps the others, before and after a pass, and in copies; several are, side by side."""
+    """The outermost wrapper is the root from construction on, and in copies; two side by side are both roots."""
     layer = FSDP(nn.Linear(4, 4))
     assert layer.check_is_root()
     layer(randn(2, 4))
@@ -50,5 +50,5 @@ def test_the_outermost_wrapper_is_the_root():
 
 
 def test_clean_tensor_name_is_public():
-    """It stands beside the wrapper, as in FSDP1."""
+    """``clean_tensor_name`` is exported next to the wrapper, as in FSDP1."""
     assert clean_tensor_name is names.clean_tensor_name

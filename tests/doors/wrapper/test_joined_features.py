@@ -1,8 +1,8 @@
-"""Features joined with one another: a model trains, to the bit, as a replica does that spells out the arithmetic.
+"""With features combined, a model trains to the bit as a replica that spells out the arithmetic.
 
-What a feature does on its own is shown in a file of its own; here any two of them meet. The reference sums in rank
-order, within the shards first where there are replicas, and divides after. On GPUs NCCL has an order of its own, so
-that there a few roundings of the reduce dtype are allowed.
+Each feature on its own is tested in another file; here any two of them meet. The reference sums in rank order, within
+the shards first if there are replicas, and divides afterwards. On GPUs NCCL sums in its own order, so a few roundings
+of the reduce dtype are allowed.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tests.settings.test_hybrid import pairs
 
 NUM_MICRO, MAX_NORM = 2, 0.05
 NUM_SHARDS = {1: 1, 2: 1, 3: 3, 4: 2}  # of hybrid strategies, by world size
-NUM_KEPT = {1: True, 2: 2, 3: 3, 4: 2}  # ranks to keep parameters cut over after the forward
+NUM_KEPT = {1: True, 2: 2, 3: 3, 4: 2}  # ranks that parameters stay sharded over after the forward
 
 AXES = {
     "sharding": [  # world size and strategy
@@ -72,7 +72,7 @@ LAYOUTS = {
     "orig": {"use_orig_params": True},
     "orig_apart": {"use_orig_params": True, "flatten_parameters": False},
 }
-PRECISIONS = {  # with the dtypes to compute and to reduce in
+PRECISIONS = {  # settings, compute dtype, reduce dtype
     "fp32": ({}, torch.float32, torch.float32),
     "bf16": ({"mixed_precision": MixedPrecision(torch.bfloat16)}, torch.bfloat16, torch.bfloat16),
     "bf16_wide": (
@@ -91,7 +91,7 @@ PREFETCH = {
 
 
 class Joined(Tiny):
-    """A `Tiny` with a buffer, and a gate that may be ignored; on demand with what is frozen and what never runs."""
+    """A `Tiny` with a buffer and a gate that may be ignored; optionally with frozen and with unused parts."""
 
     def __init__(self, cell):
         super().__init__(cell["checkpointing"] if cell["checkpointing"] != "wrapper" else None)
@@ -120,12 +120,12 @@ def joined(cell, seed=1):
 
 
 def unit_names(cell):
-    """What is wrapped inside the model, innermost first."""
+    """The names of the wrapped submodules, innermost first."""
     return ["first.up", "first", "second", "shared", *(["spare"] if cell["unused"] == "unit" else [])]
 
 
 def alone(cell):
-    """The modules whose gradients are not reduced: ignored, or never there."""
+    """The modules whose gradients are not reduced: ignored or unused ones."""
     return [*(["gate"] if cell["ignored"] else []), *(["spare"] if cell["unused"] == "unit" else [])]
 
 
@@ -134,7 +134,7 @@ def is_hybrid(cell):
 
 
 def has_hook(cell):
-    return bool(cell["hook"]) and not is_hybrid(cell)  # which refuses hooks
+    return bool(cell["hook"]) and not is_hybrid(cell)  # hybrid strategies refuse hooks
 
 
 def mean_by_hook(state, grad, shard=None):
@@ -167,7 +167,7 @@ def settings_of(cell):
 
 
 def to_be_wrapped(cell, plain):
-    """A model that is to get the values of ``plain``, and the arguments that see to it."""
+    """A model to wrap, and the arguments with which it gets the values of ``plain``."""
     built, has_values = cell["built"], "sync" not in cell["built"] or dist.get_rank() == 0
     how = {"sync_module_states": True} if "sync" in built else {}
     if "meta" in built:
@@ -187,7 +187,7 @@ def to_be_wrapped(cell, plain):
 
 
 def init_as(twins, module):
-    """A ``param_init_fn``: memory, and the values of the module's twin if there are ``twins``."""
+    """A ``param_init_fn`` that allocates memory and, given ``twins``, copies the values of the module's twin."""
     module.to_empty(device=rank_device(), recurse=False)
     for kind in ("_parameters", "_buffers") if twins else ():
         for name, own in getattr(module, kind).items():
@@ -195,7 +195,7 @@ def init_as(twins, module):
 
 
 def wrapped(cell, plain):
-    """``plain`` wrapped as the cell says."""
+    """``plain`` wrapped with the settings of the cell."""
     model, how = to_be_wrapped(cell, plain)
     if cell["checkpointing"] == "wrapper":
         checkpoint_wrapper(model.first)
@@ -214,7 +214,7 @@ def wrapped(cell, plain):
         for name in unit_names(cell):
             model.set_submodule(name, FSDP(model.get_submodule(name), **settings))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a policy leaves much in the outermost unit
+        warnings.simplefilter("ignore")  # the warning that a policy leaves much in the outermost unit
         model = FSDP(model, **ignored, **settings)
     if has_hook(cell):
         model.register_comm_hook(None, mean_by_hook)
@@ -222,7 +222,7 @@ def wrapped(cell, plain):
 
 
 def optimizer_of(cell, model):
-    """SGD with momentum; by original parameter where they are there: matrices decay, others have another rate."""
+    """SGD with momentum; in groups, if not flattened: weight decay for matrices, another rate for the rest."""
     if cell["groups"] == "one" or cell["layout"] == "flat":
         return sgd(model)
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -235,7 +235,7 @@ def optimizer_of(cell, model):
 
 
 def resumed(cell, model, optimizer):
-    """Another model and optimizer that have loaded the state of these."""
+    """A new model and optimizer that have loaded the state of the given ones."""
     other = wrapped(cell, joined(cell, seed=7))
     of_other = optimizer_of(cell, other)
     for one in (model, other):
@@ -271,7 +271,7 @@ def train(cell, num_steps=2):
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
         if cell["clip"] is not None:
             norm = model.clip_grad_norm_(MAX_NORM, cell["clip"])
-            # It is summed in another order than the reference's, in fp32: a few roundings.
+            # The norm is summed in fp32 and in another order than the reference's: a few roundings.
             torch.testing.assert_close(norm.double(), reference.grad_norm(cell["clip"]), rtol=max(1e-6, rtol), atol=0)
             assert norm > MAX_NORM, "the test must clip"
             reference.scale_grads(MAX_NORM / (norm + 1e-6))
@@ -285,17 +285,17 @@ def train(cell, num_steps=2):
 
 
 def spread(cells):
-    """Cells with the world size and the strategy of each instead of its ``sharding``."""
+    """The cells, with ``sharding`` split into ``world_size`` and ``strategy``."""
     return [{**dict(zip(("world_size", "strategy"), cell.pop("sharding"), strict=True)), **cell} for cell in cells]
 
 
-CELLS = spread(covering_array(AXES, seed=45))  # of which no pair is lost to a hook or to groups that are left out
+CELLS = spread(covering_array(AXES, seed=45))  # this seed loses no pair where a hook or groups are left out
 
 
 @over_cells(CELLS)
 @on_ranks()
 def test_every_pair_of_features_trains_as_a_replica(cell):
-    """Losses and weights are equal, in cells that hold every pair."""
+    """Losses and weights equal the replica's, in cells that cover every pair of features."""
     train(cell)
 
 
@@ -303,7 +303,7 @@ def test_every_pair_of_features_trains_as_a_replica(cell):
 @over_cells([{**cell, "layout": "orig"} for cell in CELLS])
 @on_ranks()
 def test_every_pair_of_features_meets_original_parameters(cell):
-    """The same with ``use_orig_params`` in all of them."""
+    """The same holds with ``use_orig_params`` in every cell."""
     train(cell)
 
 
@@ -311,5 +311,5 @@ def test_every_pair_of_features_meets_original_parameters(cell):
 @over_cells(spread(random_cells(ALL_AXES, 300)))
 @on_ranks()
 def test_features_at_random_train_as_a_replica(cell):
-    """The same in cells that hold nearly every three, for longer."""
+    """The same holds over more steps, in random cells that cover nearly every triple of features."""
     train(cell, num_steps=4)

@@ -1,4 +1,4 @@
-"""Modules that keep references to their parameters, or compute them: they train as they do unwrapped."""
+"""Modules that keep references to their parameters, or compute them, train as they do unwrapped."""
 
 import copy
 
@@ -116,7 +116,7 @@ def loss_of(model, key):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_it_trains_as_the_plain_module(name, flatten):
-    """As a unit inside a unit, with gathers before forward and backward."""
+    """A module trains as the plain one, as a unit inside a unit, gathered before forward and backward."""
 
     def build():
         torch.manual_seed(1)
@@ -130,7 +130,7 @@ def test_it_trains_as_the_plain_module(name, flatten):
 
 @on_ranks(2)
 def test_sparse_embedding_gradients():
-    """A sparse gradient is reduced as the dense one."""
+    """A sparse gradient is reduced like a dense one."""
 
     def build(sparse):
         torch.manual_seed(1)
@@ -149,7 +149,7 @@ def test_sparse_embedding_gradients():
 
 @on_ranks(2)
 def test_a_parametrization_of_users():
-    """A parameter that is computed from another, cached in the forward."""
+    """A module with a parameter computed from another, cached in the forward, trains as the plain one."""
 
     class Symmetric(nn.Module):
         def forward(self, weight):
@@ -173,7 +173,7 @@ def test_a_parametrization_of_users():
 
 @on_ranks(2)
 def test_views_of_parameters_saved_for_backward():
-    """Transposes and slices of weights, saved by autograd in forward, are right in the backward."""
+    """Transposes and slices of weights, saved by autograd in the forward, are correct in the backward."""
 
     class Views(nn.Module):
         def __init__(self):
@@ -192,7 +192,7 @@ def test_views_of_parameters_saved_for_backward():
 
 @on_ranks(1, 2)
 def test_outputs_that_are_parameters_or_views_of_them():
-    """A unit returns a parameter, and rows of another: the module around uses both, and both get their gradients."""
+    """A unit may return a parameter and rows of another; the outer module uses both, and both get gradients."""
 
     class Returns(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Units inside units: each parameter belongs to the innermost wrapper around it, whatever the depth."""
+"""In nested units each parameter belongs to the innermost wrapper around it, at any depth."""
 
 import pytest
 import torch
@@ -19,19 +19,19 @@ def sum_of_squares(model, key):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("wrap", [FSDP, wrap_each], ids=["one", "each"])
 def test_one_unit_or_many(wrap):
-    """A whole model as one unit, and every layer as its own, train as the plain model."""
+    """A model as one unit, or with every layer as its own unit, trains as the plain model."""
     train_alike(mlp(4, 9, 7, 5), wrap, sum_of_squares)
 
 
 @on_ranks(1, 2, 3)
 def test_units_in_units():
-    """A unit inside a unit inside a unit, next to parameters that only the root has."""
+    """Units nested three deep, next to parameters that only the root has, train as the plain model."""
     train_alike(tiny(), wrap_tiny, loss_of_tiny)
 
 
 @on_ranks(2)
 def test_an_outer_wrapper_takes_what_inner_ones_left():
-    """The inner wrapper owns its parameters, the outer one the rest; none is owned twice."""
+    """The inner wrapper owns its parameters and the outer one the rest; no parameter is owned twice."""
     model = nn.Sequential(nn.Linear(4, 6), FSDP(nn.Linear(6, 3)), nn.Linear(3, 2))
     model = FSDP(model)
     own = {fqn: sum(fp.layout.numel for fp in unit.flat_params) for fqn, unit in units_below(model)}
@@ -47,7 +47,7 @@ def test_wrappers_around_wrappers():
 
 @on_ranks(1, 2)
 def test_modules_without_parameters():
-    """A unit of activations only, alone or between others, computes and passes gradients on."""
+    """A unit without parameters, alone or between others, computes and passes gradients through."""
 
     def wrap(model):
         return FSDP(nn.Sequential(FSDP(nn.Tanh()), model[0], FSDP(nn.Sequential()), FSDP(nn.Tanh())))
@@ -69,7 +69,7 @@ def copy_of(layer):
 
 @on_ranks(2)
 def test_units_in_containers():
-    """Units in a ModuleList and a ModuleDict, called by a module that owns parameters itself."""
+    """Units in a ModuleList and a ModuleDict train as the plain model; their caller has parameters of its own."""
 
     class Model(nn.Module):
         def __init__(self, wrap):
@@ -102,7 +102,7 @@ def test_units_in_containers():
 
 @on_ranks(2)
 def test_an_inner_unit_may_be_called_alone():
-    """A unit of a larger model computes by itself too, and its gradients are reduced."""
+    """A unit of a larger model may be called alone, and its gradients are reduced."""
     plain = mlp(4, 9, 5)
     model = wrap_each(mlp(4, 9, 5))
     x = randn(3, 4)
@@ -117,7 +117,7 @@ def test_an_inner_unit_may_be_called_alone():
 
 @on_ranks(2)
 def test_an_inner_unit_used_before_there_was_an_outer_one():
-    """A wrapper that has computed on its own may become part of a larger one."""
+    """A wrapper that has run on its own may become part of a larger one."""
     layer = mlp(4, 5)[0]
     plain = nn.Sequential(copy_of(layer), nn.Tanh())
     inner = FSDP(layer)

@@ -1,6 +1,6 @@
-"""Inside a unit's forward ``parameters()`` yields what is gathered; everywhere else, what is registered.
+"""Inside a unit's forward ``parameters()`` yields gathered parameters; elsewhere it yields the registered ones.
 
-Through both doors: the wrapper flattened, unflattened and with original parameters, and `fully_shard`.
+Tested for the wrapper, flattened, unflattened and with original parameters, and for `fully_shard`.
 """
 
 import copy
@@ -38,7 +38,7 @@ every_door = pytest.mark.parametrize("door", DOORS)
 
 
 def sharding(door, more="plain"):
-    """The door, with what `MORE` adds in its words."""
+    """The wrapper or function of ``door``, with the arguments that ``MORE[more]`` has for it."""
     return partial(DOORS[door], **MORE[more][door == "rows"])
 
 
@@ -47,7 +47,7 @@ class Boom(Exception):
 
 
 class Looking(nn.Module):
-    """Notes what ``named_parameters()`` yields in each call; tied, frozen, empty and uneven parameters."""
+    """Records what ``named_parameters()`` yields in each call; has tied, frozen, empty and uneven parameters."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def looking():
 
 
 def inside(model):
-    """The module that a wrapper has, or that was sharded in place."""
+    """The module inside a wrapper, or the module sharded in place."""
     return model.module if isinstance(model, FSDP) else model
 
 
@@ -91,13 +91,13 @@ def registered(model):
 
 
 def is_listed(model):
-    """Whether any unit still shows what it gathers as parameters."""
+    """Whether any unit still lists gathered tensors as parameters."""
     slots = [slot for _, unit in units_below(model) for flat in unit.flat_params for slot in flat.slots]
     return any(module._parameters[name] is slot.leaf for slot in slots for module, name in slot.owners)
 
 
 def check_seen(seen, plain, dtype=torch.float32):
-    """``seen`` in one call has the names, shapes and values of ``plain``, in ``dtype``."""
+    """Check that ``seen``, from one call, has the names, shapes and values of ``plain``, in ``dtype``."""
     expected = dict(plain.named_parameters())
     assert list(seen) == list(expected)
     for name, value in seen.items():
@@ -110,7 +110,7 @@ def check_seen(seen, plain, dtype=torch.float32):
 @every_door
 @pytest.mark.parametrize("more", MORE)
 def test_a_forward_sees_whole_parameters(door, more):
-    """Names, order, dtype, device and values are the plain module's; outside, what is registered stays the same."""
+    """A forward sees the plain module's names, order, device and values; outside, parameters stay as registered."""
     plain = looking()
     model = sharding(door, more)(copy.deepcopy(plain))
     dtype = torch.bfloat16 if more == "bf16" else torch.float32
@@ -132,7 +132,7 @@ def test_a_forward_sees_whole_parameters(door, more):
 @on_ranks(2)
 @every_door
 def test_what_follows_a_step(door):
-    """The next forward sees the values that the optimizer wrote; it steps what it was built from."""
+    """The next forward sees the values that an optimizer wrote to the parameters it was built from."""
     plain = looking()
     model = sharding(door)(copy.deepcopy(plain))
     for net in (plain, model):
@@ -146,7 +146,7 @@ def test_what_follows_a_step(door):
 
 
 class Outer(nn.Module):
-    """Parameters of its own beside a unit, of which it notes what ``named_parameters()`` yields."""
+    """Has parameters of its own beside a unit, and records what ``named_parameters()`` yields."""
 
     def __init__(self, inner):
         super().__init__()
@@ -167,7 +167,7 @@ class Outer(nn.Module):
 @on_ranks(1, 2)
 @every_door
 def test_an_outer_forward_sees_its_own(door):
-    """Parameters of units inside are what is registered there, before and after these have run."""
+    """An outer forward sees its own parameters whole, and those of inner units as registered, before and after."""
     shard = sharding(door)
     inner = shard(looking())
     theirs = list(inner.parameters())
@@ -185,7 +185,7 @@ def test_an_outer_forward_sees_its_own(door):
 @every_door
 @pytest.mark.parametrize("more", ["plain", "kept"])
 def test_after_an_exception(door, more):
-    """A forward that raises leaves what is registered in its place; the next one works."""
+    """A forward that raises leaves the registered parameters in place, and the next one works."""
     model = sharding(door, more)(looking())
     before = registered(model)
     for _ in range(2):
@@ -232,7 +232,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("more", ["bf16", "kept"])
 def test_a_recomputation_sees_the_same(door, use_reentrant, where, more):
-    """A checkpoint inside a unit and one around it find in the backward what they found in the forward."""
+    """Checkpoints inside and around a unit see the same parameters in the backward as in the forward."""
     shard = sharding(door, more)
     looker = looking()
     plain = copy.deepcopy(looker)
@@ -254,7 +254,7 @@ def test_a_recomputation_sees_the_same(door, use_reentrant, where, more):
 @every_door
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_after_an_exception_in_a_recomputation(door, where):
-    """A backward that raises leaves what is registered in its place as well."""
+    """A backward that raises in a recomputation leaves the registered parameters in place."""
     shard = sharding(door)
     looker = looking()
     model = shard(Recomputed(shard(looker) if where == "around" else looker, use_reentrant=False))
@@ -272,9 +272,9 @@ def test_after_an_exception_in_a_recomputation(door, where):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "flat"])  # there nothing is registered to replace
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "flat"])  # a flat unit registers none to replace
 def test_replaced_parameters_stay(door):
-    """What ``functional_call`` puts in a parameter's place is seen, and untouched."""
+    """A forward sees the tensor that ``functional_call`` puts in a parameter's place, unchanged."""
     plain = looking()
     model = sharding(door)(copy.deepcopy(plain))
     prefix = "module." if isinstance(model, FSDP) else ""
@@ -292,7 +292,7 @@ def test_replaced_parameters_stay(door):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("door", [door for door in DOORS if door != "flat"])
 def test_replaced_parameters_of_a_gathered_unit(door):
-    """The same while a forward with grad has left it gathered; a part of it on its own is refused by name then."""
+    """The same holds while a unit stays gathered; replacing parameters of a submodule alone is refused by name."""
     plain = looking()
     model = sharding(door, "kept")(copy.deepcopy(plain))
     prefix = "module." if isinstance(model, FSDP) else ""
@@ -311,7 +311,7 @@ def test_replaced_parameters_of_a_gathered_unit(door):
 
 
 class Mixing(nn.Module):
-    """Calls a layer with other parameters, which it computes from the layer's own; then with these."""
+    """Calls a layer with parameters computed from the layer's own, then with its own."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +345,7 @@ def test_functional_call_inside_a_forward(door, recomputes):
 
 
 class Looping(Looking):
-    """Calls itself again, through its unit, and looks once more."""
+    """Calls itself through its unit, and looks before and after."""
 
     unit = ()
 
@@ -361,7 +361,7 @@ class Looping(Looking):
 @on_ranks(2)
 @every_door
 def test_a_unit_that_calls_itself(door):
-    """Between the inner call and the end of the outer one whole parameters are still seen."""
+    """After an inner call of the same unit, the outer call still sees whole parameters."""
     looker = Looping().to(rank_device())
     plain = copy.deepcopy(looker)
     model = sharding(door, "kept")(looker)
@@ -376,7 +376,7 @@ def test_a_unit_that_calls_itself(door):
 
 @on_ranks(2)
 def test_shared_parameters():
-    """What a unit shares of another it sees whole, in its own forward too."""
+    """In its own forward a unit sees whole parameters, including those that another unit shares with it."""
     for options in ({}, {"flatten_parameters": False}):
         a, b = looking(), looking()
         b.up.weight = b.again.weight = a.up.weight
@@ -395,7 +395,7 @@ def test_shared_parameters():
 
 @on_ranks(2)
 def test_modules_that_are_one_unit():
-    """Each of several modules that `fully_shard` made one unit sees its own parameters whole."""
+    """Each of several modules that `fully_shard` made into one unit sees its own parameters whole."""
     first, second = looking(), looking()
     plain = copy.deepcopy(first)
     fully_shard([first, second])
@@ -412,7 +412,7 @@ def test_modules_that_are_one_unit():
 @on_ranks(2)
 @every_door
 def test_the_wrapper_lists_each_parameter_once(door):
-    """In the forward the outermost module, asked from within, lists no shard beside what is gathered of it."""
+    """Inside the forward the outermost module lists gathered parameters only, without their shards."""
     looker = looking()
     plain = copy.deepcopy(looker)
     found = []

@@ -1,9 +1,8 @@
-"""Whole training runs give the numbers that plain torch gives, in every combination of settings.
+"""Whole training runs give plain torch's numbers, in every combination of settings.
 
-On CPU everything is exact: the reference adds in rank order and divides afterwards, as the engine does. The
-one number that is not derived bit by bit is the total norm (its sum runs over shards, not over parameters):
-it is compared with a tolerance, and both sides then clip by the engine's. NCCL adds in an order of its own,
-so there the tolerance is a few roundings of the reduce dtype.
+On CPU everything is exact: the reference adds in rank order and divides afterwards, as the engine does. Only the total
+norm has a tolerance, because its sum runs over shards instead of parameters; both sides then clip by the engine's norm.
+NCCL adds in its own order, so on GPUs the tolerance is a few roundings of the reduce dtype.
 """
 
 import contextlib
@@ -85,7 +84,7 @@ def _train(cell):
 def _clip_both(reference, wrapped, norm_type, rtol):
     expected = reference.grad_norm(norm_type)
     norm = wrapped.clip_grad_norm_(MAX_NORM, norm_type)
-    # The engine adds squares of fp32 in another order than the fp64 reference: a few roundings of 2**-24.
+    # The engine adds fp32 squares in another order than the fp64 reference: a few roundings of 2**-24.
     torch.testing.assert_close(norm.double(), expected, rtol=max(1e-6, rtol), atol=0)
     assert norm > MAX_NORM, "the test must clip"
     reference.scale_grads(MAX_NORM / (norm + 1e-6))
@@ -94,7 +93,7 @@ def _clip_both(reference, wrapped, norm_type, rtol):
 @over_cells(CELLS)
 @on_ranks()
 def test_every_pair_of_settings_trains_as_plain_torch(cell):
-    """Losses and final weights equal the reference's, in cells that hold every pair of settings."""
+    """Losses and final weights equal the reference's, in cells that cover every pair of settings."""
     _train(cell)
 
 
@@ -102,5 +101,5 @@ def test_every_pair_of_settings_trains_as_plain_torch(cell):
 @over_cells(OTHER_CELLS)
 @on_ranks()
 def test_every_combination_of_settings_trains_as_plain_torch(cell):
-    """The same in all other cells."""
+    """The same holds in all other cells."""
     _train(cell)

@@ -1,4 +1,4 @@
-"""A wrapped model survives pickle, deepcopy, and the way to another process."""
+"""A wrapped model survives pickle, deepcopy, and being sent to another process."""
 
 import copy
 import multiprocessing
@@ -26,7 +26,7 @@ from tests.reference import assert_same_state, randn, sgd
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"mixed_precision": True}], ids=str)
 def test_a_copy_trains_like_the_original(copied_by, num_steps, kwargs):
-    """Copied before or after some steps, the copy has the same state, trains alike, and shares no memory."""
+    """A copy made before or after some steps has the same state, trains alike, and shares no memory."""
     wrapped = wrap_tiny(tiny(), **kwargs)
     losses_of(wrapped, num_steps)
     copied = copied_by(wrapped)
@@ -42,7 +42,7 @@ def test_a_copy_trains_like_the_original(copied_by, num_steps, kwargs):
 @on_ranks(2)
 @pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}], ids=str)
 def test_optimizers_of_a_copy_are_checked(kwargs):
-    """One that would skip gradients which units hold, or needs whole parameters, is refused as the original's is."""
+    """On a copy, too, an optimizer that would skip gradients held by units, or needs whole parameters, is refused."""
     wrapped = wrap_each(mlp(4, 9, 5), cpu_offload=True, move_grads_to_cpu=False, **kwargs)
     for copied_by in (copy.deepcopy, by_pickle, by_torch_save):
         copied = copied_by(wrapped)
@@ -58,7 +58,7 @@ def test_optimizers_of_a_copy_are_checked(kwargs):
 
 @on_ranks(2)
 def test_the_original_is_not_changed_by_being_copied():
-    """Pickling in the middle of a training leaves it as it was."""
+    """Pickling or copying a model in the middle of training does not change it."""
     a, b = wrap_tiny(tiny()), wrap_tiny(tiny())
     losses_of(a)
     losses_of(b)
@@ -69,7 +69,7 @@ def test_the_original_is_not_changed_by_being_copied():
 
 @on_ranks(2)
 def test_the_group_is_missing_until_it_is_needed():
-    """After unpickling ``process_group`` reads "MISSING"; the first use takes the default group."""
+    """After unpickling ``process_group`` reads "MISSING"; the first use sets it to the default group."""
     copied = by_pickle(FSDP(nn.Linear(4, 5)))
     assert copied.process_group == "MISSING"
     copied(randn(2, 4))
@@ -78,7 +78,7 @@ def test_the_group_is_missing_until_it_is_needed():
 
 @on_ranks(2)
 def test_the_group_may_be_set():
-    """``model.process_group = g`` is taken instead; deepcopy keeps the group."""
+    """A group set by ``model.process_group = g`` replaces the default group; deepcopy keeps the group."""
     group = dist.new_group()
     wrapped = FSDP(nn.Linear(4, 5), process_group=group)
     assert copy.deepcopy(wrapped).process_group is group
@@ -90,7 +90,7 @@ def test_the_group_may_be_set():
 
 @on_ranks(2)
 def test_another_rank_or_world_size_is_refused():
-    """A shard belongs to one rank of one world size: elsewhere it raises, naming both."""
+    """A shard belongs to one rank of one world size; using it elsewhere raises an error that names both."""
     copied = by_pickle(FSDP(nn.Linear(4, 5)))
     copied.process_group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ValueError, match=rf"{dist.get_rank()} of 2.*0 of 1"):
@@ -105,7 +105,7 @@ def test_another_rank_or_world_size_is_refused():
 @pytest.mark.cpu_only
 @on_ranks(2)
 def test_shared_memory_is_copied_out():
-    """Sent as torch.multiprocessing sends, the copy does not follow later changes of the original."""
+    """A copy sent the way torch.multiprocessing does is not affected by later changes to the original."""
     wrapped = wrap_each(mlp(4, 9, 5))
     copied = pickle.loads(ForkingPickler.dumps(wrapped))
     state = copied.state_dict()
@@ -116,7 +116,7 @@ def test_shared_memory_is_copied_out():
 
 
 def _continue_elsewhere(rank, world_size, path, model, queue):
-    """The main function of a process that got a model: join a group, train, report."""
+    """The main function of a process that received a model: join a group, train, report."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     try:
         queue.put((losses_of(model), model.state_dict()["shared.bias"].tolist()))
@@ -129,7 +129,7 @@ def _continue_elsewhere(rank, world_size, path, model, queue):
 @pytest.mark.cpu_only
 @on_ranks(2, timeout=120)
 def test_it_can_be_passed_to_another_process():
-    """Each rank hands its model to a new process; those form a group and train as the senders would."""
+    """Each rank sends its model to a new process; the new processes form a group and train as the senders would."""
     path = [str(Path(tempfile.mkdtemp()) / "store")]
     dist.broadcast_object_list(path)
     wrapped = wrap_tiny(tiny())
@@ -146,7 +146,7 @@ def test_it_can_be_passed_to_another_process():
 
 @on_ranks(2)
 def test_in_the_middle_of_a_pass_it_is_refused():
-    """Inside a forward there is nothing whole to copy: an error says so."""
+    """Copying a model inside its forward raises an error, because the model is not idle."""
     wrapped = wrap_each(mlp(4, 9, 5))
     seen = []
 

@@ -1,4 +1,4 @@
-"""torch.compile around a wrapper is refused by name, before any collective; inside of wrappers it works."""
+"""torch.compile around a wrapper is refused before any collective; inside wrappers it works."""
 
 import copy
 
@@ -24,7 +24,7 @@ WAYS = {
 @on_ranks(2, timeout=180.0)  # the first import of the compiler takes a while
 @pytest.mark.parametrize("used_before", [False, True])
 def test_compiling_around_a_wrapper_is_refused(used_before):
-    """The message names the cure; nothing was sent, and the wrapper works as before."""
+    """Compiling around a wrapper raises an error that names the fix, sends nothing, and the wrapper still works."""
     for name, way in WAYS.items():
         model = wrap_each(mlp(4, 9, 5))
         x = randn(3, 4)
@@ -41,7 +41,7 @@ def test_compiling_around_a_wrapper_is_refused(used_before):
 
 @on_ranks(2, timeout=180.0)
 def test_compiling_inside_of_wrappers():
-    """The cure that the message names: blocks that are compiled first and wrapped then train as plain ones do."""
+    """Blocks that are compiled first and then wrapped, as the error suggests, train as plain ones do."""
 
     def wrap(model):
         for index in (0, 2):

@@ -1,4 +1,4 @@
-"""Two hosts, as network namespaces of this one with a cable between them, train together under torchrun."""
+"""Two hosts, simulated by connected network namespaces of this one, train together under torchrun."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def ip(*arguments):
 
 @pytest.fixture
 def hosts():
-    """Names of two network namespaces and of their end of a cable, with the addresses 10.213.0.1 and 10.213.0.2."""
+    """Names of two connected network namespaces and of their interfaces, with addresses 10.213.0.1 and 10.213.0.2."""
     if shutil.which("ip") is None or os.geteuid():
         pytest.skip("network namespaces need root and the command `ip`")
     names = [f"fs{os.getpid()}{side}" for side in "ab"]

@@ -1,4 +1,4 @@
-"""Hooks of the user, on modules, tensors and outputs, run as on the plain model."""
+"""User hooks on modules, tensors and outputs run as on the plain model."""
 
 import copy
 
@@ -72,7 +72,7 @@ def test_hooks_on_outputs():
 
 @on_ranks(1, 2)
 def test_hooks_may_read_parameters():
-    """Inside of a forward or backward hook of a submodule its parameters are whole."""
+    """Inside a forward or backward hook of a submodule, its parameters are whole."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     seen = []
@@ -105,7 +105,7 @@ def test_hooks_on_the_wrapper():
 
 @on_ranks(2)
 def test_a_hook_may_replace_the_output():
-    """A forward hook that returns another output, outside or inside of a unit, is followed."""
+    """An output returned by a forward hook, on a unit or inside it, replaces the original output."""
     plain = mlp(4, 9, 5)
     wrapped = wrap_each(copy.deepcopy(plain))
     grads = []
@@ -120,7 +120,7 @@ def test_a_hook_may_replace_the_output():
 
 @on_ranks(2)
 def test_an_optimizer_in_a_hook_on_a_shard_steps_the_reduced_gradient():
-    """torch's way to fuse optimizer and backward: stepping and dropping each gradient in its hook changes nothing."""
+    """Stepping and dropping each gradient in its hook, torch's way to fuse optimizer and backward, changes nothing."""
     plain = mlp(4, 5, 3)
     hooked, stepped = wrap_each(copy.deepcopy(plain)), wrap_each(plain)
     optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in hooked.parameters()}

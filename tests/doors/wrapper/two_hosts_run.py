@@ -1,4 +1,4 @@
-"""What each rank of ``test_two_hosts.py`` does, under torchrun: ``two_hosts_run.py OUT``."""
+"""The program of each rank of ``test_two_hosts.py``, started by torchrun: ``two_hosts_run.py OUT``."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ def loss_of(model, step):
 
 
 def train(strategy):
-    """Three steps as a plain replica takes them; sums of sums are rounded otherwise. Returns the size of a shard."""
+    """Train three steps as a plain replica, up to rounding of nested sums; return the size of this rank's shards."""
     wrapped = train_alike(
         tiny(), lambda model: wrap_tiny(model, sharding_strategy=strategy), loss_of, rtol=1e-5, atol=1e-6
     )
