@@ -12,16 +12,16 @@ def pytest_addoption(parser):
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="where the ranks of tests put their models: cpu (gloo, default) or cuda (NCCL, one GPU a rank)",
+        help="device of the test ranks' models: cpu (gloo, default) or cuda (NCCL, one GPU a rank)",
     )
     parser.addoption(
-        "--strict-features", action="store_true", help="fail while docs/features.md says of something: not yet"
+        "--strict-features", action="store_true", help="fail while a row of docs/features.md says: not yet"
     )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
-    config.addinivalue_line("markers", "cpu_only: states what holds for gloo or for CPU memory only")
+    config.addinivalue_line("markers", "cpu_only: tests behaviour of gloo or of CPU memory only")
     hypothesis.settings.register_profile("fairshard", derandomize=True, deadline=None, max_examples=50)
     hypothesis.settings.load_profile("fairshard")
     config.option.markexpr = config.option.markexpr or "not full"

@@ -185,7 +185,7 @@ def test_span_imports_nothing():
     assert imported <= {"__future__", "typing", "dataclasses"}
 
 
-def test_utils_have_never_heard_of_modules():
+def test_utils_do_not_name_modules():
     """Nothing in ``fairshard.utils`` names ``torch.nn.Module``."""
     for path in (PACKAGE / "utils").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -261,7 +261,7 @@ TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_nothing_is_stuck_on_parameters(path):
+def test_no_attributes_are_added_to_parameters(path):
     """Code assigns only torch's own attributes on a parameter: state has one owner."""
     for node in ast.walk(ast.parse(path.read_text())):
         targets = []

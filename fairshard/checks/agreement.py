@@ -125,4 +125,4 @@ def _describe(unit: Unit) -> list[str]:
 
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    return f", cut on {flat_param.shows.dims[index]}" if isinstance(flat_param.shows, ShownDTensors) else ""
+    return f", sharded on dim {flat_param.shows.dims[index]}" if isinstance(flat_param.shows, ShownDTensors) else ""

@@ -128,7 +128,7 @@ class ShownDTensors(ShownRuns):
         assert isinstance(own, DTensor)
         if (param.shape, param.placements, param.device_mesh) != (own.shape, own.placements, own.device_mesh):
             raise ValueError(
-                f"A tensor that replaces parameter `{fqn}` must be cut like it, {tuple(own.shape)} by "
+                f"A tensor that replaces parameter `{fqn}` must be sharded like it, {tuple(own.shape)} by "
                 f"{own.placements} on {own.device_mesh}, but is {tuple(param.shape)} by {param.placements} on "
                 f"{param.device_mesh}."
             )

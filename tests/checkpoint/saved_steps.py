@@ -109,7 +109,7 @@ def assert_resumes_from(root, step, state=None):
         assert torch.equal(loaded[name], value), name
 
 
-def fail_to_save(root, step=9, again=False, **kwargs):
+def fail_to_save(root, step=9, **kwargs):
     """Return what saving raises."""
     model, optimizer = trained()
     kept = Checkpointer(root, async_save=False, **kwargs)

@@ -260,7 +260,7 @@ def test_forwards_whose_backward_never_comes_do_not_add_up():
 
 
 @on_ranks(1)
-def test_its_values_are_three():
+def test_other_values_are_refused():
     """Other values raise when the model is wrapped."""
     with pytest.raises(ValueError, match="`order_check` must be one of always, sampled, off, but is 'never'"):
         FSDP(nn.Linear(4, 4), order_check="never")

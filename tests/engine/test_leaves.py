@@ -50,7 +50,7 @@ def test_autograd_steals_the_first_gradient():
 
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_memory_is_given_back(reshard):
+def test_memory_is_freed(reshard):
     """Between forward and backward only buffers of the root and of unsharded units have memory; afterwards none do."""
     wrapped = wrap_each(mlp(4, 9, 7, 5), reshard_after_forward=reshard)
     buffers = [fp for _, unit in units_below(wrapped) for fp in unit.flat_params]

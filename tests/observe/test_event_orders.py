@@ -153,7 +153,7 @@ def keep_across_passes(model):
 
 
 @on_ranks(2)
-def test_a_unit_that_a_backward_does_not_come_to():
+def test_a_unit_that_a_backward_does_not_reach():
     """It is not gathered and has (empty) gradients at the end; a second backward that reaches it is planned alike."""
     for is_last, second_backward in (
         (True, "+1.lin1 +0 -1.lin1 !1.lin1 -0 !0 !1.lin2"),

@@ -37,7 +37,7 @@ def test_calls_are_seen_inside_and_out_on_that_object_alone():
 
 
 @pytest.mark.parametrize("leaving", list(itertools.permutations(range(3))))
-def test_many_may_look_on_and_leave_in_any_order(leaving):
+def test_taps_can_be_removed_in_any_order(leaving):
     """The last tap is called first; removing one twice does no harm."""
     seen = []
     watched = Adder(1)

@@ -76,7 +76,7 @@ def test_the_plain_optimizers_bits(kind):
 
 
 @on_ranks(2)
-def test_gradients_are_let_go():
+def test_gradients_are_freed():
     """A step keeps no gradient alive and increments the weights' version, even if the optimizer has no state."""
     model = build("plain", offload_policy=OffloadPolicy())
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)

@@ -176,7 +176,7 @@ def test_a_policy_with_other_names_is_refused(policy):
 
 
 @pytest.mark.parametrize("policy", [3, {nn.Linear}, "Linear"])
-def test_what_is_no_policy_is_refused(policy):
+def test_other_objects_are_no_policy(policy):
     """A set of classes is not a policy; the error says what to pass."""
     with pytest.raises(TypeError, match=r"pass ModuleWrapPolicy\({Block}\)"):
         chosen(Linears(), policy)

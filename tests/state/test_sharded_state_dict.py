@@ -210,7 +210,7 @@ def test_it_belongs_to_the_caller(offload):
 
 
 @on_ranks(2)
-def test_what_this_rank_lacks_is_refused():
+def test_what_this_rank_does_not_have_is_refused():
     """A sharded dict with another cut raises on all ranks, and names the parameter and the elements that are there."""
     model = wrap_each(mlp(4, 5, 3))
     state = sharded(FSDP(mlp(4, 5, 3, seed=2)))["model"]

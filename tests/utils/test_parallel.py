@@ -64,7 +64,7 @@ def test_a_group_that_this_rank_is_no_member_of_is_refused():
             validate_process_group(rank_device(), group)
 
 
-def test_what_is_no_group_is_refused():
+def test_other_objects_are_no_group():
     """Anything but a process group raises a TypeError that says what it is."""
     with pytest.raises(TypeError, match="'MISSING'"):
         validate_process_group(torch.device("cpu"), "MISSING")

@@ -106,7 +106,7 @@ def test_a_dtensor_in_the_place_of_a_dtensor(has_run):
         assert module.weight is old
         with torch.no_grad():
             twin.weight.copy_(distribute_tensor(values, old.device_mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"`[02]\.weight` must be cut like it"):
+        with pytest.raises(ValueError, match=r"`[02]\.weight` must be sharded like it"):
             module.weight = nn.Parameter(distribute_tensor(values, old.device_mesh, [Replicate()]))
         double = nn.Parameter(distribute_tensor(values.double(), old.device_mesh, [Shard(0)]))
         if has_run:
@@ -137,7 +137,7 @@ def test_functional_call(has_run):
 
 
 @on_ranks(2)
-def test_sharded_modules_come_and_go():
+def test_sharded_modules_may_be_added_and_removed():
     """A model that has run still trains after a sharded module is added to it, and after a unit is removed."""
     plain = mlp(4, 6, 4)
     model = shard(copy.deepcopy(plain))

@@ -200,7 +200,7 @@ def test_ranks_that_disagree():
 
     first = dist.get_rank() == 0
     cases = [
-        ({"shard_placement_fn": cut_last if first else None}, "cut on 1.*cut on 0"),
+        ({"shard_placement_fn": cut_last if first else None}, "sharded on dim 1.*sharded on dim 0"),
         (
             {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float16 if first else None)},
             "outputs in torch.float16",

@@ -37,7 +37,7 @@ def branches(**kwargs):
 
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("order_check", ["always", "sampled"])
-def test_ranks_that_run_different_modules_are_told(order_check):
+def test_ranks_that_run_different_modules_raise(order_check):
     """Ranks that run different modules of the same shape raise, instead of computing with each other's weights."""
     model = branches(order_check=order_check)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -227,7 +227,7 @@ def test_two_buckets_have_memory_at_a_time():
 
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before the first forward", "later"])
-def test_reductions_can_have_a_group_of_their_own(when):
+def test_reductions_can_have_a_separate_group(when):
     """A group for reductions is created once; gradients are the same with it, and after it is disabled."""
     plain = mlp(4, 9, 5)
     expected = grads_of(linears(copy.deepcopy(plain)))

@@ -282,7 +282,7 @@ def test_what_was_done_before_the_first_forward_is_copied():
 
 
 @on_ranks(2)
-def test_the_default_mesh_goes_with_who_uses_it():
+def test_the_default_mesh_is_freed_with_its_last_user():
     """The default mesh is freed with its last user; otherwise its process group and threads would never end."""
     mesh = default_mesh()
     assert default_mesh() is mesh

@@ -97,7 +97,7 @@ def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
 
 
 @on_ranks(2)
-def test_torch_s_own_are_taken():
+def test_torchs_own_classes_are_accepted():
     """PyTorch's own communication classes are accepted, although they are not subclasses of ours."""
     plain = mlp(4, 9, 5, 3)
     expected = train(linears(copy.deepcopy(plain)))
@@ -109,7 +109,7 @@ def test_torch_s_own_are_taken():
 
 
 @on_ranks(2)
-def test_what_they_write_is_what_counts():
+def test_their_results_are_used():
     """Weights and gradients that a custom gather or reduction scales come out scaled."""
     for scale in (1.0, 2.0):
         model = fully_shard(mlp(4, 3))

@@ -43,11 +43,11 @@ def reshards(value):
     return {"reshard_after_forward": value}
 
 
-ALL_TOO = f"{FORWARD} -root", f"{AHEAD} -root", f"+root {BACKWARD}"
+ALL_FREED = f"{FORWARD} -root", f"{AHEAD} -root", f"+root {BACKWARD}"
 KEEPS = {  # reshard_after_forward: the forward in FSDP2's order, the forward in ours, the backward
-    True: ALL_TOO,
+    True: ALL_FREED,
     False: ("+root +0 +1 +2", "+root +0 +1 +2", without_unshards(BACKWARD)),
-    2: ALL_TOO,
+    2: ALL_FREED,
     None: (FORWARD, AHEAD, BACKWARD),
 }
 
@@ -97,7 +97,7 @@ def test_several_forwards_before_one_backward(ahead):
 
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_unit_that_a_backward_does_not_come_to(ahead):
+def test_a_unit_that_a_backward_does_not_reach(ahead):
     """The first backward does not reach ``1.lin1`` and does not gather it; both backwards finish all units."""
     model = nn.Sequential(nn.Linear(DIM, DIM), Branches())
     for part in (model[0], model[1].lin1, model[1].lin2):
@@ -166,7 +166,7 @@ def test_names_that_are_wrong():
 
 
 @on_ranks(2)
-def test_what_a_backward_leaves_gathered():
+def test_units_left_gathered_by_a_backward():
     """Units that a backward leaves gathered get their gradients; the next forward gathers only if weights changed."""
     model = stack(3)
     model.set_reshard_after_backward(False)

@@ -103,7 +103,7 @@ def test_elementwise_optimizers(name):
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
-def test_optimizers_that_need_shapes_do_what_torch_makes_of_them(name):
+def test_optimizers_that_need_shapes_behave_as_in_torch(name):
     """Optimizers that need shapes give the same weights, or the same error, as with PyTorch's `fully_shard`."""
     found = []
     for shard in (shard_tiny, torch_tiny):

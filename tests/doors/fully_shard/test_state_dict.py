@@ -168,7 +168,7 @@ def _rename(module, state, prefix, *rest):
 
 
 @on_ranks(2)
-def test_modules_with_a_way_of_their_own_to_load():
+def test_modules_with_custom_load_hooks():
     """A module's own load hooks see the state dict that the user passed, and their result is loaded."""
     model = nn.Sequential(Transposed(3, 4), nn.Linear(4, 2))
     model[1].register_load_state_dict_pre_hook(_rename)

@@ -149,7 +149,7 @@ def test_before_any_forward():
 
 
 @on_ranks(2)
-def test_a_gather_that_nobody_waits_for():
+def test_a_gather_without_a_wait():
     """A gather may be freed immediately, started twice, or never waited for; the forward is still correct."""
     plain, model = two_layers()
     for _ in range(2):

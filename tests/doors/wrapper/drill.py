@@ -103,19 +103,19 @@ class Drill:
             wanted = [listed, rf"rank {rank}|ranks [-\d, ]*:", r"`blocks\.\d`|`root`|step"]
         for pattern in wanted:
             if not re.search(pattern, error):
-                raise Broken(f"rank {rank} does not say /{pattern}/ but: {error}")
+                raise Broken(f"the error on rank {rank} does not match /{pattern}/: {error}")
         if fault != "other model" and ending.value(rank, "unchanged") != "True":
-            raise Broken(f"rank {rank} has other parameters than after its last step: {ending.notes[rank]}")
+            raise Broken(f"the parameters of rank {rank} changed after its last step: {ending.notes[rank]}")
 
     def _restart(self, root, world_size):
         newest = max(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
         ending = self._play(self._run(root, world_size=world_size))
         for rank in range(world_size):
             if ending.codes[rank] or ending.value(rank, "resumed") != str(newest):
-                raise Broken(f"started again, rank {rank} ended with {ending.codes[rank]}: {ending.notes[rank]}")
+                raise Broken(f"after the restart, rank {rank} ended with {ending.codes[rank]}: {ending.notes[rank]}")
         finals = {ending.value(rank, "final") for rank in range(world_size)}
         if world_size == WORLD_SIZE and finals != {self._final}:
-            raise Broken("started again, it ended with other weights than a run without a fault")
+            raise Broken("after the restart, the weights differ from those of a run without a fault")
 
     def _run(self, root, fault=None, victim=0, world_size=WORLD_SIZE):
         with socket.socket() as free:

@@ -184,7 +184,7 @@ def test_other_optimizers_are_left_alone():
 
 @on_ranks(1)
 @pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
-def test_hooks_that_are_never_called_are_told_at_the_first_step(kwargs):
+def test_hooks_that_are_never_called_warn_at_the_first_step(kwargs):
     """Hooks from before wrapping run; a hook on a shard, which autograd never reaches, warns at the next step."""
     layer = nn.Linear(4, 5).to(rank_device())
     layer.weight.register_hook(torch.zeros_like)

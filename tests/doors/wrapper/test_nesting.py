@@ -30,7 +30,7 @@ def test_units_in_units():
 
 
 @on_ranks(2)
-def test_an_outer_wrapper_takes_what_inner_ones_left():
+def test_an_outer_wrapper_owns_the_remaining_parameters():
     """The inner wrapper owns its parameters and the outer one the rest; no parameter is owned twice."""
     model = nn.Sequential(nn.Linear(4, 6), FSDP(nn.Linear(6, 3)), nn.Linear(3, 2))
     model = FSDP(model)
