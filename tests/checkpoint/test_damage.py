@@ -208,7 +208,7 @@ def save_two_groups(root):
     [
         ("model", "CheckpointError", ["step-00000006", "`0.weight` is missing", "this model"]),
         ("sizes", "CheckpointError", ["step-00000006", "`head.weight` has shape (13, 6) instead of (14, 6)"]),
-        ("less", "CheckpointError", ["step-00000006", "in it `first.norm.weight` is not in the model"]),
+        ("less", "CheckpointError", ["step-00000006", "but: `first.norm.weight` is not in the model"]),
         ("groups", "ValueError", ["hyperparameters", "group 0", "differ"]),
     ],
 )
