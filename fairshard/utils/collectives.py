@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name, timeout_of
+from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name, gloo_twin
 from fairshard.utils.watchdog import explain
 
 _EXCHANGE_RANKS = range(2, 5)
@@ -124,16 +124,14 @@ class Communicator(GroupMessages):
         self.exchange: ProcessGroup | None = None
         self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
         if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
-            ranks = dist.get_process_group_ranks(group)
-            self.exchange = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+            self.exchange = gloo_twin(group)
 
     @cached_property
     def on_host(self) -> "Communicator":
         """The same ranks, for tensors in host memory. **Collective** the first time."""
         if backend_name(self.group, torch.device("cpu")) is not None:
             return self
-        ranks = dist.get_process_group_ranks(self.group)
-        self._host = dist.new_group(ranks, timeout_of(self.group), "gloo", use_local_synchronization=True)
+        self._host = gloo_twin(self.group)
         return communicator(self._host)
 
     def gather_messages(self, rows: Tensor) -> Transfer:

@@ -179,6 +179,18 @@ def timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
 
 
 @explained
+def gloo_twin(group: ProcessGroup) -> ProcessGroup:
+    """A new gloo group of the ranks of ``group``, with its timeout. **Collective** over them.
+
+    Raises:
+        CollectiveFailedError: a rank has ended; gloo notices after five times the timeout.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    twin: ProcessGroup = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+    return twin
+
+
+@explained
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     """``value`` of every rank of ``group``, pickled; only of this process if ``group`` is None. **Collective.**"""
     if group is None:

@@ -1,12 +1,13 @@
 """The engine's collectives give the right numbers on every path, and count themselves."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.errors import FairshardError
+from fairshard.errors import CollectiveFailedError, FairshardError
 from fairshard.utils.collectives import Transfer, communicator, counters, exchange_tag, reset_counters
 from fairshard.utils.messages import backend_name, default_group, gather_scalars
 from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
@@ -214,3 +215,14 @@ def test_there_is_one_communicator_for_a_group():
     assert communicator(other) is not communicator(dist.group.WORLD)
     assert backend_name(other, torch.device("cpu")) == "gloo"
     assert backend_name(other, torch.device("meta")) is None
+
+
+@on_ranks(2)
+def test_a_group_that_cannot_connect_is_explained():
+    """The ranks of a group connect when its communicator is created; if one has died, the others raise by name."""
+    group, cause = dist.new_group(), RuntimeError("Gloo connectFullMesh failed with: Connect timeout")
+    with mock.patch.object(dist, "new_group", side_effect=cause), pytest.raises(CollectiveFailedError) as caught:
+        communicator(group)
+    assert "Connect timeout" in str(caught.value)
+    assert caught.value.__cause__ is cause
+    assert communicator(group).world_size == 2
