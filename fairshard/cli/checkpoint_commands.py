@@ -174,7 +174,7 @@ def _check_new(out: Path) -> None:
     if os.path.lexists(out):
         raise OptionError(f"{out} exists, and is never overwritten. Pass a new name, or remove it.")
     if not out.parent.is_dir():
-        raise OptionError(f"{out} needs a parent folder, but {out.parent} is not a folder.")
+        raise OptionError(f"The parent of {out} must be a folder, but is not one. Create it.")
 
 
 def _lines(contents: Contents) -> list[str]:

@@ -121,7 +121,7 @@ BAD = {
     "no world size": ("", "--world-size"),
     "no ranks": ("--world-size 0", "--world-size must be at least 1, but is 0"),
     "hybrid without replicas": ("--world-size 2 --sharding-strategy HYBRID_SHARD", "`num_replicas`"),
-    "two ways to reshard": ("--world-size 2 --reshard-to 2 --no-reshard-after-forward", "Leave one of them out"),
+    "two ways to reshard": ("--world-size 2 --reshard-to 2 --no-reshard-after-forward", "Remove one of them"),
     "unknown policy": ("--world-size 2 --policy blocks", "--policy must be size:N, class:NAME or none"),
     "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME or none"),
     "size without a number": ("--world-size 2 --policy size:big", "but N is 'big'"),

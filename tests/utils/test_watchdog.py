@@ -134,7 +134,7 @@ def test_who_has_ended_or_does_not_answer_is_named():
         text = str(explain(RuntimeError("no answer")))
         reach("told")
     assert "\n  rank 1: gone: its process has ended by KeyError: 'of its own', in the forward of step 7\n" in text
-    assert "\n  rank 2: silent: its process has ended or does not run\n" in text
+    assert "\n  rank 2: silent: its process has ended or is stopped\n" in text
 
 
 @on_ranks(2)
