@@ -207,7 +207,7 @@ def test_memory_of_the_wrong_size_is_refused():
 def test_memory_of_the_group_is_refused_where_there_is_none():
     """Group memory is refused on gloo, which has no allocator, and together with custom communication."""
     model = fully_shard(mlp(4, 3))
-    with pytest.raises(ValueError, match="but gloo has none on cpu"):
+    with pytest.raises(ValueError, match="but gloo has no allocator on cpu"):
         model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(ValueError, match="`enable` must be True or False"):
         model.set_allocate_memory_from_process_group_for_comm("yes")
