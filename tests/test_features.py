@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.torch_gaps import GAPS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "features.md"
@@ -28,17 +31,20 @@ FSDP = "FullyShardedDataParallel"
 TEST, NOT_HERE = r"`(tests/[\w/]+\.py::\w+)`", r"not here: .{10}.*"
 NOT_YET = rf"not yet: (\d\.\d)(?:, {TEST})?"
 
-# Run by `collected`: writes, for each test, whether pytest would skip it or expects it to fail.
+# Run by `collected`: writes, for each test, whether pytest would skip it, other than for a gap of an older torch, or
+# expects it to fail.
 COLLECT = """
 import json, sys
 import pytest
 from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
+from tests.torch_gaps import PREFIX
 
 class Collection:
     def pytest_collection_finish(self, session):
         for item in session.items:
             name = item.nodeid.partition("[")[0]
-            runs = not (evaluate_skip_marks(item) or evaluate_xfail_marks(item))
+            skipped = evaluate_skip_marks(item)
+            runs = not (skipped and not skipped.reason.startswith(PREFIX) or evaluate_xfail_marks(item))
             found[name] = found.get(name, False) or runs
 
 found = {}
@@ -172,6 +178,9 @@ def test_is_skipped_here(): ...
 @pytest.mark.skipif(False, reason="never")
 def test_is_not_skipped_here(): ...
 
+@pytest.mark.skipif(True, reason="this torch lacks a thing")
+def test_is_skipped_on_an_older_torch(): ...
+
 @pytest.mark.xfail
 def test_is_expected_to_fail(): ...
 
@@ -187,9 +196,10 @@ def test_marks_that_skip_are_seen(tmp_path):
     assert {name.rpartition("::")[2] for name, runs in found.items() if runs} == {
         "test_runs",
         "test_is_not_skipped_here",
+        "test_is_skipped_on_an_older_torch",
         "test_is_skipped_in_part",
     }
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 def collected(files, out):
@@ -208,6 +218,13 @@ def test_no_test_of_a_row_was_skipped_while_it_ran(request):
         shown_by = {match[1] for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
         skipped = {name.partition("[")[0] for name in request.config.skipped_tests}
         assert not shown_by & skipped
+
+
+def test_the_newest_torch_lacks_nothing():
+    """On the torch of constraints.txt no test is skipped for a gap of an older torch."""
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    if torch.__version__.partition("+")[0] == pinned:
+        assert not [name for name, is_missing in GAPS.items() if is_missing]
 
 
 def test_what_is_not_there_yet_is_counted(request):

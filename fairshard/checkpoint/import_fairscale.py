@@ -6,14 +6,16 @@ fairscale's convention is one ``torch.save`` per rank, of ``{"shard_weights": fs
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 import zipfile
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 
 from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
 from fairshard.checkpoint.output import NewOutput, mapped_like
@@ -45,13 +47,22 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
         model = {**values, **{name: values[first] for name, first in aliases.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save({"model": model}, storage_writer=FileSystemWriter(new.work), no_dist=True)
+            _save_alone({"model": model}, FileSystemWriter(new.work))
         storage = LocalStorage()
         entries = {file.name: FileEntry(file.stat().st_size, crc_of(storage, str(file))) for file in new.work.iterdir()}
         manifest = Manifest(step=None, world_size=len(files), files=entries, aliases=aliases)
         storage.replace_text(str(new.work / MANIFEST), manifest.to_json())
         new.publish()
     return manifest
+
+
+def _save_alone(tree: dict[str, Any], writer: FileSystemWriter) -> None:
+    """Write ``tree`` from this process, also while it is a rank of a group."""
+    if "no_dist" in inspect.signature(save).parameters:
+        save(tree, storage_writer=writer, no_dist=True)
+    else:  # torch 2.6 has the argument in the deprecated function only
+        warnings.filterwarnings("ignore", "`save_state_dict` is deprecated")
+        save_state_dict(tree, writer, no_dist=True)
 
 
 def _read_shard(path: str) -> Shard:

@@ -23,7 +23,7 @@ from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_norm import clip_grad_norm_, exceeds
 from fairshard.optim.grad_staging import GradStaging
 from fairshard.optim.local_parts import LocalParts
-from fairshard.optim.shard_step import ShardStep, Twin
+from fairshard.optim.shard_step import ShardStep, Twin, is_moment
 from fairshard.params.flat_param import FlatParam
 from fairshard.setup.claim import claim
 
@@ -162,7 +162,7 @@ class CPUOptimizer(Optimizer):
         if self.state_dtype is not None:
             for param, state in self.state.items():
                 for name, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == param.shape and param.device.type == "cpu":
+                    if param.device.type == "cpu" and is_moment(value, param):
                         state[name] = value.to(self.state_dtype)
         self._worker.clear()
         self._broken = ""

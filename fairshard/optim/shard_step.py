@@ -99,7 +99,7 @@ class ShardStep:
     def _widen(self) -> dict[str, Tensor]:
         """Convert moments to the shard's dtype for the kernel; returns the stored ones."""
         state = self._owner.state.get(self._shard, {})
-        narrow = {name: value for name, value in state.items() if self._is_moment(value)}
+        narrow = {name: value for name, value in state.items() if is_moment(value, self._shard)}
         for name, value in narrow.items():
             state[name] = self._shown(self._own(value).to(self._shard.dtype))
         return narrow
@@ -110,7 +110,7 @@ class ShardStep:
         state[_ROUNDINGS] = state.get(_ROUNDINGS, 0) + 1
         generator = torch.Generator().manual_seed(hash((self._seed, state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF)
         for name, value in list(state.items()):
-            if self._is_moment(value):
+            if is_moment(value, self._shard):
                 target, own = narrow.get(name), self._own(value)
                 into = torch.empty_like(own, dtype=dtype) if target is None else self._own(target)
                 state[name] = self._shown(round_stochastically_(own, into, generator))
@@ -121,9 +121,11 @@ class ShardStep:
     def _shown(self, own: Tensor) -> Tensor:
         return self._parts.shown(self._shard, own)
 
-    def _is_moment(self, value: Any) -> bool:
-        is_alike = isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(self._shard, DTensor)
-        return is_alike and value.shape == self._shard.shape and value.is_floating_point()
+
+def is_moment(value: Any, param: Tensor) -> bool:
+    """Whether ``value``, from the optimizer state of ``param``, has one number per element, unlike a count of steps."""
+    is_alike = isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(param, DTensor)
+    return is_alike and value.shape == param.shape and value.is_floating_point()
 
 
 class _Image:

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
@@ -54,6 +54,11 @@ _MAX_COLLECTIONS = 4
 
 _MAX_THREADS = 120
 """Threads of a worker before it is replaced: each group that is still referenced has three, which poll."""
+
+
+_RELEASE_S = 0.0 if hasattr(Store, "clone") else 0.005
+"""Time without the GIL before a group is destroyed, for torch < 2.7: there the destructor keeps the GIL while it waits
+for gloo's threads, and one of them may need the GIL to drop its last tensor."""
 
 
 class RanksFailed(AssertionError):
@@ -325,6 +330,8 @@ def _leave_group() -> bool:
         gc.collect()
         return True
     group = weakref.ref(dist.group.WORLD)
+    if _RELEASE_S:
+        time.sleep(_RELEASE_S)
     dist.destroy_process_group()
     _forget_meshes()
     for _ in range(_MAX_COLLECTIONS):  # one collection may leave a cycle for the next

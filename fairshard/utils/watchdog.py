@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +31,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from fairshard.errors import CollectiveFailedError, FairshardError, RanksDisagreeError
@@ -73,13 +75,12 @@ class Training(Protocol):
 class Watchdog:
     """The watchdog thread of one rank and its state; see `watch` and `explain`."""
 
-    def __init__(self, world: ProcessGroup, store: Any) -> None:
+    def __init__(self, world: ProcessGroup, store: Any, connection: Any) -> None:
         self._world = weakref.ref(world)
         self._rank, self._world_size = dist.get_rank(world), dist.get_world_size(world)
-        self._store = store
-        store.set_timeout(datetime.timedelta(seconds=_ANSWERS_WITHIN_S))
-        # A store may outlive a default group: the number of watchdogs that a rank has begun on it identifies the group.
-        self._prefix = f"fairshard/{store.add(f'fairshard/begun/{self._rank}', 1)}"
+        self._store = connection
+        connection.set_timeout(datetime.timedelta(seconds=_ANSWERS_WITHIN_S))
+        self._prefix = _name_of_group(store, self._rank)
         self._training: Callable[[], Training | None] = lambda: None
         self._thread_id = threading.get_ident()
         self._wake, self._has_report = threading.Event(), threading.Event()
@@ -241,12 +242,38 @@ def watch(training: Training) -> None:
         return
     if world not in _watchdogs:
         store = distributed_c10d._get_default_store()
-        if not hasattr(store, "clone"):  # torch < 2.7, some stores
+        connection = _second_connection(store)
+        if connection is None:
             return
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-        _watchdogs[world] = Watchdog(world, store.clone())
+        _watchdogs[world] = Watchdog(world, store, connection)
     _watchdogs[world].follow(training)
+
+
+def _second_connection(store: Any) -> Any:
+    """Another connection to the server or file of ``store``, without its prefixes if torch < 2.7; None if impossible.
+
+    A thread that waits for a store holds its connection, so the watchdog's thread needs its own.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    path = getattr(store, "path", None)  # of a FileStore
+    return None if path is None else FileStore(path, -1)
+
+
+def _name_of_group(store: Any, rank: int) -> str:
+    """A name for the default group in its ``store``, the same on all ranks and with any prefix.
+
+    A store may outlive a default group: the number of watchdogs that a rank has begun on it identifies the group. A
+    connection without the prefixes of ``store`` may see other groups with that number, so the first rank draws a name.
+    """
+    key = f"fairshard/group {store.add(f'fairshard/begun/{rank}', 1)}"
+    return f"fairshard/{bytes(store.compare_set(key, '', uuid.uuid4().hex)).decode()}"
 
 
 def explain(error: Exception) -> FairshardError:

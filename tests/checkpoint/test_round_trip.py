@@ -20,6 +20,7 @@ from tests.covering import all_cells, covering_array
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state
+from tests.torch_gaps import needs_fsdp2_on_cpu
 from tests.trained import FLATTEN, OPTIMIZERS, PLACEMENTS, PRECISIONS, WRAPPINGS, odd, trained, wrap_odd, wrapped_tiny
 
 SIDES = {
@@ -142,6 +143,7 @@ def test_plain_torch_reads_ours(shared_folder):
         assert_same_state(dict(sorted(converted.items())), dict(sorted(expected.items())))
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(2)
 @pytest.mark.parametrize("level", ["model", "app", None], ids=str)
 @pytest.mark.parametrize("flat_optimizer", [False, True])

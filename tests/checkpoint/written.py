@@ -19,7 +19,7 @@ def save_alone(folder, tree):
     """Save with torch, in one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+        dcp.save_state_dict(tree, dcp.FileSystemWriter(folder), no_dist=True)  # no argument of `save` in torch 2.6
 
 
 def save_cut(folder, whole):

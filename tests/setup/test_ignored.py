@@ -23,6 +23,7 @@ from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import DIM, tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, mean_over_ranks, randn, sgd
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 
 class Gated(nn.Module):
@@ -532,6 +533,7 @@ def mean_norm(model):
     return (power / dist.get_world_size()).sqrt().float()
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(2)
 def test_what_another_engine_has_sharded_may_be_ignored():
     """Ignored DTensors of FSDP2 do not change."""

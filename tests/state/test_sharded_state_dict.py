@@ -95,7 +95,7 @@ def test_plain_modules_and_optimizers_load_it(tmp_path):
         for value in own.values():
             value.fill_(-1)
     state = {"model": plain.state_dict(), "optim": empty}
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.load(state, checkpoint_id=str(tmp_path))
     assert_same_state(state["model"], weights)
     optimizer = OPTIMIZERS["adamw"](plain.parameters())
     optimizer.load_state_dict(FSDP.rekey_optim_state_dict(state["optim"], OptimStateKeyType.PARAM_ID, plain))

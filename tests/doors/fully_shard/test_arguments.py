@@ -17,6 +17,7 @@ from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn
+from tests.torch_gaps import needs_dp_mesh_dims, needs_fsdp2_on_cpu, needs_placement_results
 
 
 def refused(error, match, module, *, whole=True, **kwargs):
@@ -55,7 +56,6 @@ def test_types_and_values_that_are_refused():
     refused(TypeError, "`mp_policy` must be", model, mp_policy=torch_fsdp.MixedPrecision())
     refused(TypeError, "`mp_policy` must be", model, mp_policy=OffloadPolicy())
     refused(TypeError, "`offload_policy` must be an? OffloadPolicy, but is True", model, offload_policy=True)
-    refused(ValueError, "`dp_mesh_dims` must be None", model, dp_mesh_dims=torch_fsdp.DataParallelMeshDims("dp"))
     refused(TypeError, "`ignored_params` must be an iterable.*holds a str", model, ignored_params={"0.weight"})
     refused(TypeError, "`ignored_params` must be an iterable", model, ignored_params=3)
     refused(TypeError, "`bucket_cap_mb`", model, bucket_cap_mb="25")
@@ -63,6 +63,13 @@ def test_types_and_values_that_are_refused():
     refused(TypeError, "`nan_check`", model, nan_check=1)
     with pytest.raises(TypeError, match="process_group"):
         fully_shard(model, process_group=dist.group.WORLD)
+
+
+@needs_dp_mesh_dims
+@on_ranks(1)
+def test_mesh_dimensions_are_refused():
+    """`dp_mesh_dims` raises an error."""
+    refused(ValueError, "`dp_mesh_dims` must be None", mlp(4, 4), dp_mesh_dims=torch_fsdp.DataParallelMeshDims("dp"))
 
 
 @on_ranks(2)
@@ -81,11 +88,18 @@ def test_placements_that_are_refused():
             refused(*expected, model, shard_placement_fn=lambda p, found=placement: found if p.dim() > 1 else None)
     refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which has shape \(4, 5\)", model,
             shard_placement_fn=lambda param: Shard(param.dim() - 1))  # fmt: skip
+    refused(TypeError, "must be a function", model, shard_placement_fn=Shard(1))
+
+
+@needs_placement_results
+@on_ranks(2)
+def test_placements_with_a_mesh_are_refused():
+    """PyTorch's pair of a placement and a mesh raises an error that names the parameter."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
+    model = mlp(4, 5, 4)
     result = ShardPlacementResult(Shard(0), FSDPMeshInfo(init_device_mesh(rank_device().type, (2,)), 0))
     refused(TypeError, "ShardPlacementResult.*`0.weight`", model, shard_placement_fn=lambda param: result)
-    refused(TypeError, "must be a function", model, shard_placement_fn=Shard(1))
 
 
 @on_ranks(2)
@@ -142,11 +156,21 @@ def test_torch_fsdp2_inside_and_outside():
     torch_fsdp.fully_shard(theirs)
     refused(ValueError, "`2?.?weight` is a DTensor|Inner", theirs[2], whole=False)
     refused(ValueError, "wrapped by torch.distributed.fsdp", theirs, whole=False)
-    theirs(randn(2, 4)).sum().backward()
     ours = mlp(4, 6, 4)
     fully_shard(ours[0])
     with pytest.raises((AssertionError, TypeError, ValueError)):  # torch's own error, which names no module
         torch_fsdp.fully_shard(ours)
+
+
+@needs_fsdp2_on_cpu
+@on_ranks(2)
+def test_a_model_of_torch_trains_after_the_refusal():
+    """A model that torch's FSDP2 has sharded still trains after `fully_shard` has refused it."""
+    theirs = mlp(4, 6, 4)
+    for module in (theirs[0], theirs):
+        torch_fsdp.fully_shard(module)
+    refused(ValueError, "wrapped by torch.distributed.fsdp", theirs, whole=False)
+    theirs(randn(2, 4)).sum().backward()
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from tests.doors.fully_shard.models import full_state, shard_tiny, torch_tiny
 from tests.models import loss_of_tiny, tiny, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, sgd
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 NUM_STEPS = 20
 OPTIMIZERS = {
@@ -42,6 +43,7 @@ def test_the_doors_agree_to_the_bit(name):
     assert_same_state(full_state(door2), door1.state_dict())
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(in_full(1), 2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_torch(name):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as theirs
 
 from fairshard.errors import FairshardError, OptionsExcludeError
 from fairshard.nn import AllGather, MixedPrecisionPolicy, ReduceScatter, fully_shard
@@ -18,6 +18,7 @@ from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
+from tests.torch_gaps import needs_default_comms
 
 
 class CountingGather(AllGather):
@@ -96,6 +97,7 @@ def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
     assert counters()["reduce_scatter"][0] == 3 * 3  # one for each of these two, one bucket for the rest
 
 
+@needs_default_comms
 @on_ranks(2)
 def test_torchs_own_classes_are_accepted():
     """PyTorch's own communication classes are accepted, although they are not subclasses of ours."""
@@ -103,8 +105,8 @@ def test_torchs_own_classes_are_accepted():
     expected = train(linears(copy.deepcopy(plain)))
     model = linears(plain)
     for layer in list(model)[::2]:
-        layer.set_custom_all_gather(DefaultAllGather())
-        layer.set_custom_reduce_scatter(DefaultReduceScatter())
+        layer.set_custom_all_gather(theirs.DefaultAllGather())
+        layer.set_custom_reduce_scatter(theirs.DefaultReduceScatter())
     assert_equal(train(model), expected)
 
 

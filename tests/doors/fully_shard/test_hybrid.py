@@ -17,6 +17,7 @@ from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 # How each backward reduces gradients: not at all, over shards, or over all ranks. "zero": drop all gradients.
 ORDERS = [
@@ -250,6 +251,7 @@ def test_nothing_is_sent_to_replicas_while_sums_wait():
     assert seen == [[0, 0], [1, 0], [1, 1]]
 
 
+@needs_fsdp2_on_cpu
 @pytest.mark.cpu_only
 @on_ranks(4)
 def test_sums_that_wait_are_those_of_torch():

@@ -15,6 +15,7 @@ from tests.doors.fully_shard.models import full_state, shard_tiny, torch_tiny
 from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 ELEMENTWISE = {
     "adam": (torch.optim.Adam, {"lr": 0.01}),
@@ -101,6 +102,7 @@ def test_elementwise_optimizers(name):
         assert_same_state(full_state(sharded), plain.state_dict())
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
 def test_optimizers_that_need_shapes_behave_as_in_torch(name):

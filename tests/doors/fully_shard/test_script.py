@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 SCRIPT = Path(__file__).parents[2] / "data" / "fsdp2_script.py"
 THEIRS = "from torch.distributed.fsdp import FSDPModule, fully_shard\n"
@@ -22,6 +23,7 @@ def functions_of(line):
     return names
 
 
+@needs_fsdp2_on_cpu
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "precision"),
@@ -43,6 +45,7 @@ def test_only_the_import_changes(precision, tmp_path):
     assert_same_state(our_moments, moments)
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(2, in_full(4))
 def test_each_loads_what_the_other_has_saved(tmp_path):
     """Each library loads the other's checkpoint, and training continues as it would have without the switch."""

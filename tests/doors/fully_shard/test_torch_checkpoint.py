@@ -26,6 +26,7 @@ from tests.doors.fully_shard.stateful import copied, hybrid_mesh, shard_odd, sha
 from tests.models import loss_of_tiny, tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
+from tests.torch_gaps import needs_fsdp2_on_cpu
 from tests.trained import OPTIMIZERS, odd
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]  # torch refuses to set full state where there is none
@@ -181,6 +182,7 @@ def _train_tiny(model, optimizer, steps):
         optimizer.zero_grad()
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(2)
 def test_the_files_are_those_of_fsdp2(tmp_path):
     """FSDP2 and `fully_shard` give the same state, and each loads what the other saves."""

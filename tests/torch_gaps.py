@@ -1,0 +1,28 @@
+"""What older versions of torch lack: marks for the tests that need it, which skip them there with the reason."""
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
+
+PREFIX = "this torch lacks "
+"""The beginning of every reason: tests/test_features.py allows these skips."""
+
+
+def _needs(what, is_there):
+    return pytest.mark.skipif(not is_there, reason=f"{PREFIX}{what}")
+
+
+needs_fsdp2_on_cpu = _needs(
+    "FSDP2 on CPU: its forward raises \"'Stream' object has no attribute 'record_event'\"",
+    hasattr(torch.cpu.Stream, "record_event"),
+)
+needs_default_comms = _needs("FSDP2's DefaultAllGather", hasattr(_fsdp_collectives, "DefaultAllGather"))
+needs_placement_results = _needs("FSDP2's ShardPlacementResult", hasattr(_fsdp_common, "ShardPlacementResult"))
+needs_dp_mesh_dims = _needs("FSDP2's DataParallelMeshDims", hasattr(torch_fsdp, "DataParallelMeshDims"))
+needs_readable_saved_tensor_hooks = _needs(
+    "a way to see the current saved-tensor hooks, by which checkpoints made of module hooks are recognised",
+    hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+)
+
+GAPS = {name: mark.args[0] for name, mark in dict(globals()).items() if name.startswith("needs_")}
