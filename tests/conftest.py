@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fairshard.utils.testing import default_pool
+from tests.covering import cells_for_pairs
 from tests.torch_gaps import PREFIX
 
 
@@ -22,6 +23,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
+    config.addinivalue_line("markers", "pairs: without `full`, only cells that together hold every pair of parameters")
     config.addinivalue_line("markers", "cpu_only: tests behaviour of gloo or of CPU memory only")
     hypothesis.settings.register_profile("fairshard", derandomize=True, deadline=None, max_examples=50)
     hypothesis.settings.load_profile("fairshard")
@@ -46,8 +48,10 @@ def pytest_unconfigure():
     default_pool().close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests marked `full` are deselected
 def pytest_collection_modifyitems(config, items):
-    """With ``--device cuda``, skip tests that need more GPUs than there are or are about the CPU."""
+    """Mark what only ``make test-all`` runs; with ``--device cuda``, skip what needs more GPUs or is about the CPU."""
+    _leave_cells_to_full(items)
     items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: checks others
     if config.getoption("--device") == "cpu":
         return
@@ -58,6 +62,19 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="states what holds on the CPU only"))
         elif (world_size or 1) > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} GPUs, but {num_gpus} are there"))
+
+
+def _leave_cells_to_full(items):
+    """Of each test marked `pairs`, mark the cells `full` that add no pair of parameters."""
+    by_test = {}
+    for item in items:
+        if item.get_closest_marker("pairs") and not item.get_closest_marker("full"):
+            by_test.setdefault((item.path, item.originalname), []).append(item)
+    for cells in by_test.values():
+        # The same value is the same object in all cells; values need not be hashable.
+        kept = cells_for_pairs([{name: id(value) for name, value in item.callspec.params.items()} for item in cells])
+        for position in set(range(len(cells))) - set(kept):
+            cells[position].add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish(session):

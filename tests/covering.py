@@ -31,6 +31,18 @@ def covering_array(axes, seed=0, num_candidates=30):
     return cells
 
 
+def cells_for_pairs(cells):
+    """Positions of some of ``cells``, of at least two axes, in which any two values meet that meet in any of them."""
+    uncovered = set().union(*map(covered, cells))
+    assert uncovered, "cells of one axis have no pairs"
+    chosen = []
+    while uncovered:
+        best = max(range(len(cells)), key=lambda position: len(covered(cells[position]) & uncovered))
+        uncovered -= covered(cells[best])
+        chosen.append(best)
+    return chosen
+
+
 def random_cells(axes, num_cells, seed=0):
     """``num_cells`` random cells, drawn with ``seed``, of a matrix too big to run in full."""
     rng = random.Random(seed)

@@ -21,6 +21,7 @@ from tests.on_ranks import on_ranks
 from tests.trained import OPTIMIZERS, train, trained
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("kind", "placement"),

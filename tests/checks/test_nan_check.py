@@ -46,6 +46,7 @@ def backward(model, key=0):
     model(randn(3, 4, key=key)).square().sum().backward()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -38,6 +38,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("before", ["nothing", "eval", "forward", "backward"])

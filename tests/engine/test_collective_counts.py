@@ -54,6 +54,7 @@ def add(*pairs):
     return tuple(map(sum, zip(*pairs, strict=True)))
 
 
+@pytest.mark.pairs
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32_reduce"])

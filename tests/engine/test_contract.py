@@ -170,6 +170,7 @@ def check(seeds, name, checkpoints=False, hybrid=False, exchange=True):
                 issues.assert_same_on_all_ranks()
 
 
+@pytest.mark.pairs
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("exchange", [True, False])
@@ -213,6 +214,7 @@ class Generator(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+@pytest.mark.pairs
 @on_ranks(2, 3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("exchange", [True, False])
@@ -233,6 +235,7 @@ def test_two_roots_in_one_graph(door, exchange):
         issues.assert_same_on_all_ranks()
 
 
+@pytest.mark.pairs
 @on_ranks(2, 3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("exchange", [True, False])
@@ -275,6 +278,7 @@ class Failing(nn.Module):
         raise KeyError("on purpose")
 
 
+@pytest.mark.pairs
 @on_ranks(2, 3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("place", [0, 1])  # not 2, the root's output: no collective would have started

@@ -31,6 +31,7 @@ def shard_sizes(world_size):
     return [-(-size // world_size) for size in SIZES]
 
 
+@pytest.mark.pairs
 @pytest.mark.cpu_only
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reshard", [True, False])

@@ -29,6 +29,7 @@ def by_grad_of_the_input(model, loss):
     penalty.square().sum().backward()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", [by_backward, by_grad_of_the_input], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("checkpointing", [None, "not_reentrant"])

@@ -58,6 +58,7 @@ def loss_of(model, key):
     return model(randn(3, 4, key=key)).square().sum()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("position", [0, 1, 2])

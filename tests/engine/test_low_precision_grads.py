@@ -37,6 +37,7 @@ def whole_grads(model):
         return [param.grad.clone() for param in model.parameters()]
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @policies
 @pytest.mark.parametrize("flatten", [True, False])

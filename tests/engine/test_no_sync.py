@@ -31,6 +31,7 @@ def step_both(plain, wrapped):
     assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])

@@ -163,6 +163,7 @@ def test_a_unit_that_returns_a_view_of_its_weight_trains(door):
     )
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("input_has_grad", [False, True])
@@ -194,6 +195,7 @@ class Faulty(nn.Module):
         raise KeyError("on purpose")
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("names", [(), ("first", "second")], ids=["one unit", "each"])

@@ -166,6 +166,7 @@ def test_weight_decay_of_adamw_leaves_what_no_rank_reached(door):
     run(door, ["one pass", "added to none", "kept, then none"], make=partial(torch.optim.AdamW, lr=0.1))
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", BY_PARAM)
 @pytest.mark.parametrize("mode", ["reentrant", "not_reentrant"])
@@ -176,6 +177,7 @@ def test_inside_a_checkpoint(door, mode):
     run(door, list(STEPS), mode)
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", BY_PARAM)
 @pytest.mark.parametrize("mode", [None, "reentrant"])

@@ -50,6 +50,7 @@ def never_the_last(step):
     return 0
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("wrap", [FSDP, wrap_branches, wrap_all], ids=["one", "branches", "all"])
 @pytest.mark.parametrize("choose", [alternate, never_the_last])

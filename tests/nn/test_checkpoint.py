@@ -237,6 +237,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @offloaded_or_not
 @pytest.mark.parametrize("where", WRAPS)

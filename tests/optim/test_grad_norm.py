@@ -37,6 +37,7 @@ def full_grads(wrapped):
     return {name: before[name].double() - after[name].double() for name in before}
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("norm_type", [1, 2, 2.0, 3.5, math.inf, "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 1, 1e6])

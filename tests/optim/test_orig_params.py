@@ -39,6 +39,7 @@ def backward(model, step, scaler=None):
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
+@pytest.mark.pairs
 @on_ranks(1, in_full(2), 3)
 @PLACEMENTS
 @pytest.mark.parametrize("clip", [None, 0.1])

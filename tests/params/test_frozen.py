@@ -30,6 +30,7 @@ def frozen_mlp(*indices):
     return model
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("wrap", [FSDP, wrap_each], ids=["one", "each"])

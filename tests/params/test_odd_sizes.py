@@ -38,6 +38,7 @@ def train_shapes(shapes, flatten):
     train_alike(Params(shapes).to(rank_device()), lambda model: FSDP(model, flatten_parameters=flatten), loss_of)
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize(

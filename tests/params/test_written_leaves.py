@@ -42,6 +42,7 @@ def build(make, door, **kwargs):
     return shard(model, door, **kwargs)
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("door", ["wrapper", "no_flatten", "orig_params", "fully_shard"])
 @pytest.mark.parametrize("reshard", [True, False])

@@ -34,6 +34,7 @@ def pairs(num_shards):
     return tuple(found)
 
 
+@pytest.mark.pairs
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", [HYBRID, ZERO2], ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("num_shards", [1, 2, 4])

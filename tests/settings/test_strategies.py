@@ -36,6 +36,7 @@ def clips(clip):
     ]
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @plain
 @pytest.mark.parametrize("flatten", [True, False])

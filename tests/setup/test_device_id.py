@@ -39,6 +39,7 @@ def device_of(device_id=None, compute_device=None):
     return resolve_construction(None, device_id, compute_device, False).device
 
 
+@pytest.mark.pairs
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("kwargs", [{}, {"cpu_offload": True}, {"flatten_parameters": False}], ids=str)
 @pytest.mark.parametrize("name", ["device_id", "compute_device"])

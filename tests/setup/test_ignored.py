@@ -93,6 +93,7 @@ def train_both(plain, wrapped, num_steps=2):
     assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
+@pytest.mark.pairs
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("how", ["modules", "states", "parameters", "states of parameters"])
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "unflattened"])

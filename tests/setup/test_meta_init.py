@@ -34,6 +34,7 @@ def meta_mlp(*widths):
     return mlp(*widths).to("meta")
 
 
+@pytest.mark.pairs
 @on_ranks(1, 3)
 @pytest.mark.parametrize("wrap", [FSDP, wrap_each], ids=["one", "each"])
 @pytest.mark.parametrize(

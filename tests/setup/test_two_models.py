@@ -173,6 +173,7 @@ def test_a_unit_that_was_called_alone(door):
         inner(x).sum().backward()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @every_door
 @pytest.mark.parametrize("collects", [True, False])

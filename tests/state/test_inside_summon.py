@@ -53,6 +53,7 @@ def copied(state):
     return {name: value.clone() for name, value in state.items()}
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @every_door
 @pytest.mark.parametrize("writeback", [True, False])
@@ -126,6 +127,7 @@ class Reset(nn.Module):
         return self.down(self.up(x)) * self.own.sum()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @every_door
 @pytest.mark.parametrize("allow", [False, True])

@@ -33,6 +33,7 @@ def whole_state(model):
     }
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @every_door
 @pytest.mark.parametrize("has_run", [False, True])

@@ -126,6 +126,7 @@ def test_requires_grad_can_change_between_passes(which):
     assert_same_state(wrapped.state_dict(), plain.state_dict(), **exact)
 
 
+@pytest.mark.pairs
 @on_ranks(1, 3)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("to_none", [True, False])

@@ -178,6 +178,7 @@ def test_whole_parameters_and_gradients_are_shown_and_written_back():
     assert all(param.grad is None for param in views.values())
 
 
+@pytest.mark.pairs
 @on_ranks(1, 3)
 @pytest.mark.parametrize("by", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("when", ["before", "after"])

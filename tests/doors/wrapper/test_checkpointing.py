@@ -83,6 +83,7 @@ def one_unit(model):
     return FSDP(model)
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @both_kinds
 @pytest.mark.parametrize("wrap", [unit_inside, unit_around, units_around_and_inside, one_unit])

@@ -47,6 +47,7 @@ def steps(model, average=False):
     return losses
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("backend", "orig"), [("aot_eager", True), ("eager", False)])

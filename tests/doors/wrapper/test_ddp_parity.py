@@ -56,6 +56,7 @@ def train_both(accumulate, norm_type, **kwargs):
     return losses, (ddp.module.state_dict(), wrapped.state_dict())
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("flatten", [True, False])

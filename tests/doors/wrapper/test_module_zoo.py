@@ -112,6 +112,7 @@ def loss_of(model, key):
     return model(randn(2, 5, 4, key=key)).square().sum()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("flatten", [True, False])

@@ -226,6 +226,7 @@ class Recomputed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @every_door
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])

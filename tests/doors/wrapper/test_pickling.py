@@ -21,6 +21,7 @@ from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2)
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, by_pickle, by_torch_save])
 @pytest.mark.parametrize("num_steps", [0, 2])
