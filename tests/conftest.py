@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fairshard.utils.testing import default_pool
-from tests.covering import cells_for_pairs
+from tests.covering import leave_cells_to_full
 from tests.torch_gaps import PREFIX
 
 
@@ -51,7 +51,7 @@ def pytest_unconfigure():
 @pytest.hookimpl(tryfirst=True)  # before tests marked `full` are deselected
 def pytest_collection_modifyitems(config, items):
     """Mark what only ``make test-all`` runs; with ``--device cuda``, skip what needs more GPUs or is about the CPU."""
-    _leave_cells_to_full(items)
+    leave_cells_to_full(items)
     items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: checks others
     if config.getoption("--device") == "cpu":
         return
@@ -62,19 +62,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="states what holds on the CPU only"))
         elif (world_size or 1) > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} GPUs, but {num_gpus} are there"))
-
-
-def _leave_cells_to_full(items):
-    """Of each test marked `pairs`, mark the cells `full` that add no pair of parameters."""
-    by_test = {}
-    for item in items:
-        if item.get_closest_marker("pairs") and not item.get_closest_marker("full"):
-            by_test.setdefault((item.path, item.originalname), []).append(item)
-    for cells in by_test.values():
-        # The same value is the same object in all cells; values need not be hashable.
-        kept = cells_for_pairs([{name: id(value) for name, value in item.callspec.params.items()} for item in cells])
-        for position in set(range(len(cells))) - set(kept):
-            cells[position].add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish(session):

@@ -43,6 +43,19 @@ def cells_for_pairs(cells):
     return chosen
 
 
+def leave_cells_to_full(items):
+    """Of each test marked `pairs` in the collected ``items``, mark those cells `full` that are needed for no pair."""
+    by_test = {}
+    for item in items:
+        if item.get_closest_marker("pairs") and not item.get_closest_marker("full"):
+            by_test.setdefault((item.path, item.originalname), []).append(item)
+    for cells in by_test.values():
+        # The same value is the same object in all cells; it need not be hashable.
+        kept = cells_for_pairs([{name: id(value) for name, value in item.callspec.params.items()} for item in cells])
+        for position in set(range(len(cells))) - set(kept):
+            cells[position].add_marker(pytest.mark.full)
+
+
 def random_cells(axes, num_cells, seed=0):
     """``num_cells`` random cells, drawn with ``seed``, of a matrix too big to run in full."""
     rng = random.Random(seed)

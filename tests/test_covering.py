@@ -2,17 +2,14 @@
 
 import itertools
 import math
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.covering import all_cells, cells_for_pairs, covered, covering_array
-
-ROOT = Path(__file__).parents[1]
+from tests.covering import all_cells, cells_for_pairs, covered, covering_array, leave_cells_to_full
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
@@ -56,29 +53,31 @@ def test_chosen_cells_have_all_pairs_of_a_matrix(hole):
     assert 6 <= len(chosen) < len(cells) / 2 + hole
 
 
-PARAMETRIZED = """
-import pytest
+class Item:
+    """A collected test with the marks and parameters of ``cell``."""
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("a", [0, 1])
-@pytest.mark.parametrize("b", ["x", "y"])
-@pytest.mark.parametrize("c", [None, pytest.param(1.0, marks=pytest.mark.full), object])
-def test_in_pairs(a, b, c): ...
+    path, originalname = Path(__file__), "test_anything"
 
-@pytest.mark.parametrize("a", [0, 1])
-@pytest.mark.parametrize("b", ["x", "y"])
-@pytest.mark.parametrize("c", [None, object])
-def test_in_all_cells(a, b, c): ...
-"""
+    def __init__(self, cell, *marks):
+        self.callspec = SimpleNamespace(params=cell)
+        self.marks = set(marks)
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+    def add_marker(self, mark):
+        self.marks.add(mark.name)
 
 
-def test_marked_tests_run_in_cells_with_all_pairs(tmp_path):
-    """The mark `pairs` leaves the cells that are not needed for a pair to `full`; values that are `full` stay so."""
-    (tmp_path / "test_parametrized.py").write_text(PARAMETRIZED)
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-p", "tests.conftest"]
-    for expression, num_in_pairs, num_in_all in (("not full", 4, 8), ("full or not full", 12, 8)):
-        run = subprocess.run(
-            [*command, "-m", expression, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert run.stdout.count("::test_in_pairs[") == num_in_pairs, run.stdout
-        assert run.stdout.count("::test_in_all_cells[") == num_in_all, run.stdout
+def test_marked_tests_run_in_cells_with_all_pairs():
+    """Cells of a test marked `pairs` that are needed for no pair become `full`; those that are `full` do not count."""
+    cells = all_cells({"a": [0, 1], "b": ["x", "y"], "c": [None, object]})
+    items = [Item(cell, "pairs") for cell in cells]
+    full = [Item({**cell, "c": []}, "pairs", "full") for cell in cells]
+    others = [Item(cell) for cell in cells]
+    leave_cells_to_full([*items, *full, *others])
+    kept = [item.callspec.params for item in items if "full" not in item.marks]
+    assert set().union(*map(covered, kept)) == set().union(*map(covered, cells))
+    assert len(kept) == 4
+    assert all("full" in item.marks for item in full)
+    assert not any(item.marks for item in others)

@@ -4,11 +4,13 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.utils import rank_pool
 from fairshard.utils.testing import RankPool, RanksFailed, delayed, rank_device, run_ranks
 from tests.on_ranks import on_ranks
 
@@ -90,10 +92,10 @@ def test_a_hung_rank_is_reported_with_its_stack_and_replaced(pool):
     before = pool.run(2, _rank_and_size, 0)
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        pool.run(2, _hang_on, 0, timeout=3.0)
+        pool.run(2, _hang_on, 0, timeout=1.0)
     assert time.monotonic() - start < 20
     assert list(caught.value.failures) == [0]
-    assert "hung for 3.0 s" in str(caught.value)
+    assert "hung for 1.0 s" in str(caught.value)
     assert "_sleep_for_ever" in str(caught.value)
     assert "before the hang" in str(caught.value)
     after = pool.run(2, _rank_and_size, 0)
@@ -108,7 +110,7 @@ def _wait_for_a_peer_that_raised():
 
 def test_a_rank_that_waits_for_one_that_failed_is_reported(pool):
     """When one rank raises and another waits for it, both are named, by traceback or stack."""
-    with pytest.raises(RanksFailed) as caught:
+    with mock.patch.object(rank_pool, "_GRACE_S", 0.5), pytest.raises(RanksFailed) as caught:
         pool.run(2, _wait_for_a_peer_that_raised)
     assert "rank 0 leaves" in caught.value.failures[0]
     assert "_wait_for_a_peer_that_raised" in caught.value.failures[1]
