@@ -32,6 +32,7 @@ class Source(Enum):
 
     EVERY_RANK = auto()
     FIRST_RANK = auto()
+    THIS_RANK = auto()  # which alone makes its state, from whole values: no communication
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,13 @@ class _Elsewhere:
 
 
 class ShardedOptimState:
-    """Makes state dicts that an optimizer of a sharded model can load. **Collective** to construct."""
+    """Makes state dicts that an optimizer of a sharded model can load.
+
+    **Collective** to construct, unless ``source`` is this rank.
+    """
 
     def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK, adopts: bool = False) -> None:
-        self._params = OptimParams(model)
+        self._params = OptimParams(model, is_local=source is Source.THIS_RANK)
         self._source = source
         self._adopts = adopts
 
@@ -163,7 +167,7 @@ class ShardedOptimState:
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
         shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
-        if self._source is Source.EVERY_RANK:
+        if self._source is not Source.FIRST_RANK:
             for span, value in zip(spans_of(flat_param, shard), values, strict=True):
                 if value is not None and isinstance(span, DTensor):
                     span.copy_(placed_as(value, span))
