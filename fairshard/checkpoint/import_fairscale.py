@@ -29,8 +29,8 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
     """Write the weights in ``shards``, one file per rank, as the checkpoint folder ``out``; returns its manifest.
 
     Pass the files in the order of ranks. If padding identifies the rank of each, any order works; an order that
-    contradicts padding or the numbers in file names raises. Buffers come from rank 0. Tied weights appear under every
-    name.
+    contradicts padding or the numbers in file names raises. Buffers come from the first rank that has them. Tied
+    weights appear under every name.
 
     Raises:
         ValueError: ``shards`` is empty.
@@ -43,7 +43,7 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
     files = in_order_of_ranks([_read_shard(os.fspath(path)) for path in shards])
     with new:
         values = whole_values(files, lambda like: mapped_like(new.work, like))
-        aliases = tied(files[0], values)
+        aliases = tied(files, values)
         model = {**values, **{name: values[first] for name, first in aliases.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

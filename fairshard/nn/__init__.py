@@ -1,7 +1,7 @@
 """Modules and wrappers."""
 
 from fairshard.nn import comm_hooks
-from fairshard.nn.checkpoint import checkpoint_wrapper
+from fairshard.nn.checkpoint import checkpoint_wrapper, disable_checkpointing
 from fairshard.nn.data_parallel import *  # noqa: F403
 from fairshard.nn.data_parallel import FullyShardedDataParallel
 from fairshard.nn.data_parallel import __all__ as _exported
@@ -19,5 +19,6 @@ __all__ = [
     "cast_buffers_",
     "checkpoint_wrapper",
     "comm_hooks",
+    "disable_checkpointing",
     *_exported,
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
     dicts, deepcopy and pickle work as before. It may be a unit, and contain units and other checkpointed modules.
     Statistics of BatchNorm and InstanceNorm are updated once; both runs write all other buffers, and draw the same
     random numbers. With ``offload_to_cpu`` the inputs, including tensors in nested arguments, are kept in host memory
-    until the backward. With grad disabled, the forward runs without checkpointing.
+    until the backward. With grad disabled, and inside `disable_checkpointing`, the forward runs without checkpointing.
 
     >>> import torch
     >>> from fairshard.nn import checkpoint_wrapper
@@ -55,6 +56,44 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
     return module
 
 
+class _Switch(threading.local):
+    """Whether checkpointing is off in this thread."""
+
+    is_off = False
+
+
+_switch = _Switch()
+
+
+@contextlib.contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Run modules of `checkpoint_wrapper` without checkpointing inside the ``with`` block, in this thread.
+
+    A forward inside the block keeps all its activations. A backward recomputes what was checkpointed outside of the
+    block, wherever the backward runs.
+
+    >>> import torch
+    >>> from fairshard.nn import checkpoint_wrapper, disable_checkpointing
+    >>> block = checkpoint_wrapper(torch.nn.Linear(4, 4))
+    >>> with disable_checkpointing():
+    ...     loss = block(torch.ones(2, 4)).sum()
+    >>> loss.backward()
+
+    Source: fairscale's context of the same name.
+    """
+    with _checkpointing(is_off=True):
+        yield
+
+
+@contextlib.contextmanager
+def _checkpointing(is_off: bool) -> Iterator[None]:
+    before, _switch.is_off = _switch.is_off, is_off
+    try:
+        yield
+    finally:
+        _switch.is_off = before
+
+
 class _Checkpointed:
     """Mixin that `checkpoint_wrapper` puts in front of a module's class."""
 
@@ -63,7 +102,7 @@ class _Checkpointed:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, which the backward recomputes."""
         forward = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled():
+        if _switch.is_off or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         assert isinstance(self, nn.Module)
         inputs = _Inputs(args, kwargs, self._offloads_inputs)
@@ -93,7 +132,10 @@ def _new(base: Any, offloads_inputs: bool) -> nn.Module:
 
 def _call(forward: Callable[..., Any], inputs: _Inputs, *_: Tensor) -> Any:
     args, kwargs = inputs.take()
-    return forward(*args, **kwargs)
+    if not _switch.is_off:
+        return forward(*args, **kwargs)
+    with _checkpointing(is_off=False):  # recomputed by a backward in the block: inner modules checkpoint as before
+        return forward(*args, **kwargs)
 
 
 def _recomputing(module: nn.Module) -> tuple[Any, Any]:

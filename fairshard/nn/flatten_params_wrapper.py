@@ -1,4 +1,4 @@
-"""The parameters of a module as one flat parameter, without sharding."""
+"""The parameters of a module as one flat parameter or several, without sharding."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ _NAME = "flat_param"
 class FlattenParamsWrapper(Forwarding):
     """Holds the parameters of ``module``, or those in ``param_list``, as one 1-D parameter, ``flat_param``.
 
+    If ``param_list`` holds lists of parameters, there is a flat parameter for each list that is not empty, so that an
+    optimizer can step the lists with different settings: ``flat_param_0``, ``flat_param_1``, ..., or
+    ``flat_param_<name>`` for each of ``flat_param_names``. `flat_params` has all of them.
+
     An optimizer then steps one tensor. The module's attributes become views of it, renewed by every forward; a
     parameter that the module accesses other than through attributes must not be flattened. ``state_dict`` and
     ``load_state_dict`` use the original names. No process group is needed. Pickle the wrapper with ``torch.save``:
@@ -32,35 +36,67 @@ class FlattenParamsWrapper(Forwarding):
     [('flat_param', (8,))]
     >>> list(model.state_dict())
     ['weight', 'bias']
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> model = FlattenParamsWrapper(layer, [[layer.weight], [layer.bias]], flat_param_names=["decay", "no_decay"])
+    >>> [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+    [('flat_param_decay', (6,)), ('flat_param_no_decay', (2,))]
 
     Raises:
-        TypeError: ``module`` is not a module.
-        ValueError: parameters differ in dtype, device or ``requires_grad``; or a parameter does not belong to the
-            module, is a shard, or is already flattened by another wrapper.
+        TypeError: ``module`` is not a module, or ``param_list`` holds both parameters and lists.
+        ValueError: parameters of one list differ in dtype, device or ``requires_grad``; or a parameter does not belong
+            to the module, is in two lists, is a shard, or is already flattened by another wrapper; or
+            ``flat_param_names`` are not one name for each list.
 
     Source: fairscale's class of the same name.
     """
 
-    def __init__(self, module: nn.Module, param_list: Iterable[nn.Parameter] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        param_list: Iterable[nn.Parameter] | Iterable[Iterable[nn.Parameter]] | None = None,
+        flat_param_names: Sequence[str] | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
-        slots = _slots(module, param_list)
-        _check_alike(slots)
+        lists = [_slots(module, params) for params in _lists(param_list)]
+        _check_disjoint(lists)
+        names = _names(flat_param_names, len(lists))
+        for slots in lists:
+            _check_alike(slots)
         self.module = module
-        self._slots = slots
-        self._layout = FlatLayout([slot.shape.numel() for slot in slots], world_size=1)
+        self._lines = [_Line(name, slots) for name, slots in zip(names, lists, strict=True)]
         self._is_flat = True
         self._loading = ExitStack()
-        flat = None
-        if slots:
-            line = torch.cat([slot.param.detach().reshape(-1) for slot in slots])
-            flat = nn.Parameter(line, requires_grad=slots[0].param.requires_grad)
-        for slot in slots:
+        flat_params = [line.flattened() for line in self._lines]
+        for slot in self._slots:
+            slot.note_order()
+        for slot in self._slots:
             slot.remove()
-        self.register_parameter(_NAME, flat)
+        for line, flat in zip(self._lines, flat_params, strict=True):
+            self.register_parameter(line.name, flat)
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
         self._attach()
+
+    @property
+    def flat_param_names(self) -> list[str]:
+        """The names of the flat parameters."""
+        return [line.name for line in self._lines]
+
+    @property
+    def flat_params(self) -> list[nn.Parameter]:
+        """The flat parameters; none inside `unflatten_params`."""
+        found = [self._parameters[line.name] for line in self._lines]
+        return [flat for flat in found if flat is not None]
+
+    @property
+    def _slots(self) -> list[_Slot]:
+        return [slot for line in self._lines for slot in line.slots]
+
+    def _find_inside(self, name: str) -> Any:
+        if name == _NAME and len(self._lines) == 1 and self._lines[0].name in self._parameters:
+            return self._parameters[self._lines[0].name]
+        return super()._find_inside(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, on views of ``flat_param``."""
@@ -78,10 +114,10 @@ class FlattenParamsWrapper(Forwarding):
         """Register the parameters under their own names and shapes inside the ``with`` block.
 
         They share memory with ``flat_param``, so that writes and gradients are kept. If given, ``flat_params``, a list
-        of one tensor like ``flat_param``, is shown instead.
+        of one tensor like each flat parameter, is shown instead.
 
         Raises:
-            ValueError: ``flat_params`` is not one tensor of the right size, or parameters are already unflattened.
+            ValueError: ``flat_params`` are not tensors of the right sizes, or parameters are already unflattened.
         """
         self._loading.close()
         if not self._is_flat and flat_params is not None:
@@ -89,25 +125,25 @@ class FlattenParamsWrapper(Forwarding):
         if not self._is_flat or not self._slots:
             yield
             return
-        flat = self._parameters[_NAME]
-        assert flat is not None
-        line = flat.data if flat_params is None else self._checked(flat_params)
-        params = [nn.Parameter(view, flat.requires_grad) for view in self._views(line)]
+        flats = self.flat_params
+        data = [flat.data for flat in flats] if flat_params is None else self._checked(flat_params)
+        params = [
+            [nn.Parameter(view, flat.requires_grad) for view in line.views(values)]
+            for line, flat, values in zip(self._lines, flats, data, strict=True)
+        ]
         self._is_flat = False
-        self._parameters[_NAME] = None
-        for slot, param in zip(self._slots, params, strict=True):
-            slot.register(param)
+        for line, shown in zip(self._lines, params, strict=True):
+            self._parameters[line.name] = None
+            line.register(shown)
         try:
             yield
         finally:
             with torch.no_grad():
-                for slot, param in zip(self._slots, params, strict=True):
-                    slot.unregister(param)
-                if flat_params is None and any(param.grad is not None for param in params):
-                    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-                    line = torch.cat([grad.reshape(-1) for grad in grads])
-                    flat.grad = line if flat.grad is None else flat.grad + line
-            self._parameters[_NAME] = flat
+                for line, flat, shown in zip(self._lines, flats, params, strict=True):
+                    line.unregister(shown)
+                    if flat_params is None:
+                        line.add_grads(flat, shown)
+                    self._parameters[line.name] = flat
             self._is_flat = True
             self._attach()
 
@@ -152,9 +188,10 @@ class FlattenParamsWrapper(Forwarding):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._loading.close()
-        for key in [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}{_NAME}"]:
+        flat_keys = {f"{prefix}{line.name}" for line in self._lines}
+        for key in [key for key in state_dict if key.startswith(prefix) and key not in flat_keys]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
-        if f"{prefix}{_NAME}" not in state_dict:
+        if not flat_keys & state_dict.keys():
             self._loading.enter_context(self.unflatten_params())
         self._loaded_prefix = prefix
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -164,28 +201,65 @@ class FlattenParamsWrapper(Forwarding):
 
         Views made ``together`` share one backward, but cannot be read after an optimizer has stepped.
         """
-        flat = self._parameters[_NAME]
-        if flat is not None:
-            with torch.inference_mode(False), torch.enable_grad():
-                for slot, view in zip(self._slots, self._views(flat, together), strict=True):
-                    slot.attach(view)
+        with torch.inference_mode(False), torch.enable_grad():
+            for line in self._lines:
+                flat = self._parameters[line.name]
+                if flat is not None:
+                    for slot, view in zip(line.slots, line.views(flat, together), strict=True):
+                        slot.attach(view)
 
-    def _views(self, line: Tensor, together: bool = True) -> list[Tensor]:
+    def _checked(self, flat_params: Sequence[Tensor]) -> list[Tensor]:
+        shapes, wanted = [tuple(flat.shape) for flat in flat_params], [(line.numel,) for line in self._lines]
+        if shapes != wanted:
+            what = f"one tensor of shape {wanted[0]}, like `flat_param`" if len(wanted) == 1 else f"of shapes {wanted}"
+            raise ValueError(f"`flat_params` must be {what}, but has shapes {shapes}.")
+        return [flat.detach() for flat in flat_params]
+
+
+class _Line:
+    """Some parameters laid end to end, and the name of the flat parameter that holds them."""
+
+    def __init__(self, name: str, slots: list[_Slot]) -> None:
+        self.name, self.slots = name, slots
+        self._layout = FlatLayout([slot.shape.numel() for slot in slots], world_size=1)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self._layout.numel
+
+    def flattened(self) -> nn.Parameter | None:
+        """A flat parameter with the values of the parameters; None if there are none."""
+        if not self.slots:
+            return None
+        line = torch.cat([slot.param.detach().reshape(-1) for slot in self.slots])
+        return nn.Parameter(line, requires_grad=self.slots[0].param.requires_grad)
+
+    def views(self, line: Tensor, together: bool = True) -> list[Tensor]:
+        """Views of ``line``, in the parameters' shapes; see `FlattenParamsWrapper._attach`."""
         layout = self._layout
         if together:
             runs = list(torch.split_with_sizes(line, list(layout.numels)))
         else:
             runs = [line.narrow(0, *place) for place in zip(layout.offsets, layout.numels, strict=True)]
-        return [run.view(slot.shape) for slot, run in zip(self._slots, runs, strict=True)]
+        return [run.view(slot.shape) for slot, run in zip(self.slots, runs, strict=True)]
 
-    def _checked(self, flat_params: Sequence[Tensor]) -> Tensor:
-        shapes = [tuple(flat.shape) for flat in flat_params]
-        if shapes != [(self._layout.numel,)]:
-            raise ValueError(
-                f"`flat_params` must be one tensor of shape ({self._layout.numel},), like `flat_param`, but has shapes "
-                f"{shapes}."
-            )
-        return flat_params[0].detach()
+    def register(self, params: list[nn.Parameter]) -> None:
+        """Register ``params`` in place of the original parameters."""
+        for slot, param in zip(self.slots, params, strict=True):
+            slot.register(param)
+
+    def unregister(self, params: list[nn.Parameter]) -> None:
+        """Undo `register`."""
+        for slot, param in zip(self.slots, params, strict=True):
+            slot.unregister(param)
+
+    def add_grads(self, flat: nn.Parameter, params: list[nn.Parameter]) -> None:
+        """Add the gradients of ``params`` to that of ``flat``, if there are any."""
+        if any(param.grad is not None for param in params):
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            line = torch.cat([grad.reshape(-1) for grad in grads])
+            flat.grad = line if flat.grad is None else flat.grad + line
 
 
 class _Slot:
@@ -198,10 +272,13 @@ class _Slot:
         self.owners: list[tuple[nn.Module, str]] = []
         self._order: list[list[str]] = []
 
+    def note_order(self) -> None:
+        """Record the order of the parameters of its modules; before any is removed."""
+        self._order = [list(module._parameters) for module, _ in self.owners]
+
     def remove(self) -> None:
         """Remove the parameter from its modules."""
         del self.param
-        self._order = [list(module._parameters) for module, _ in self.owners]
         for module, name in self.owners:
             module._parameters.pop(name, None)
 
@@ -232,6 +309,40 @@ class _Slot:
                 param.copy_(found)
 
 
+def _lists(param_list: Any) -> list[Any]:
+    """The lists of parameters to flatten, each together; None means all parameters."""
+    if param_list is None:
+        return [None]
+    given = list(param_list)
+    are_params = [isinstance(one, nn.Parameter) for one in given]
+    if all(are_params):
+        return [given]
+    if any(are_params):
+        raise TypeError("`param_list` must hold parameters only or lists of parameters only, but holds both.")
+    return [params for params in map(list, given) if params] or [[]]
+
+
+def _names(given: Sequence[str] | None, num_lists: int) -> list[str]:
+    """The names of the flat parameters of ``num_lists`` lists."""
+    if given is None:
+        return [_NAME] if num_lists == 1 else [f"{_NAME}_{index}" for index in range(num_lists)]
+    names = list(given)
+    if len(names) != num_lists or len(set(names)) < len(names) or any("." in name for name in names):
+        raise ValueError(
+            f"`flat_param_names` must be one name without dots for each list of parameters that is not empty, all "
+            f"different, but for {num_lists} are {names}."
+        )
+    return [f"{_NAME}_{name}" for name in names]
+
+
+def _check_disjoint(lists: list[list[_Slot]]) -> None:
+    seen: set[int] = set()
+    for slot in (slot for slots in lists for slot in slots):
+        if id(slot.param) in seen:
+            raise ValueError(f"Lists of parameters must not overlap, but `{slot.fqn}` is in two of them.")
+        seen.add(id(slot.param))
+
+
 def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list[_Slot]:
     wanted = None if param_list is None else {id(param): param for param in param_list}
     units = [unit for _, unit in units_below(module)]
@@ -242,7 +353,7 @@ def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list
             if param is None or (wanted is not None and id(param) not in wanted):
                 continue
             full_name = f"{fqn}.{name}" if fqn else name
-            if isinstance(part, FlattenParamsWrapper) and name == _NAME:
+            if isinstance(part, FlattenParamsWrapper) and name in part.flat_param_names:
                 raise ValueError(
                     f"A parameter must be flattened once, but `{full_name}` belongs to another FlattenParamsWrapper. "
                     "Pass a `param_list` without it."

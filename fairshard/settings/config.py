@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -86,6 +86,10 @@ class UnitConfig:
     def master_on_cpu(self) -> bool:
         """Whether the parameters that an optimizer steps are masters in host memory."""
         return self.cpu_offload or self.move_grads_to_cpu
+
+    def keeping_optim_state(self) -> UnitConfig:
+        """These settings with ``no_broadcast_optim_state``."""
+        return replace(self, late=replace(self.late, no_broadcast_optim_state=True))
 
     @property
     def grad_home(self) -> GradHome:

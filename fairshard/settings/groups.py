@@ -86,6 +86,11 @@ class UnitGroups:
         """The group shown to users: the shard group, or the replicas if the unit is not sharded."""
         return self.replicas if isinstance(self.shard, OwnRank) and self.replicas is not None else self.shard
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank shares its values with no other: other ranks may have others under the same names."""
+        return all(group is None or group.world_size == 1 for group in (self.main, self.replicas))
+
     def set(self, group: Groups) -> None:
         """Use ``group`` after unpickling; a group or a pair, as for `find_groups`."""
         if isinstance(group, ProcessGroup):
@@ -117,8 +122,11 @@ def find_groups(
     """The groups that the arguments describe. **Collective** on the first call for hybrid strategies without groups.
 
     Raises:
+        TypeError: a group is not a process group of this rank.
         ValueError: the arguments contradict the strategy or each other.
     """
+    if reduce_group is not None:
+        check_is_group(reduce_group, "process_group_reduce_scatter")
     if device_mesh is not None:
         if process_group is not None:
             raise ValueError("`device_mesh` and `process_group` must not both be given. Pass one of the two.")

@@ -138,9 +138,15 @@ def _checksum(param: nn.Parameter) -> Tensor:
 def _device_of(name: str, given: Any) -> torch.device | None:
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, (int, torch.device)):
-        raise TypeError(f"`{name}` must be the number of a GPU or a torch.device, but is {given!r}.")
-    device = torch.device("cuda", given) if isinstance(given, int) else given
+    if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
+        raise TypeError(f"`{name}` must be the number of a GPU, a torch.device or its name, but is {given!r}.")
+    try:
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(
+            f'`{name}` must name a device, but is {given!r}. Pass "cpu", "cuda:0", a torch.device or the number of a '
+            "GPU."
+        ) from error
     if device.type == "meta":
         raise ValueError(f"`{name}` must be a device with memory, but is {device}.")
     if device.type == "cuda":

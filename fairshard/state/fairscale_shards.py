@@ -8,7 +8,8 @@ rank's padding::
         rank 1  | w w w |    of which the last ``padding`` (here 0, 0, 1) belong to no parameter
         rank 2  | b b . |
 
-A unit that every rank holds whole (its process group had one rank) is read once, if all ranks agree.
+A unit that only some ranks hold (an expert under a name of its own) is put together from these. A unit of a smaller
+process group, of which the ranks hold several copies, is read once, if all copies agree.
 
 Source: the format is that of fairscale 0.4.13, `local_metadata_dict`.
 """
@@ -20,6 +21,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fairshard.errors import CheckpointError
-from fairshard.state.local import LAYOUT_KEY
+from fairshard.state.local import LAYOUT_KEY, layout_of
 from fairshard.utils.layout import FlatLayout
 
 _WRAPPER = re.compile(r"(^|\.)_(fsdp_wrapped|fpw)_module(?=\.|$)")
@@ -53,7 +55,7 @@ class BackingParam:
         return [prod(shape) for shape in self.shapes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
     """One rank's weights and metadata; ``source`` is its file, or its index in a list, for messages.
 
@@ -67,15 +69,15 @@ class Shard:
     aliases: dict[str, str]
     rank: int | None
 
-    @property
-    def paddings(self) -> tuple[int, ...]:
-        """Padding of each backing parameter; it never shrinks from one rank to the next."""
-        return tuple(param.padding for param in self.params)
+    @cached_property
+    def by_key(self) -> dict[str, BackingParam]:
+        """The backing parameters by their keys."""
+        return {param.key: param for param in self.params}
 
-    def values(self, param: int) -> Tensor:
+    def values(self, key: str) -> Tensor:
         """The shard of a backing parameter without its padding; 1-D."""
-        values = self.weights[self.params[param].key].reshape(-1)
-        return values[: values.numel() - self.params[param].padding]
+        values = self.weights[key].reshape(-1)
+        return values[: values.numel() - self.by_key[key].padding]
 
 
 def consolidate(
@@ -100,8 +102,8 @@ def consolidate(
         ]
     )
     values = whole_values(shards, _allocate)
-    aliases = tied(shards[0], values)
-    return {**values, **{name: values[first] for name, first in aliases.items()}}, shards[0].buffers
+    aliases = tied(shards, values)
+    return {**values, **{name: values[first] for name, first in aliases.items()}}, buffers_of(shards)
 
 
 def _allocate(like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,8 +128,9 @@ def parse(source: str, found: Mapping[str, Any], strict: bool = True) -> Shard:
 
 def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any], strict: bool) -> Shard:
     tensors = {_clean(name): value for name, value in weights.items() if isinstance(value, Tensor)}
-    layout = tensors.pop(LAYOUT_KEY, None)  # our own description
-    own = {} if layout is None else json.loads(bytes(layout.tolist()))
+    tensors.pop(LAYOUT_KEY, None)  # our own description, in shards of earlier versions
+    layout = layout_of(weights)
+    own = {} if layout is None else json.loads(layout)
     params, aliases = [], {}
     for unit in metadata["param_metadata"]:
         prefix = _clean(unit["fsdp_path"])
@@ -185,12 +188,7 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
     Raises:
         CheckpointError: they are from several models, one is repeated, or numbers in file names contradict the order.
     """
-    first = shards[0]
-    for shard in shards[1:]:
-        if (shard.params, shard.aliases) != (first.params, first.aliases):
-            raise CheckpointError(
-                f"Shards must be of one model, but {shard.source} describes other parameters than {first.source}."
-            )
+    common = _check_one_model(shards)
     if len({os.path.realpath(shard.source) for shard in shards}) < len(shards):
         raise CheckpointError(f"Each shard must be given once, but {_repeated(shards)} is given twice.")
     ranks = [shard.rank for shard in shards if shard.rank is not None]
@@ -198,8 +196,10 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
         if len(set(ranks)) < len(ranks):
             raise CheckpointError(f"Each shard must be given once, but the given shards are of ranks {ranks}.")
         return [shard for _, shard in sorted(zip(ranks, shards, strict=True), key=lambda pair: pair[0])]
-    if len({shard.paddings for shard in shards}) == len(shards):
-        return sorted(shards, key=lambda shard: shard.paddings)
+    # the padding of a parameter never shrinks from one rank to the next
+    paddings = {shard: tuple(shard.by_key[key].padding for key in common) for shard in shards}
+    if len(set(paddings.values())) == len(shards):
+        return sorted(shards, key=paddings.__getitem__)
     for one, other in pairwise(shards):
         if _numbers_fall(one.source, other.source):
             raise CheckpointError(
@@ -207,6 +207,26 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
                 "by number, as `ls -v` does; if the numbers are not ranks, rename the files."
             )
     return list(shards)
+
+
+def _check_one_model(shards: Sequence[Shard]) -> list[str]:
+    """The keys of the parameters that all ``shards`` have; checks that parameters of several shards are the same.
+
+    Raises:
+        CheckpointError: one differs, two have one name, or there are no common ones.
+    """
+    known: dict[str, BackingParam] = {}
+    common = list(shards[0].by_key)
+    for shard in shards:
+        common = [key for key in common if key in shard.by_key]
+        is_same = all(known.setdefault(key, param) == param for key, param in shard.by_key.items())
+        names = [name for param in known.values() for name in param.names]
+        same_ties = all(shards[0].aliases.get(name, first) == first for name, first in shard.aliases.items())
+        if not (is_same and same_ties) or len(set(names)) < len(names) or (shards[0].params and not common):
+            raise CheckpointError(
+                f"Shards must be of one model, but {shard.source} describes other parameters than {shards[0].source}."
+            )
+    return common
 
 
 def _numbers_fall(one: str, other: str) -> bool:
@@ -229,50 +249,73 @@ def whole_values(shards: Sequence[Shard], allocate: Callable[[dict[str, Tensor]]
     Raises:
         CheckpointError: the shards are not those of all ranks, in order.
     """
-    first = shards[0]
+    params = {key: param for shard in reversed(shards) for key, param in shard.by_key.items()}
+    holders = {key: [shard for shard in shards if key in shard.by_key] for shard in shards for key in shard.by_key}
+    buffers = {name: shard.weights[name] for shard in reversed(shards) for name in shard.buffers}
     like = {
-        name: torch.empty(shape, dtype=first.weights[param.key].dtype, device="meta")
-        for param in first.params
-        for name, shape in zip(param.names, param.shapes, strict=True)
+        name: torch.empty(shape, dtype=own[0].weights[key].dtype, device="meta")
+        for key, own in holders.items()
+        for name, shape in zip(params[key].names, params[key].shapes, strict=True)
     }
-    like |= {name: first.weights[name] for name in first.buffers}
+    like |= {name: buffers[name] for name in buffers_of(shards)}
     values = allocate(like)
-    for index, param in enumerate(first.params):
-        targets = [values[name].view(-1) for name in param.names]
-        if _is_whole_everywhere(shards, index):
-            _check_agree(shards, index)
-            for target, source in zip(targets, first.values(index).split(param.numels), strict=True):
-                target.copy_(source)
-        else:
-            layout = FlatLayout(param.numels, len(shards))
-            _check_shards(shards, index, layout)
-            for piece in layout.pieces:
-                source = shards[piece.row].values(index)
-                targets[piece.index][slice(*piece.source)] = source[slice(*piece.target)]
-    for name in first.buffers:
-        values[name].copy_(first.weights[name])
+    for key, own in holders.items():
+        first, *others = _copies(key, own)
+        for other in others:
+            _check_agree(key, first, other)
+        targets = [values[name].view(-1) for name in params[key].names]
+        for piece in FlatLayout(params[key].numels, len(first)).pieces:
+            source = first[piece.row].values(key)
+            targets[piece.index][slice(*piece.source)] = source[slice(*piece.target)]
+    for name, value in buffers.items():
+        values[name].copy_(value)
     return values
 
 
-def _is_whole_everywhere(shards: Sequence[Shard], index: int) -> bool:
-    whole = sum(shards[0].params[index].numels)
-    return all(shard.values(index).numel() == whole for shard in shards)
+def buffers_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """The names of all buffers."""
+    return tuple(dict.fromkeys(name for shard in shards for name in shard.buffers))
 
 
-def _check_agree(shards: Sequence[Shard], index: int) -> None:
-    for shard in shards[1:]:
-        if not torch.equal(shard.values(index), shards[0].values(index)):
-            raise CheckpointError(
-                f"`{shard.params[index].key}` is whole in every shard, and must be equal in all, but {shard.source} "
-                f"has other values than {shards[0].source}. Parameters that differ on each rank (experts) cannot be "
-                "combined."
-            )
+def _copies(key: str, holders: Sequence[Shard]) -> list[Sequence[Shard]]:
+    """The ``holders`` of a parameter, in groups of consecutive ranks that together hold it once.
+
+    Raises:
+        CheckpointError: there are no such groups.
+    """
+    whole = sum(holders[0].by_key[key].numels)
+    held = sum(shard.values(key).numel() for shard in holders)
+    num_copies = max(held // whole, 1) if whole and held % whole == 0 else 1
+    if len(holders) % num_copies:
+        raise _several_copies(key, holders, f"there are {num_copies} copies on groups of different sizes")
+    size = len(holders) // num_copies
+    copies = [holders[start : start + size] for start in range(0, len(holders), size)]
+    for copy in copies:
+        _check_shards(key, copy)
+    return copies
 
 
-def _check_shards(shards: Sequence[Shard], index: int, layout: FlatLayout) -> None:
+def _check_agree(key: str, first: Sequence[Shard], other: Sequence[Shard]) -> None:
+    """Check that two groups of shards hold the same values of a parameter."""
+    for one, same in zip(first, other, strict=True):
+        if not torch.equal(one.values(key), same.values(key)):
+            raise _several_copies(key, (one, same), f"{same.source} has other values than {one.source}")
+
+
+def _several_copies(key: str, shards: Sequence[Shard], problem: str) -> CheckpointError:
+    is_whole = all(shard.values(key).numel() == sum(shard.by_key[key].numels) for shard in shards)
+    what = "whole in every shard" if is_whole else "held more than once"
+    return CheckpointError(
+        f"`{key}` is {what}, and must be equal in all, but {problem}. Parameters that differ on each rank or group of "
+        "ranks (experts) can be combined only under different names: build the model so that each expert has its own "
+        "(`experts.3`), or keep the local state dicts."
+    )
+
+
+def _check_shards(key: str, shards: Sequence[Shard]) -> None:
     """Check that ``shards``, in this order, hold a parameter cut over as many ranks."""
-    key = shards[0].params[index].key
-    numels = [shard.values(index).numel() for shard in shards]
+    layout = FlatLayout(shards[0].by_key[key].numels, len(shards))
+    numels = [shard.values(key).numel() for shard in shards]
     if sum(numels) != layout.numel:
         what = "at least one is missing" if sum(numels) < layout.numel else "there are too many"
         raise CheckpointError(
@@ -289,7 +332,7 @@ def _check_shards(shards: Sequence[Shard], index: int, layout: FlatLayout) -> No
             raise CheckpointError(f"`{key}` must have one dtype, but {shard.source} has another.")
 
 
-def tied(shard: Shard, values: Mapping[str, Tensor]) -> dict[str, str]:
+def tied(shards: Sequence[Shard], values: Mapping[str, Tensor]) -> dict[str, str]:
     """{other name: first name} of tied weights, from the metadata and from weights that share memory.
 
     The metadata have only one name of a tied weight that was not flattened; its other name shares the memory.
@@ -297,13 +340,16 @@ def tied(shard: Shard, values: Mapping[str, Tensor]) -> dict[str, str]:
     Raises:
         CheckpointError: a weight is neither described nor tied to a described one.
     """
-    aliases = dict(shard.aliases)
-    first_name = {_memory(shard.weights[param.key]): param.names[0] for param in shard.params if len(param.names) == 1}
-    described = {param.key for param in shard.params} | values.keys() | aliases.keys()
-    for name in shard.weights.keys() - described:
-        if (first := first_name.get(_memory(shard.weights[name]))) is None:
-            raise CheckpointError(f"{shard.source} holds `{name}`, but its metadata do not describe it.")
-        aliases[name] = first
+    aliases: dict[str, str] = {}
+    for shard in shards:
+        aliases.update(shard.aliases)
+        described = {*shard.by_key, *values, *aliases}
+        singles = [param for param in shard.params if len(param.names) == 1]
+        first_name = {_memory(shard.weights[param.key]): param.names[0] for param in singles}
+        for name in shard.weights.keys() - described:
+            if (first := first_name.get(_memory(shard.weights[name]))) is None:
+                raise CheckpointError(f"{shard.source} holds `{name}`, but its metadata do not describe it.")
+            aliases[name] = first
     return dict(sorted(aliases.items()))
 
 

@@ -21,13 +21,41 @@ LAYOUT_KEY = "_fairshard_layout"
 def local_state_dict(module: nn.Module, offload_to_cpu: bool = False) -> dict[str, Tensor]:
     """Copies of this rank's shards and persistent buffers below ``module``. No communication.
 
-    ``_fairshard_layout`` holds the description as bytes of JSON, so that the dict contains only tensors.
+    The description of the parameters behind the shards is in the attribute ``_metadata``, where torch keeps the
+    versions of modules: ``torch.save``, pickle and deepcopy keep it, a new dict of the same items lacks it.
     """
     state: dict[str, Tensor] = OrderedDict()
     for name, value in _local_entries(module).items():
         state[name] = value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)
-    state[LAYOUT_KEY] = layout_bytes(module)
+    note_layout(state, "", json.dumps(_describe(module)))
     return state
+
+
+def add_local_state_dict(module: nn.Module, destination: Any, prefix: str, offload_to_cpu: bool) -> Any:
+    """Add `local_state_dict` to ``destination``, a new dict if None, with ``prefix`` before the names."""
+    state = OrderedDict() if destination is None else destination
+    local = local_state_dict(module, offload_to_cpu)
+    state.update({f"{prefix}{name}": value for name, value in local.items()})
+    note_layout(state, prefix, layout_of(local))
+    return state
+
+
+def note_layout(state: Any, prefix: str, layout: Any) -> None:
+    """Record ``layout``, JSON, as the description of the shards in ``state`` whose names begin with ``prefix``.
+
+    A plain dict has no attributes, and stays as it is.
+    """
+    if not hasattr(state, "_metadata") and hasattr(state, "__dict__"):
+        state._metadata = OrderedDict()
+    if hasattr(state, "_metadata"):
+        state._metadata[prefix[:-1]] = {LAYOUT_KEY: layout}
+
+
+def layout_of(state: Mapping[str, Any]) -> Any:
+    """The description of the shards in ``state``, JSON: its metadata, or the entry of earlier versions; or None."""
+    if LAYOUT_KEY in state:
+        return bytes(state[LAYOUT_KEY].tolist())
+    return getattr(state, "_metadata", {}).get("", {}).get(LAYOUT_KEY)
 
 
 def layout_bytes(module: nn.Module) -> Tensor:
@@ -109,10 +137,11 @@ def _describe(module: nn.Module) -> dict[str, Any]:
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """The first difference between the shards of ``state`` and of ``module``; empty if they match."""
-    if LAYOUT_KEY not in state:
+    layout = layout_of(state)
+    if layout is None:
         return []
     try:
-        theirs = json.loads(bytes(state[LAYOUT_KEY].tolist()).decode())
+        theirs = json.loads(layout)
         assert isinstance(theirs, dict)
     except (ValueError, AssertionError):
         return [f"its `{LAYOUT_KEY}` cannot be read"]

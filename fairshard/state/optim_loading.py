@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -20,6 +21,7 @@ from fairshard.state.full_params import scatter_params, spans_of
 from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
 from fairshard.utils.names import clean_tensor_name
+from fairshard.utils.sharded_tensors import gathered
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.views.orig_param import Stepped
 
@@ -32,6 +34,7 @@ class Source(Enum):
 
     EVERY_RANK = auto()
     FIRST_RANK = auto()
+    THIS_RANK = auto()  # which alone makes its state, from whole values: no communication
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,22 @@ class _Elsewhere:
 
 
 class ShardedOptimState:
-    """Makes state dicts that an optimizer of a sharded model can load. **Collective** to construct."""
+    """Makes state dicts that an optimizer of a sharded model can load.
+
+    **Collective** to construct, unless ``source`` is this rank.
+    """
 
     def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK, adopts: bool = False) -> None:
-        self._params = OptimParams(model)
+        self._params = OptimParams(model, is_local=source is Source.THIS_RANK)
         self._source = source
         self._adopts = adopts
 
     def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
         """The state of the parameters in ``groups``, keyed by their numbers or by ``key_of``.
 
-        Tensor values of ``saved`` are whole, or spans that this rank owns. The result is in new memory, unless
-        ``adopts`` was set and the spans lie in one shard: then it is that shard.
-        **Collective** if only rank 0 has the values, or if they are DTensors.
+        Tensor values of ``saved`` are whole, spans that this rank owns, or ``ShardedTensor`` of FSDP1. The result is in
+        new memory, unless ``adopts`` was set and the spans lie in one shard: then it is that shard.
+        **Collective** if only rank 0 has the values, or if they are ``DTensor`` or ``ShardedTensor``.
 
         Raises:
             ValueError: ``saved`` is not optimizer state, or its entries do not combine into the state of one shard.
@@ -129,7 +135,7 @@ class ShardedOptimState:
         if named is None or named.flat_param is None or not isinstance(entry, Mapping):
             return entry
         return {
-            key: _Elsewhere(value.shape, value.dtype, not isinstance(value, (SpanTensor, DTensor)))
+            key: _Elsewhere(value.shape, value.dtype, not isinstance(value, (SpanTensor, DTensor, ShardedTensor)))
             if isinstance(value, Tensor) and value.dim()
             else value
             for key, value in entry.items()
@@ -140,7 +146,7 @@ class ShardedOptimState:
     ) -> dict[str, Any]:
         flat_param = named.flat_param
         if flat_param is None:
-            return {key: copy.deepcopy(value) for key, value in (entries[0] or {}).items()}
+            return {key: copy.deepcopy(gathered(value)) for key, value in (entries[0] or {}).items()}
         present = [entry for entry in entries if entry is not None]
         if any(entry.keys() != present[0].keys() for entry in present):
             found = sorted({", ".join(sorted(entry)) for entry in present})
@@ -163,8 +169,8 @@ class ShardedOptimState:
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
         shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
-        if self._source is Source.EVERY_RANK:
-            for span, value in zip(spans_of(flat_param, shard), values, strict=True):
+        if self._source is not Source.FIRST_RANK:
+            for span, value in zip(spans_of(flat_param, shard), map(gathered, values), strict=True):
                 if value is not None and isinstance(span, DTensor):
                     span.copy_(placed_as(value, span))
                 elif value is not None:

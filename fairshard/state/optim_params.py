@@ -43,11 +43,14 @@ class NamedParam:
 
 
 class OptimParams:
-    """All parameters of ``model``, sharded or not. **Collective** on the first use of a model."""
+    """All parameters of ``model``, sharded or not. **Collective** on the first use of a model, unless ``is_local``.
 
-    def __init__(self, model: nn.Module) -> None:
+    ``is_local``: no communication; `roots` and `comms` are empty.
+    """
+
+    def __init__(self, model: nn.Module, is_local: bool = False) -> None:
         self.model = model
-        self.roots = roots_below(model)
+        self.roots = [] if is_local else roots_below(model)
         self._places: dict[str, int] = {}  # index of each name in the unwrapped model
         self._by_param: dict[nn.Parameter, NamedParam] = {}
         self._by_name: dict[str, NamedParam] = {}

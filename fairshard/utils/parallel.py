@@ -40,14 +40,14 @@ def validate_process_group(device: torch.device, process_group: ProcessGroup) ->
         )
 
 
-def check_is_group(process_group: Any) -> None:
-    """Check that ``process_group`` is a process group of this rank.
+def check_is_group(process_group: Any, name: str = "process_group") -> None:
+    """Check that ``process_group``, the argument ``name``, is a process group of this rank.
 
     Raises:
         TypeError: it is not.
     """
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(
-            "`process_group` must be a torch.distributed.ProcessGroup that this rank belongs to, but is "
+            f"`{name}` must be a torch.distributed.ProcessGroup that this rank belongs to, but is "
             f"{process_group!r}. Create it with torch.distributed.new_group() on all ranks."
         )

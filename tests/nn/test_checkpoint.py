@@ -1,5 +1,6 @@
 """``checkpoint_wrapper`` changes what is kept for the backward, but no number and no name."""
 
+import contextlib
 import copy
 import pickle
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import checkpoint, checkpoint_wrapper
+from fairshard.nn import checkpoint, checkpoint_wrapper, disable_checkpointing
 from tests.models import Block, mlp, tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike
@@ -319,3 +320,68 @@ def test_random_numbers_of_a_gpu_that_inputs_are_moved_to_are_the_same_both_time
     assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu"]
     with mock.patch.object(checkpoint, "gpus_in_use", return_value=[gpu]):
         assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu", "meta"]
+
+
+class Counting(nn.Linear):
+    """Counts its forwards, recomputations included."""
+
+    num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return torch.tanh(super().forward(x))
+
+
+def test_checkpointing_may_be_disabled():
+    """Inside ``disable_checkpointing`` nothing is recomputed, also after an exception and in nested blocks."""
+    inner = checkpoint_wrapper(Counting(4, 4))
+    outer = checkpoint_wrapper(nn.Sequential(inner, nn.ReLU()))
+
+    def calls(*contexts):
+        inner.num_calls = 0
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            loss = outer(torch.ones(2, 4)).sum()
+        loss.backward()
+        return inner.num_calls
+
+    as_before = calls()
+    assert as_before > 2, "both run again"
+    assert calls(disable_checkpointing()) == calls(disable_checkpointing(), disable_checkpointing()) == 1
+    with pytest.raises(KeyError), disable_checkpointing(), disable_checkpointing():
+        raise KeyError
+    assert calls() == as_before
+
+
+def test_a_backward_where_checkpointing_is_disabled_recomputes_as_the_forward_ran():
+    """The block counts where the forward runs: a backward inside of it recomputes nested modules as outside."""
+    inner = checkpoint_wrapper(Counting(4, 4))
+    outer = checkpoint_wrapper(nn.Sequential(inner, nn.ReLU()))
+    counts = []
+    for context in (contextlib.nullcontext(), disable_checkpointing()):
+        inner.num_calls = 0
+        loss = outer(torch.ones(2, 4)).sum()
+        with context:
+            loss.backward()
+            assert checkpoint._switch.is_off == isinstance(context, type(disable_checkpointing()))
+        counts.append(inner.num_calls)
+    assert counts[0] == counts[1]
+
+
+@on_ranks(2)
+def test_units_train_alike_with_checkpointing_disabled():
+    """Units around and inside of checkpointed modules compute the same numbers with and without checkpointing."""
+
+    def gradients(context):
+        model = mlp(4, 9, 5)
+        model[0] = checkpoint_wrapper(FSDP(model[0]))
+        wrapped = FSDP(checkpoint_wrapper(model))
+        for step in range(2):
+            with context():
+                loss = wrapped(randn(3, 4, key=step)).square().sum()
+            loss.backward()
+        return [param.grad for param in wrapped.parameters()]
+
+    pairs = zip(gradients(disable_checkpointing), gradients(contextlib.nullcontext), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

@@ -199,6 +199,12 @@ def test_gradients_may_travel_in_a_group_of_their_own():
     assert_same_state(
         trained(ShardingStrategy.FULL_SHARD, process_group_reduce_scatter=own), trained(ShardingStrategy.FULL_SHARD)
     )
+    wrapped = wrap_each(mlp(4, 9), process_group_reduce_scatter=own)
+    assert wrapped.process_group_reduce_scatter is wrapped[0].process_group_reduce_scatter is own
+    assert wrap_each(mlp(4, 9)).process_group_reduce_scatter is dist.group.WORLD
+    for wrong in ("world", [own], 0):
+        with pytest.raises(TypeError, match="`process_group_reduce_scatter` must be a torch"):
+            wrap_each(mlp(4, 9), process_group_reduce_scatter=wrong)
     with pytest.warns(UserWarning, match="`process_group_reduce_scatter` has no effect with NO_SHARD"):
         wrap_each(mlp(4, 9), process_group_reduce_scatter=own, sharding_strategy=ShardingStrategy.NO_SHARD)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

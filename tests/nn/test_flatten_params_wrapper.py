@@ -68,6 +68,92 @@ def test_a_list_of_parameters():
     assert_same_state(flat.state_dict(), plain.state_dict())
 
 
+def two_lists(names=None):
+    """A model whose biases and other parameters are flattened apart, in another order than the module's."""
+    model = built()
+    lists = [[model[3].bias, model[0].bias], iter([]), [model[3].weight, model[1].weight, model[0].weight]]
+    return FlattenParamsWrapper(model, lists, flat_param_names=names)
+
+
+def test_several_lists_of_parameters():
+    """Each list is a flat parameter, for a param group of its own; names, state and training are the plain module's."""
+    plain, flat = built(), two_lists(["bias", "other"])
+    assert flat.flat_param_names == ["flat_param_bias", "flat_param_other"]
+    shapes = {name: tuple(param.shape) for name, param in flat.named_parameters()}
+    assert shapes == {"flat_param_bias": (4 + 8,), "flat_param_other": (32 + 8 + 32,), "module.1.bias": (8,)}
+    assert flat.flat_params == [flat.flat_param_bias, flat.flat_param_other]
+    with pytest.raises(AttributeError):
+        flat.flat_param  # noqa: B018
+    assert_same_state(flat.state_dict(), plain.state_dict())
+    groups = [{"params": [flat.flat_param_bias], "lr": 0.5}, {"params": [flat.flat_param_other, flat.module[1].bias]}]
+    names = ["0.bias", "3.bias"]
+    of_plain = [
+        {"params": [plain.get_parameter(name) for name in names], "lr": 0.5},
+        {"params": [param for name, param in plain.named_parameters() if name not in names]},
+    ]
+    for model, own in ((plain, of_plain), (flat, groups)):
+        optimizer = torch.optim.SGD(own, lr=0.01, momentum=0.9)
+        torch.manual_seed(7)
+        for _ in range(3):
+            model(torch.randn(6, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(flat.state_dict(), plain.state_dict())
+
+
+def test_several_flat_parameters_are_saved_copied_and_shown():
+    """Flat and plain state dicts, deepcopy, `unflatten_params` and its gradients work with several flat parameters."""
+    flat = two_lists()
+    expected = flat.state_dict()
+    assert list(flat.flat_state_dict())[:2] == ["flat_param_0", "flat_param_1"]
+    for state in (flat.flat_state_dict(), expected):
+        other = two_lists()
+        other.load_state_dict({name: torch.zeros_like(value) for name, value in other.state_dict().items()})
+        other.load_state_dict(state)
+        assert_same_state(other.state_dict(), expected)
+    assert_same_state(copy.deepcopy(flat).state_dict(), expected)
+    with flat.unflatten_params():
+        assert [name for name, _ in flat.named_parameters()] == [f"module.{n}" for n, _ in built().named_parameters()]
+        assert flat.flat_params == []
+        flat.module[0].bias.grad = torch.ones(8)
+    assert flat.flat_param_0.grad.tolist() == [1.0] * 8 + [0.0] * 4
+    assert flat.flat_param_1.grad is None
+    zeros = [torch.zeros(12), torch.zeros(72)]
+    with flat.unflatten_params(zeros):
+        assert not flat.module[3].weight.any()
+    assert_same_state(flat.state_dict(), expected)
+    with pytest.raises(ValueError, match=r"must be of shapes \[\(12,\), \(72,\)\], but has shapes \[\(12,\)\]"):
+        flat.unflatten_params(zeros[:1]).__enter__()
+
+
+def test_one_flat_parameter_with_a_name():
+    """A name of its own does not take ``flat_param`` away; a list of no parameters has none."""
+    named = FlattenParamsWrapper(built(), flat_param_names=["all"])
+    assert named.flat_param is named.flat_param_all
+    assert train(named) == train(built())
+    for nothing in ([], [[], []]):
+        assert FlattenParamsWrapper(built(), nothing).flat_params == []
+
+
+def test_lists_that_cannot_be_flattened():
+    """Overlapping lists, lists beside parameters, and names that do not fit the lists raise."""
+    model = built()
+    weight, bias = model[0].weight, model[0].bias
+    for kind, text, lists, names in [
+        (ValueError, "`0.bias` is in two of them", [[weight, bias], [bias]], None),
+        (TypeError, "but holds both", [weight, [bias]], None),
+        (ValueError, "for 2 are \\['a'\\]", [[weight], [bias]], ["a"]),
+        (ValueError, "for 2 are \\['a', 'a'\\]", [[weight], [bias]], ["a", "a"]),
+        (ValueError, "for 1 are \\['a.b'\\]", None, ["a.b"]),
+    ]:
+        with pytest.raises(kind, match=text):
+            FlattenParamsWrapper(model, lists, names)
+    assert_same_state(model.state_dict(), built().state_dict())
+    inner = FlattenParamsWrapper(model, flat_param_names=["inner"])
+    with pytest.raises(ValueError, match="must be flattened once, but `flat_param_inner`"):
+        FlattenParamsWrapper(inner)
+
+
 def test_recurrent_modules():
     """An LSTM, which keeps a list of its weights, uses the flattened ones."""
     torch.manual_seed(0)

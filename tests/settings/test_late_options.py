@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.engine.unit import Unit
-from fairshard.nn import FullStateDictConfig, StateDictType
+from fairshard.nn import FullStateDictConfig, ShardingStrategy, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import CollectiveCounter
+from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd, train_alike
@@ -136,6 +136,32 @@ def test_optimizer_state_that_stays_is_noted():
     described = wrapped.local_metadata_dict()["param_metadata"]
     assert [unit["no_broadcast_optim_state"] for unit in described] == [False, True]
     assert wrapped[0].no_broadcast_optim_state is True
+
+
+@on_ranks(1, 2)
+def test_optimizer_state_of_an_expert_on_each_rank_stays():
+    """An inner wrapper on a group of one rank gets ``no_broadcast_optim_state``, if the outer one is on more ranks."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    expert, whole = FSDP(nn.Linear(4, 4), process_group=alone), FSDP(nn.Linear(4, 4))
+    assert expert.no_broadcast_optim_state is False, "an outermost wrapper shares its state with no one"
+    not_cut = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD)
+    wrapped = FSDP(nn.Sequential(expert, whole, not_cut))
+    differs = dist.get_world_size() > 1
+    assert [one.no_broadcast_optim_state for one in (wrapped, *wrapped.module)] == [False, differs, False, False]
+    described = wrapped.local_metadata_dict()["param_metadata"]
+    assert [unit["no_broadcast_optim_state"] for unit in described] == [False, differs, False, False]
+    optimizer = sgd(wrapped)
+    wrapped(torch.full((1, 4), 1.0 + dist.get_rank(), device=rank_device())).sum().backward()
+    optimizer.step()
+    own = optimizer.state[expert.flat_param_0]["momentum_buffer"]
+    weight, bias = own[:16].view(4, 4), own[16:]
+    assert torch.equal(weight[:, 0], bias * (1.0 + dist.get_rank())), "the gradient of this rank's inputs alone"
+    state = wrapped.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    of_bias = state["state"][list(wrapped.state_dict()).index("0.bias")]
+    assert torch.equal(of_bias["momentum_buffer"], own[16:].cpu())
+    restored = wrapped.get_shard_from_optim_state_dict(state)
+    number = list(wrapped.parameters()).index(expert.flat_param_0)
+    assert torch.equal(restored["state"][number]["momentum_buffer"], own)
 
 
 WRONG = {

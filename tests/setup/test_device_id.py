@@ -68,9 +68,20 @@ def test_a_gpu_without_number_is_the_current_one():
         assert device_of(torch.device("cuda")) == torch.device("cuda:3")
 
 
-@pytest.mark.parametrize("given", [True, "cuda:0", 1.0, [0]], ids=str)
+def test_a_device_may_be_given_by_its_name():
+    """A string names the device that ``torch.device`` makes of it; a string that names none raises."""
+    with gpus(2):
+        assert device_of("cpu") == device_of(compute_device="cpu") == CPU
+        assert device_of("cuda:1") == device_of(compute_device="cuda:1") == torch.device("cuda:1")
+        with pytest.raises(ValueError, match="is cuda:2, and this process sees 2 GPUs"):
+            device_of("cuda:2")
+    with pytest.raises(ValueError, match="`compute_device` must name a device, but is 'disk'"):
+        device_of(compute_device="disk")
+
+
+@pytest.mark.parametrize("given", [True, 1.0, [0]], ids=str)
 def test_other_types_are_refused(given):
-    """Anything but a number or a device raises."""
+    """Anything but a number, a device or a name raises."""
     with pytest.raises(TypeError, match="`device_id` must be the number of a GPU"):
         device_of(given)
 

@@ -136,6 +136,69 @@ def test_what_was_ignored_is_there():
             FSDP.consolidate_shard_weights(weights, metadata)
 
 
+class Expert(nn.Linear):
+    """A layer and a buffer with values of ``number``; two ranks do not cut its 12 + 3 elements evenly."""
+
+    def __init__(self, number):
+        super().__init__(4, 3)
+        nn.init.constant_(self.weight, number)
+        nn.init.constant_(self.bias, number + 0.5)
+        self.register_buffer("scale", torch.tensor(float(number)))
+
+
+def with_experts(groups, name):
+    """A model of which each of ``groups`` has its own expert, ``name(number)``; and the expected whole state."""
+    trunk = mlp(4, 9)
+    expected = {f"trunk.{key}": value.clone() for key, value in trunk.state_dict().items()}
+    parts = {"trunk": FSDP(trunk)}
+    for number, ranks in enumerate(groups):
+        group = dist.new_group(ranks)
+        expected.update({f"{name(number)}.{key}": value for key, value in Expert(number).state_dict().items()})
+        if dist.get_rank() in ranks:
+            parts[name(number)] = FSDP(Expert(number), process_group=group)
+    return FSDP(nn.ModuleDict(parts)), expected
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("groups", [[[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]]], ids=str)
+def test_experts_under_their_own_names(groups):
+    """Each expert is put together from the ranks that hold it, whole or cut; buffers are those of its first rank."""
+    wrapped, expected = with_experts(groups, "expert{}".format)
+    weights, metadata = of_all_ranks(wrapped)
+    check_equal(FSDP.consolidate_shard_weights(weights, metadata), expected)
+    is_expert = [unit["fsdp_path"].startswith("expert") for unit in metadata[0]["param_metadata"]]
+    assert is_expert == [False, False, True], "rank 0 describes the root, the trunk and its own expert"
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("groups", [[[0], [1], [2]], [[0, 1], [2]]], ids=str)
+def test_experts_under_one_name_are_refused(groups):
+    """Experts that differ, under one name, raise: one of them would be lost. Equal ones are one parameter."""
+    wrapped, _ = with_experts(groups, lambda number: "expert")
+    weights, metadata = of_all_ranks(wrapped)
+    problem = "has other values than" if len(groups) == 3 else "there are 2 copies on groups of different sizes"
+    with pytest.raises(CheckpointError, match=rf"`expert\.flat_param_0` is .*{problem}.*under different names"):
+        FSDP.consolidate_shard_weights(weights, metadata)
+    if len(groups) == 3:
+        for one in weights:
+            one["expert.flat_param_0"] = weights[2]["expert.flat_param_0"]
+        found = FSDP.consolidate_shard_weights(weights, metadata)
+        check_equal({"weight": found["expert.weight"]}, {"weight": Expert(2).weight.detach()})
+
+
+@on_ranks(4)
+def test_copies_on_groups_of_ranks():
+    """Two groups of two ranks each: equal copies of a unit are combined, and copies that differ raise."""
+    wrapped, _ = with_experts([[0, 1], [2, 3]], lambda number: "expert")
+    weights, metadata = of_all_ranks(wrapped)
+    with pytest.raises(CheckpointError, match=r"held more than once, .*shard_weights\[2\] has other values"):
+        FSDP.consolidate_shard_weights(weights, metadata)
+    for rank in (2, 3):
+        weights[rank]["expert.flat_param_0"] = weights[rank - 2]["expert.flat_param_0"]
+    found = FSDP.consolidate_shard_weights(weights, metadata)
+    check_equal({"bias": found["expert.bias"]}, {"bias": Expert(0).bias.detach()})
+
+
 @on_ranks(2)
 def test_what_is_not_of_all_ranks_is_refused():
     """A missing rank, a rank given twice, and weights without metadata raise."""

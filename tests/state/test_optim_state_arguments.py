@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from fairshard.nn import FSDP, OptimStateKeyType
+from fairshard.nn import FSDP, OptimStateKeyType, StateDictType
+from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
@@ -105,6 +107,32 @@ def test_load_directly():
     full["param_groups"][0]["lr"] = 0.125
     made = FSDP.optim_state_dict_to_load(other, fresh, full, load_directly=True)
     assert fresh.param_groups[0]["lr"] == made["param_groups"][0]["lr"] == 0.125
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("kwargs", [{}, {"flatten_parameters": False}, {"cpu_offload": True}], ids=str)
+def test_sharded_state_of_fsdp1(kwargs):
+    """The ``ShardedTensor`` values of FSDP1's sharded optimizer state give what its whole state gives."""
+    theirs = torch_fsdp.FullyShardedDataParallel(mlp(4, 5, 3), device_id=rank_device())
+    of_theirs = torch.optim.Adam(theirs.parameters(), lr=0.01)
+    theirs(randn(2, 4)).square().sum().backward()
+    of_theirs.step()
+    full = torch_fsdp.FullyShardedDataParallel.full_optim_state_dict(theirs, of_theirs, rank0_only=False)
+    sharded = torch_fsdp.FullyShardedDataParallel.sharded_optim_state_dict(theirs, of_theirs)
+    assert isinstance(sharded["state"]["0.weight"]["exp_avg"], ShardedTensor)
+    model = wrap_each(mlp(4, 5, 3), **kwargs)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    expected = shard(full, model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        also = FSDP.optim_state_dict_to_load(model, optimizer, sharded)
+    for made in (also, FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)):
+        assert made["param_groups"] == expected["param_groups"]
+        assert made["state"].keys() == expected["state"].keys()
+        for number, entry in expected["state"].items():
+            assert_same_state(made["state"][number], entry)
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="State on rank 0 alone must be whole"):
+            FSDP.scatter_full_optim_state_dict(sharded, model, optim=optimizer)
 
 
 class Named(torch.optim.AdamW):

@@ -219,6 +219,27 @@ def test_several_param_groups():
     assert_same_state(other.state_dict(), model.state_dict())
 
 
+@on_ranks(2, timeout=20.0)
+def test_one_rank_alone_can_convert_fairscales_state():
+    """``get_shard_from_optim_state_dict`` does not communicate, before the first forward and after; errors included."""
+    model = wrap_tiny(tiny())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    state = model.gather_full_optim_state_dict(optimizer, recipient_rank=1)
+    assert (state is None) == (dist.get_rank() == 0)
+    fresh = wrap_tiny(tiny(seed=2))
+    if dist.get_rank() == 1:
+        for wrapped in (fresh, model):
+            made = wrapped.get_shard_from_optim_state_dict(state)
+            for number, entry in optimizer.state_dict()["state"].items():
+                assert_same_state(made["state"][number], entry)
+        del state["state"][0]["exp_avg"]
+        with pytest.raises(ValueError, match="must have the same state"):
+            fresh.get_shard_from_optim_state_dict(state)
+    dist.barrier()
+    train(fresh, torch.optim.Adam(fresh.parameters()), range(1))
+
+
 @on_ranks(2)
 def test_settings_that_differ_within_a_unit_are_refused():
     """A flat parameter has one learning rate: groups that cut through a unit raise an error that names the group."""

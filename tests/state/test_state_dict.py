@@ -320,8 +320,7 @@ def test_local_state_dict_restores_the_shards(flatten):
     wrapped = wrap_tiny(tiny(), flatten_parameters=flatten)
     train_a_bit(wrapped)
     local, whole = wrapped.local_state_dict(), wrapped.state_dict()
-    numels = sum(value.numel() for name, value in local.items() if name != "_fairshard_layout")
-    assert numels == sum(param.numel() for param in wrapped.parameters())
+    assert sum(value.numel() for value in local.values()) == sum(param.numel() for param in wrapped.parameters())
     before = {name: value.clone() for name, value in local.items()}
     train_a_bit(wrapped)
     assert all(torch.equal(local[name], value) for name, value in before.items())
@@ -331,6 +330,48 @@ def test_local_state_dict_restores_the_shards(flatten):
     other = wrap_tiny(tiny(seed=2), flatten_parameters=flatten)
     other.load_local_state_dict(local)
     assert_same_state(other.state_dict(), whole)
+
+
+@on_ranks(2)
+def test_local_state_dict_can_be_looped_over(tmp_path):
+    """Every entry is a shard or a buffer; what describes the shards survives files and copies, but not new dicts."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    local = wrapped.local_state_dict()
+    assert {name: value.shape for name, value in local.items()} == {
+        name: param.shape for name, param in wrapped.named_parameters()
+    }
+    halves = copy.deepcopy(local)
+    for value in halves.values():
+        value.mul_(0.5)
+    path = tmp_path / f"{dist.get_rank()}.pt"
+    torch.save(halves, path)
+    every = [None, None]
+    dist.all_gather_object(every, torch.load(path, weights_only=True))
+    before = wrapped.state_dict()
+    with pytest.raises(RuntimeError, match=r"its rank is \d while this model's is \d"):
+        wrapped.load_local_state_dict(every[1 - dist.get_rank()])
+    wrapped.load_local_state_dict(every[dist.get_rank()])
+    assert_same_state(wrapped.state_dict(), {name: value / 2 for name, value in before.items()})
+    wrapped.load_local_state_dict(dict(local))
+    assert_same_state(wrapped.state_dict(), before)
+
+
+@on_ranks(2)
+def test_local_state_dicts_of_earlier_versions_are_read():
+    """Up to 0.5 the description was an entry, bytes of JSON: it is not unexpected, and a mismatch still raises."""
+    wrapped = wrap_each(mlp(4, 5, 3))
+    local = wrapped.local_state_dict()
+    layout = torch.tensor(list(local._metadata[""]["_fairshard_layout"].encode()), dtype=torch.uint8)
+    earlier = {**local, "_fairshard_layout": layout}
+    result = wrapped.load_local_state_dict(earlier)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    every = [None, None]
+    dist.all_gather_object(every, earlier)
+    with pytest.raises(RuntimeError, match=r"its rank is \d"):
+        wrapped.load_local_state_dict(every[1 - dist.get_rank()])
+    metadata = [None, None]
+    dist.all_gather_object(metadata, wrapped.local_metadata_dict())
+    assert_same_state(FSDP.consolidate_shard_weights(every[::-1], metadata[::-1]), mlp(4, 5, 3).state_dict())
 
 
 @on_ranks(2)

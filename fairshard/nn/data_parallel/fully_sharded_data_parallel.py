@@ -81,14 +81,15 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         state_dict_device: where state dicts are kept: the CPU (host memory) or the compute device, the default. This
             and the next option apply to all inner wrappers; `set_state_dict_type` overrides them.
         state_dict_on_rank_0_only: only rank 0 saves and loads state dicts; other ranks get an empty one.
-        no_broadcast_optim_state: recorded in `local_metadata_dict`; the optimizer state of a unit on its own group
-            always stays on the ranks of that group.
+        no_broadcast_optim_state: recorded in `local_metadata_dict`, and set on inner wrappers with a group of one rank
+            (experts). The optimizer state of a unit on its own group always stays on the ranks of that group.
         clear_autocast_cache: clear autocast's cache after each forward of this wrapper, even if it stays gathered.
         verbose: show all settings in ``repr``.
         move_params_to_cpu: the newer name of ``cpu_offload``.
         param_init_fn: called with each module on the meta device to allocate and initialize its own parameters and
             buffers; if None, ``to_empty`` and the module's ``reset_parameters`` are used.
-        device_id: GPU number or device to compute on; inputs are moved to it. A module on the CPU is cut on the CPU.
+        device_id: the device to compute on, its name, or a GPU number; inputs are moved to it. A module on the CPU is
+            cut on the CPU.
         compute_device: like ``device_id``, but inputs are not moved.
         sync_module_states: broadcast rank 0's parameters and buffers before sharding. **Collective** if True.
         allow_reset_parameters: ``reset_parameters()`` of the wrapper calls the module's, with whole parameters. Set the
@@ -142,8 +143,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         verbose: bool = False,
         move_params_to_cpu: bool | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,
-        device_id: int | torch.device | None = None,
-        compute_device: torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
+        compute_device: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         allow_reset_parameters: bool = False,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -237,6 +238,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             inner.place(fqn)
             inner.is_inner = inner is not unit
             inner.state_dict_settings = late.settings() or inner.state_dict_settings
+            if inner.groups.is_alone and not groups.is_alone:
+                inner.config = inner.config.keeping_optim_state()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""

@@ -52,6 +52,17 @@ class UnitAttributes(Forwarding):
         self._unit.root = None
 
     @property
+    def process_group_reduce_scatter(self) -> ProcessGroup | str:
+        """Group in which gradients are reduced; `process_group` unless another one was passed."""
+        reduce = self._unit.groups.reduce
+        return self.process_group if reduce is None else reduce.group or MISSING
+
+    @property
+    def no_broadcast_optim_state(self) -> bool:
+        """Whether optimizer state stays on this rank: as passed, or True for an inner unit on a group of one rank."""
+        return self._unit.config.late.no_broadcast_optim_state
+
+    @property
     def rank(self) -> int:
         """This process's rank in the unit's group."""
         return self._unit.groups.main.rank
@@ -132,7 +143,7 @@ def _setting(name: str, owner: str = "config") -> property:
 _LATE = [field.name for field in fields(LateOptions)]
 for _name in [field.name for field in fields(UnitConfig) if field.name != "late"]:
     setattr(UnitAttributes, _name, _setting(_name))
-for _name in _LATE:
+for _name in [name for name in _LATE if name != "no_broadcast_optim_state"]:
     setattr(UnitAttributes, _name, _setting(_name, "config.late"))
 
 

@@ -27,8 +27,8 @@ class OptimStateMethods(UnitAttributes):
     """Saves and loads optimizer state of a sharded model under original names, whole or sharded.
 
     *Whole* state equals that of the same optimizer over the unwrapped model, keyed by name; `rekey_optim_state_dict`
-    converts it to that optimizer's keys. All methods are **collective** over the ranks of the model, and gather or
-    scatter one shard's state at a time.
+    converts it to that optimizer's keys. Methods are **collective** over the ranks of the model, and gather or scatter
+    one shard's state at a time; `get_shard_from_optim_state_dict` does not communicate.
     """
 
     # ---- in the form set for the model
@@ -194,12 +194,15 @@ class OptimStateMethods(UnitAttributes):
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: dict[str, Any], optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Convert the result of `gather_full_optim_state_dict` for this rank's optimizer.
+        """Convert the result of `gather_full_optim_state_dict` for this rank's optimizer. No communication.
 
         With several param groups pass the ``optim`` that has them; without it, one group of ``parameters()`` is
         assumed.
+
+        Raises:
+            ValueError: the state does not combine into the state of one shard.
         """
-        params = OptimParams(self)
+        params = OptimParams(self, is_local=True)
         groups = params.groups_of(optim)
         numbered = [params.in_order(name for param in own for name in params.of(param).first_names) for own in groups]
         names = dict(enumerate(name for own in numbered for name in own))
@@ -210,7 +213,7 @@ class OptimStateMethods(UnitAttributes):
                 for group in full_optim_state_dict["param_groups"]
             ],
         }
-        return ShardedOptimState(self).make(named, groups)
+        return ShardedOptimState(self, Source.THIS_RANK).make(named, groups)
 
 
 def _from_first(config: Any) -> bool:

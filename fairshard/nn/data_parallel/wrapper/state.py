@@ -25,7 +25,7 @@ from fairshard.state.assigned_values import is_assigned
 from fairshard.state.fairscale_shards import consolidate
 from fairshard.state.forms import common_settings
 from fairshard.state.full_params import Showing, is_shown, summon
-from fairshard.state.local import load_local_state_dict, local_metadata, local_state_dict
+from fairshard.state.local import add_local_state_dict, load_local_state_dict, local_metadata, local_state_dict
 from fairshard.state.model import (
     Loading,
     check_loads_inside,
@@ -62,10 +62,7 @@ class StateMethods(UnitAttributes):
         # Only the outermost wrapper compares the units: comparing in each wrapper would walk the tree every time.
         settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            state = {} if destination is None else destination
-            local = local_state_dict(self, settings.state_dict_config.offload_to_cpu)
-            state.update({f"{prefix}{name}": value for name, value in local.items()})
-            return state
+            return add_local_state_dict(self, destination, prefix, settings.state_dict_config.offload_to_cpu)
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
         state = module_state_dict(self, self._unit, destination, prefix, keep_vars)
@@ -92,7 +89,11 @@ class StateMethods(UnitAttributes):
         return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict, assign))
 
     def local_state_dict(self) -> dict[str, Tensor]:
-        """Copies of this rank's shards and buffers; they load only into the same wrapping, rank and world size."""
+        """Copies of this rank's shards and buffers; they load only into the same wrapping, rank and world size.
+
+        The description of the shards is in the attribute ``_metadata`` of the dict; without it, a load checks only
+        names and shapes.
+        """
         return local_state_dict(self)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
@@ -116,12 +117,13 @@ class StateMethods(UnitAttributes):
     ) -> dict[str, Tensor]:
         """The whole state dict, in host memory, from every rank's `local_state_dict` and `local_metadata_dict`.
 
-        Also accepts fairscale's shards. Buffers are rank 0's. Needs no process group and no model. ``strict=False``
-        leaves out parameters that are missing from the weights.
+        Also accepts fairscale's shards. Buffers are those of the first rank that has them. Units that only some ranks
+        have (experts) keep their names; under one name all ranks or groups of ranks must have equal values. Needs no
+        process group and no model. ``strict=False`` leaves out parameters that are missing from the weights.
 
         Raises:
             ValueError: the numbers of weights and descriptions differ.
-            CheckpointError: they are not the shards of all ranks of one model, in order.
+            CheckpointError: they are not the shards of all ranks of one model, in order, or values differ.
         """
         state, buffers = consolidate(shard_weights, shard_metadata, strict)
         return {name: state[name] for name in state if with_module_buffers or name not in buffers}
