@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,11 @@ def _train(*arguments):
     result = subprocess.run([*COMMAND, *arguments], env=_environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def _folder_of(of_run):
+    """The folder of the run of `unbroken`, beside its text."""
+    return Path(of_run[of_run.index("--data") + 1]).parent
 
 
 def _losses(folder):
@@ -191,7 +197,15 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
     assert len(_losses(broken)) < len(expected)
     assert "resumed after step" in _train("--resume", "--out", str(broken))
     assert _losses(broken) == expected
+
+
+@pytest.mark.full
+def test_a_run_goes_back_to_an_earlier_step_on_fewer_ranks(tmp_path, unbroken):
+    """``--resume-from`` with another ``--nproc`` drops the later lines and computes them again, closely the same."""
+    of_run, expected = unbroken
+    again = tmp_path / "again"
+    shutil.copytree(_folder_of(of_run) / "run", again)
     # On one rank instead of two, gradients are summed in another order: fp32's last bits, over ten steps.
-    _train("--resume-from", "50", "--out", str(broken), "--nproc", "1")
-    assert _losses(broken) == pytest.approx(expected, rel=1e-4)
-    assert _losses(broken) != expected
+    _train("--resume-from", "50", "--out", str(again), "--nproc", "1")
+    assert _losses(again) == pytest.approx(expected, rel=1e-4)
+    assert _losses(again) != expected
