@@ -43,7 +43,10 @@ def loaded_module(name: str, attribute: str) -> ModuleType | None:
     names = [path for path in sys.modules if path.startswith("fairshard.") and path.endswith(f".{name}")]
     found = [sys.modules[path] for path in names if hasattr(sys.modules[path], attribute)]
     if not found and "fairshard" in sys.modules:
-        raise RuntimeError(f"fairshard has loaded no module {name!r} with {attribute!r}: was it renamed?")
+        raise RuntimeError(
+            f"A loaded module of fairshard must be called {name!r} and have {attribute!r}, but there is none. If "
+            "either was renamed, change the name in benchmarks/measure.py."
+        )
     return found[0] if found else None
 
 

@@ -63,7 +63,10 @@ def write(path: Path, header: Mapping[str, Any], **runs: Sequence[Mapping[str, A
     The first key is ``generated_by``: it tells a reader not to edit the file.
     """
     if next(iter(header)) != "generated_by":
-        raise ValueError(f"a header must begin with `generated_by`, but this begins with `{next(iter(header))}`")
+        raise ValueError(
+            f"A header must begin with the key `generated_by`, but begins with `{next(iter(header))}`. Put the command "
+            "that measures there first."
+        )
     lines = [f" {json.dumps(key)}: {_compact(value)}" for key, value in header.items()]
     for name, own in runs.items():
         body = ",\n".join(f"  {_compact(run)}" for run in own)
@@ -76,7 +79,10 @@ def read(path: Path) -> dict[str, Any]:
     """Return the header and the lists of runs of a file that `write` wrote, in one dict."""
     content = json.loads(path.read_text())
     if "generated_by" not in content:
-        raise ValueError(f"{path} must have the key `generated_by`, but has not: no benchmark wrote it")
+        raise ValueError(
+            f"{path} must have the key `generated_by`, which every benchmark writes, but has the keys {list(content)}. "
+            "Pass a file that a benchmark wrote."
+        )
     return content
 
 

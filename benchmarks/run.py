@@ -162,14 +162,20 @@ class Session:
     def _require_equal_losses(self, run: Mapping[str, Any]) -> None:
         difference = report.loss_difference(run, self.checks[REFERENCE], self.options.precision)
         if difference is not None:
-            raise SystemExit(f"error: engines disagree, so their times say nothing: {difference}")
+            raise SystemExit(
+                f"error: engines must have equal losses for their times to be compared, but differ at {difference}. "
+                "Find out which one trains differently, or leave it out of --engines."
+            )
 
 
 def show(path: Path) -> None:
     """Print the tables of what `Session.save` wrote, and what failed."""
     content = record.read(path)
     if not content.keys() >= {"loss_checks", "runs", "overhead"}:
-        raise SystemExit(f"error: {path} must be of run.py, but is of `{content['generated_by']}`")
+        raise SystemExit(
+            f"error: {path} must be a file that run.py wrote, but `{content['generated_by']}` wrote it. Pass a file "
+            "from `run.py --out`."
+        )
     settings = content["settings"]
     peers = [name for name in settings["engines"] if name not in engines.OURS]
     if content["runs"]:

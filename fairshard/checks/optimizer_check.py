@@ -192,7 +192,8 @@ def _check(optimizer: Optimizer) -> None:
                 raise StaleOptimizerError(
                     f"An optimizer must be built after wrapping, but {type(optimizer).__name__} holds the original "
                     f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
-                    "optimizer from `model.parameters()` of the wrapped model."
+                    "optimizer from `model.parameters()` of the wrapped model, before `unshard()` and not between a "
+                    "forward and its backward."
                 )
             _check_shard(optimizer, param)
 

@@ -14,14 +14,14 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
     root: Root = unit.root
     args, kwargs, call = root.pre_forward(unit, args, kwargs)
     listing = unit.listing
-    is_on = listing.is_on
+    is_nested = listing.is_computing
     try:
-        if not is_on:
+        if not is_nested:
             listing.show()
         versions = listing.versions()
         outputs = function(*args, **kwargs)
         listing.check_unwritten(versions)
     except BaseException:
-        root.abort_forward(unit, is_on)
+        root.abort_forward(unit, is_nested)
         raise
-    return root.post_forward(unit, outputs, call, is_on)
+    return root.post_forward(unit, outputs, call, is_nested)

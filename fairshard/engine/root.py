@@ -113,7 +113,7 @@ class Root:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             return args, kwargs, call
         except BaseException:
-            self.abort_forward(unit, unit.listing.is_on)
+            self.abort_forward(unit, unit.listing.is_computing)
             raise
 
     def post_forward(self, unit: Unit, outputs: Any, call: Call | None, is_nested: bool) -> Any:

@@ -36,7 +36,8 @@ class Unit:
         comm: the ranks that the parameters are cut among; like ``parts``, ``listing`` and ``buffers`` set together
             with ``root``.
         parts: parts of the parameters that stay gathered among a few ranks; None if not configured.
-        listing: registers the leaves, which `parameters()` then yields, while modules compute.
+        listing: registers the leaves, which `parameters()` then yields, while modules compute (without a wrapper: also
+            while the unit stays gathered).
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         is_gathered: whether all ranks count it as gathered.
         is_held: whether this rank keeps the memory when the others free theirs, because a backward could reach the
@@ -237,7 +238,7 @@ class Unit:
         if is_nested:
             return
         if keep:
-            self.listing.hide()
+            self.listing.hide() if self.members is None else self.listing.rest()
         else:
             if self.parts is not None:
                 self.parts.end_forward(self.is_gathered and is_trained)
@@ -287,7 +288,7 @@ class Unit:
         """Undo `begin_backward`."""
         if self.buffers is not None:
             self.buffers.detach()
-        if self.listing.is_on:
+        if self.listing.is_computing:
             self.listing.hide()
 
     def reset(self) -> None:

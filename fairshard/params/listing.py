@@ -1,4 +1,4 @@
-"""``parameters()`` of a unit's modules: gathered parameters while the modules compute, otherwise shards."""
+"""``parameters()`` of a unit's modules: gathered parameters while the modules compute or rest, otherwise shards."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter |
 class Listing:
     """Registers the leaves of ``flat_params`` in place of their shards, while it is on.
 
+    It is *at rest* while on although the modules do not compute: the unit stays gathered, and shows whole parameters.
+
     While on, a shard that is registered for several parameters together is not registered, and a leaf is not an
     attribute of its module, because an attribute would hide a tensor that ``functional_call`` puts there. While off,
     a gathered leaf is an attribute beside the registered parameter.
@@ -25,10 +27,10 @@ class Listing:
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_places", "_slots", "is_on")
+    __slots__ = ("_places", "_slots", "is_at_rest", "is_on")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
-        self.is_on = False
+        self.is_on = self.is_at_rest = False
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
@@ -64,9 +66,27 @@ class Listing:
                     "steps: inside `summon_full_params`, or to the DTensor of `fully_shard`."
                 )
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether it is on for modules that compute."""
+        return self.is_on and not self.is_at_rest
+
+    def rest(self) -> None:
+        """Turn on, or stay on, while the modules do not compute."""
+        if not self.is_on:
+            self.show()
+        self.is_at_rest = True
+
+    def end_rest(self) -> bool:
+        """`hide` if at rest; returns whether it was."""
+        was_at_rest = self.is_at_rest
+        if was_at_rest:
+            self.hide()
+        return was_at_rest
+
     def show(self) -> None:
         """Register the leaves, which show gathered memory, whether or not they are attributes already."""
-        self.is_on = True
+        self.is_on, self.is_at_rest = True, False
         for params, attributes, name, registered, leaf, placeholder in self._places:  # few calls, to save host time
             if name not in params:
                 continue  # the user has deleted it
@@ -80,7 +100,7 @@ class Listing:
     def hide(self) -> None:
         """Register the shards again, and make the leaves attributes; no-op if off."""
         if self.is_on:
-            self.is_on = False
+            self.is_on = self.is_at_rest = False
             for params, attributes, name, registered, leaf, _ in self._places:
                 if name in params and params[name] is leaf:
                     params[name] = registered
@@ -88,7 +108,7 @@ class Listing:
 
     def show_placeholders(self) -> None:
         """As `hide`, but the attributes are the placeholders, not the leaves."""
-        self.is_on = False
+        self.is_on = self.is_at_rest = False
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
                 params[name] = registered

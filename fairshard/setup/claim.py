@@ -83,11 +83,15 @@ def claim(module: nn.Module) -> Root:
 
 
 def roots_below(module: nn.Module) -> list[Root]:
-    """The root of every model in ``module``, outermost first; claims units without a root (**collective**)."""
+    """The root of every model in ``module``, outermost first; claims units without a root (**collective**).
+
+    Units that show whole parameters between passes show shards from now on.
+    """
     roots: dict[Root, None] = {}
     for _, part in walk(module):
         unit = unit_of(part)
         if unit is not None:
+            unit.listing.end_rest()
             roots[unit.root or claim(part)] = None
     return list(roots)
 

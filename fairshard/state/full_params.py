@@ -150,6 +150,7 @@ def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
 
 @contextmanager
 def _summoned(unit: Unit) -> Iterator[None]:
+    unit.listing.end_rest()
     before, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
     try:
         if unit.is_gathered and not unit.is_pinned:

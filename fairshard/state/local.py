@@ -40,22 +40,22 @@ def add_local_state_dict(module: nn.Module, destination: Any, prefix: str, offlo
     return state
 
 
-def note_layout(state: Any, prefix: str, layout: Any) -> None:
-    """Record ``layout``, JSON, as the description of the shards in ``state`` whose names begin with ``prefix``.
+def note_layout(shards: Any, prefix: str, layout: Any) -> None:
+    """Record ``layout``, JSON, as the description of those of ``shards`` whose names begin with ``prefix``.
 
     A plain dict has no attributes, and stays as it is.
     """
-    if not hasattr(state, "_metadata") and hasattr(state, "__dict__"):
-        state._metadata = OrderedDict()
-    if hasattr(state, "_metadata"):
-        state._metadata[prefix[:-1]] = {LAYOUT_KEY: layout}
+    if not hasattr(shards, "_metadata") and hasattr(shards, "__dict__"):
+        shards._metadata = OrderedDict()
+    if hasattr(shards, "_metadata"):
+        shards._metadata[prefix[:-1]] = {LAYOUT_KEY: layout}
 
 
-def layout_of(state: Mapping[str, Any]) -> Any:
-    """The description of the shards in ``state``, JSON: its metadata, or the entry of earlier versions; or None."""
-    if LAYOUT_KEY in state:
-        return bytes(state[LAYOUT_KEY].tolist())
-    return getattr(state, "_metadata", {}).get("", {}).get(LAYOUT_KEY)
+def layout_of(shards: Mapping[str, Any]) -> Any:
+    """The description of ``shards``, JSON: in the metadata, or the entry of earlier versions; None if there is none."""
+    if LAYOUT_KEY in shards:
+        return bytes(shards[LAYOUT_KEY].tolist())
+    return getattr(shards, "_metadata", {}).get("", {}).get(LAYOUT_KEY)
 
 
 def layout_bytes(module: nn.Module) -> Tensor:

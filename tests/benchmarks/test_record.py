@@ -103,7 +103,7 @@ def test_shown_figures_are_those_of_the_runs(tmp_path, capsys):
 def test_only_results_of_run_can_be_shown(tmp_path):
     """Records of other benchmarks are refused with their command."""
     record.write(tmp_path / "out.json", {"generated_by": "python benchmarks/offload.py"}, runs=[])
-    with pytest.raises(SystemExit, match=r"must be of run\.py, but is of `python benchmarks/offload\.py`"):
+    with pytest.raises(SystemExit, match=r"that run\.py wrote, but `python benchmarks/offload\.py` wrote it"):
         run.main(["--show", str(tmp_path / "out.json")])
 
 

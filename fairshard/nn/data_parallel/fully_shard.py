@@ -15,7 +15,7 @@ from fairshard.checks.optimizer_check import watch_optimizers
 from fairshard.engine.members import Members
 from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.engine.unit import Unit
-from fairshard.nn.data_parallel.in_place.loading import accept_whole_values, watch_scalars
+from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch_scalars
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
@@ -153,6 +153,8 @@ def fully_shard(
         nan_check=nan_check,
     )
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    for _, inner in units_below(tree):
+        inner.listing.end_rest()
     groups = find_groups(config.sharding_strategy, None, mesh, None)
     device = current_device() if mesh.device_type == "cuda" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
@@ -168,7 +170,7 @@ def fully_shard(
         register(member, unit)
         for managed in modules_of(member):
             mark_managed(managed)
-        accept_whole_values(modules_of(member))
+        serve_state_dicts(unit, modules_of(member))
     watch_optimizers(flat_params, config)
     watch_scalars(param for flat_param in flat_params for param in flat_param.registered)
     watch_registrations()

@@ -116,7 +116,7 @@ def test_weights_that_change_after_unshard():
         for weight in weights:
             weight.mul_(2)
     assert torch.equal(model(randn(2, 4)), plain(randn(2, 4)))
-    model[0].unshard()
+    model[0].unshard(async_op=True)
     model.zero_grad()
     train_beside(model, plain, before=lambda net: net[0].unshard(async_op=True))
 

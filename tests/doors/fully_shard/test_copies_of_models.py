@@ -114,8 +114,9 @@ def test_optimizers_of_a_copy_are_checked():
     for copied_by in (copy.deepcopy, by_pickle, by_torch_save):
         copied = copied_by(model)
         copied(randn(3, 4)).sum().backward()
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.1, foreach=True)
         loss = copied(randn(3, 4)).sum()
-        torch.optim.SGD(copied.parameters(), lr=0.1, foreach=True).step()
+        optimizer.step()
         with pytest.raises(ShardChangedError):
             loss.backward()
 

@@ -196,8 +196,9 @@ def test_a_change_under_accumulation_is_refused():
 def test_a_step_between_forward_and_backward_is_refused(way):
     """After a step with any kernel the backward raises, because the weights of the forward are gone."""
     _, sharded = both("plain")
+    optimizer = torch.optim.AdamW(sharded.parameters(), **way)
     loss = loss_of_tiny(sharded, (0,))
-    torch.optim.AdamW(sharded.parameters(), **way).step()
+    optimizer.step()
     with pytest.raises(ShardChangedError):
         loss.backward()
 

@@ -1,4 +1,4 @@
-"""Load whole tensors, and DTensors with other placements, into modules with DTensors.
+"""State dicts of modules with DTensors; whole tensors, and DTensors with other placements, load into them.
 
 Also converts optimizer state of 0-dim parameters: torch's ``set_optimizer_state_dict`` treats 0-dim values as plain
 numbers, and leaves the moments of such a parameter as plain tensors. The next step would mix them with DTensors, and
@@ -17,18 +17,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fairshard.engine.unit import Unit
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
 
 
-def accept_whole_values(modules: Iterable[nn.Module]) -> None:
-    """Make ``load_state_dict`` of ``modules`` accept whole tensors as well as DTensors.
+class _ShardsShown:
+    """Hook before a state dict of a module is made or loaded: registers DTensors if ``unit`` shows whole parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *_: Any) -> None:
+        self._unit.listing.end_rest()
+
+
+def serve_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Make state dicts of ``modules`` of ``unit`` hold DTensors, and load whole tensors as well as DTensors.
 
     Each rank copies its part of a whole tensor, without communication. Values are copied even with ``assign=True``,
     including those of ignored parameters, because optimizers hold the existing parameters, and shards share one buffer.
     """
+    shards_shown = _ShardsShown(unit)
     for module in modules:
+        module.register_state_dict_pre_hook(shards_shown)
+        module.register_load_state_dict_pre_hook(shards_shown)
         module.register_load_state_dict_pre_hook(_take_parts)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,8 @@ class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_gathered:
             unit.wait_unshard()
+            if unit.state is TrainingState.IDLE:
+                unit.listing.rest()
 
 
 class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types of its own for custom communication
@@ -84,6 +87,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; with ``async_op`` only start the gather, and return a handle.
 
+        `parameters` then yields whole parameters until `reshard`; they are for reading, because nothing keeps changes.
         The next forward also waits for the gather. If weights change in between and torch counts the write, the forward
         gathers again. torch does not count writes through ``.data`` or ``torch._foreach_`` functions: call `reshard`
         after those. **Collective.**
@@ -240,6 +244,11 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 
     # ---- nn.Module
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients of all parameters, those of DTensors where `parameters` yields whole ones too."""
+        with showing_shards(units_below(self)):
+            super().zero_grad(set_to_none)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
         for unit in _units_of(self, recurse):  # check before anything changes
             check_conversion(unit, fn)
@@ -269,6 +278,17 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         register(self, self._fairshard_unit)
         watch_copy(self._fairshard_unit)
         watch_registrations()
+
+
+@contextmanager
+def showing_shards(units: Sequence[tuple[str, Unit]]) -> Iterator[None]:
+    """Register DTensors inside the ``with`` block, also for ``units`` that stay gathered between passes."""
+    at_rest = [unit for _, unit in units if unit.listing.end_rest()]
+    try:
+        yield
+    finally:
+        for unit in at_rest:
+            unit.listing.rest()
 
 
 def root_of(module: FSDPModule) -> Root:

@@ -66,9 +66,16 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
 
 def _place_of(module: nn.Module) -> str | None:
     """The fqn of ``module`` if `fully_shard` has sharded parameters of it; otherwise None."""
-    is_in_place = any(isinstance(param, DTensor) and stepped_of(param) for param in module._parameters.values())
+    is_in_place = any(param is not None and _is_dtensor(param) for param in module._parameters.values())
     fqn = sharded_param_of(module) if is_in_place else None
     return None if fqn is None else fqn.rpartition(".")[0]
+
+
+def _is_dtensor(param: nn.Parameter) -> bool:
+    """Whether ``param`` is a DTensor that `fully_shard` has registered, or stands in the place of one now."""
+    slot = slot_of(param)
+    shown = param if slot is None else slot.registered
+    return isinstance(shown, DTensor) and bool(stepped_of(shown))
 
 
 def _on_module(module: nn.Module, name: str, submodule: nn.Module) -> None:
