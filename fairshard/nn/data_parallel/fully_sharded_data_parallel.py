@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
+from fairshard.checks.scaling_check import watch_scaling
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
@@ -230,6 +231,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             for flat_param in flat_params:
                 flat_param.register_on(self)
         watch_optimizers(flat_params, self.config)
+        watch_scaling()
         for fqn, inner in units_below(self):
             inner.place(fqn)
             inner.is_inner = inner is not unit
@@ -325,6 +327,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch_copy(self._unit)
+        watch_scaling()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         check_conversion(self._unit, fn)
