@@ -26,6 +26,7 @@ from fairshard.plan.units import auto_wrap_children
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
+from fairshard.setup.added_parameters import watch_additions
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.late_changes import check_conversion
@@ -232,6 +233,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 flat_param.register_on(self)
         watch_optimizers(flat_params, self.config)
         watch_scaling()
+        watch_additions()
         for fqn, inner in units_below(self):
             inner.place(fqn)
             inner.is_inner = inner is not unit
@@ -328,6 +330,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch_copy(self._unit)
         watch_scaling()
+        watch_additions()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         check_conversion(self._unit, fn)
