@@ -12,7 +12,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy, fully_shard
 from fairshard.optim import ShardedGradScaler
 from tests.models import mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd
 
 LAYOUTS = pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def after_backward(model, scaler=None):
     return model
 
 
-@on_ranks(2, 3)
+@on_ranks(2, in_full(3))
 @LAYOUTS
 def test_clipping_by_the_norm_of_a_part_raises_on_all_ranks(layout):
     """No rank's gradients have changed, and the error names the method that clips by the whole norm."""

@@ -11,7 +11,7 @@ from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from tests.models import mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
 
 LAYOUTS = pytest.mark.parametrize(
@@ -71,7 +71,7 @@ CHANGES = {
 }
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @LAYOUTS
 @WHEN
 def test_what_is_added_raises_at_the_next_forward(layout, has_run):
