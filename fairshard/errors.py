@@ -15,6 +15,7 @@ Wrong arguments raise plain ``ValueError`` / ``TypeError``, before any collectiv
     |-- StaleOptimizerError                                   an optimizer built before wrapping
     |-- HeldGradientError                                     an optimizer that would silently skip gradients
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
+    |-- LocalScalingError                                   ranks would clip or skip by their own gradients alone
     |-- HostMemoryError       (+ MemoryError)                 not enough host memory to pin
     |-- StateDictTypesDifferError (+ AssertionError)          units with different types of state dict
     |-- CheckpointError       (+ ValueError)                  a checkpoint is damaged, missing, or of a different model
@@ -77,6 +78,10 @@ class HeldGradientError(FairshardError):
 
 class ShardOptimizerError(FairshardError, TypeError):
     """An optimizer needs what shards do not offer: the parameter's shape, fp32, or a closure over whole weights."""
+
+
+class LocalScalingError(FairshardError):
+    """torch's clipping or loss scaling would treat the parts of a shard differently on each rank."""
 
 
 class HostMemoryError(FairshardError, MemoryError):

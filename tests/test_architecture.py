@@ -313,13 +313,20 @@ def test_no_function_takes_a_state_first():
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_wrapping_and_training_leave_no_attributes(flatten):
-    """A wrap and a step add no attributes to parameters; modules gain their parameters' names, a guard, and marks."""
+    """A wrap and a step add no attributes to parameters; modules gain only their parameters' names, guards and marks.
+
+    Guards are hooks: before the forward, where a shard is registered under a parameter's name, and before state dicts
+    of modules with parameters in them. Marks are read by torch's and other libraries' code.
+    """
     model = tiny()
     modules = dict(model.named_modules())
     before = {name: set(vars(module)) for name, module in modules.items()}
     own = {name: set(dict(module.named_parameters(recurse=False))) for name, module in modules.items()}
     originals = list(model.parameters())
     hooks = {name: _num_hooks(module) for name, module in modules.items()}
+    for name, module in modules.items():
+        for kind in ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+            hooks[name][kind] += bool(list(module.parameters()))
     wrapped = wrap_tiny(model, flatten_parameters=flatten)
     optimizer = sgd(wrapped)
     for step in range(2):

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.checkpoint import save
+from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn import FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state
 
 pytest.importorskip("transformers")
 from transformers import (
@@ -102,6 +104,29 @@ def _train_and_save(name, folder):
         logits = wrapped.eval()(input_ids=prompt).logits
         text = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
     return logits.cpu(), text.cpu()
+
+
+@on_ranks(2)
+@names
+def test_the_wrapper_looks_like_the_model(name, tmp_path):
+    """Its attributes are the model's, what only the wrapper can save is refused by name, and new embeddings raise."""
+    model, block = built(name)
+    expected = copy.deepcopy(model)
+    wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}))
+    for attribute in ("config", "generation_config", "base_model_prefix"):
+        assert getattr(wrapped, attribute) is getattr(model, attribute)
+    assert (wrapped.device, wrapped.dtype) == (expected.device, expected.dtype)
+    if dist.get_rank() == 0:
+        with pytest.raises(ParameterShardedError, match=r"state_dict=\.\.\."):
+            wrapped.save_pretrained(tmp_path)
+    state = wrapped.state_dict()
+    if dist.get_rank() == 0:
+        wrapped.save_pretrained(tmp_path, state_dict=state)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert_same_state(loaded, {name: value.cpu() for name, value in expected.state_dict().items()})
+    model.set_input_embeddings(torch.nn.Embedding(VOCAB, 16, device=rank_device()))
+    with pytest.raises(FairshardError, match="was added later"):
+        wrapped(input_ids=tokens())
 
 
 @names

@@ -22,6 +22,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
+from fairshard.utils.user_line import level_of_user
 
 # Original parameters, which are leaves of a unit now.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -196,6 +197,38 @@ def _check(optimizer: Optimizer) -> None:
                     "forward and its backward."
                 )
             _check_shard(optimizer, param)
+    _warn_of_shape_groups(optimizer)
+
+
+def _warn_of_shape_groups(optimizer: Optimizer) -> None:
+    """Warn if parameters were probably grouped by ``p.dim() >= 2``, or by names, that flat shards do not have.
+
+    It warns if one group is empty, another holds flat shards, their weight decay differs, and the shards of the
+    optimizer were cut from matrices as well as from vectors.
+    """
+    empty = [group for group in optimizer.param_groups if not group["params"]]
+    if not empty:
+        return
+    dims: set[bool] = set()
+    filled = []
+    for group in optimizer.param_groups:
+        found = [stepped for param in group["params"] if (stepped := _watched(param)[0]) is not None]
+        slots = [slot for stepped in found if stepped.shard.dim() == 1 for slot in stepped.slots]
+        dims |= {len(slot.shape) >= 2 for slot in slots}
+        if slots:
+            filled.append((group, found[0].name))
+    decays = [(group.get("weight_decay"), name) for group, name in filled]
+    others = [(decay, name) for decay, name in decays if decay != empty[0].get("weight_decay")]
+    if len(dims) == 2 and others:
+        decay, name = others[0]
+        warnings.warn(
+            f"A parameter group of {type(optimizer).__name__} with weight_decay={empty[0].get('weight_decay')} is "
+            f"empty, and the shards of matrices and vectors alike, such as `{name}`, have weight_decay={decay}: flat "
+            "shards have one dimension and not the original names, so neither `p.dim()` nor a name can group them. "
+            "Wrap with `use_orig_params=True` and group by the names in `named_parameters()`, or use `fully_shard`, "
+            "whose parameters keep their shapes.",
+            stacklevel=level_of_user(),
+        )
 
 
 def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:

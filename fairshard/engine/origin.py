@@ -40,7 +40,9 @@ class Origin:
 
     ``is_placed``: the user chose the device. ``moves_inputs``: a forward moves its inputs there. ``sums``: if ranks
     may have begun with different values, a checksum of each parameter until they are compared. ``shared``: the
-    `SharedParams` of other units that its modules use.
+    `SharedParams` of other units that its modules use. ``ignored_places``: modules with ignored parameters, and
+    the names there. ``num_changes``: how many modules and parameters had been registered in this process when the
+    model was last checked for new ones.
     """
 
     device: torch.device
@@ -49,6 +51,8 @@ class Origin:
     moves_inputs: bool
     sums: dict[str, Tensor]
     shared: Any
+    ignored_places: Sequence[tuple[nn.Module, str]] = ()
+    num_changes: int = -1
     _versions: list[int] = field(default_factory=list)
 
     def note_cut(self, flat_params: Sequence[FlatParam]) -> None:
@@ -70,7 +74,7 @@ class Origin:
         return [module for module in modules if id(module) not in ignored]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "sums": {}}
+        return {**self.__dict__, "sums": {}, "num_changes": -1}
 
 
 def move_inputs(inputs: Any, device: torch.device) -> Any:

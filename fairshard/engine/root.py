@@ -319,7 +319,7 @@ class Root:
     def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
-        state = f"{self.num_interrupted} backwards have raised; units under no_sync: {', '.join(unsynced)}"
+        state = f"backwards that have raised: {self.num_interrupted}; units under no_sync: {', '.join(unsynced)}"
         self.order_check.raise_difference(state)
 
     def before_send(self, unit: Unit) -> None:

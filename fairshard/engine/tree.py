@@ -62,7 +62,8 @@ def modules_of(holder: nn.Module) -> list[nn.Module]:
 def paths_of(holder: nn.Module) -> list[tuple[str, nn.Module]]:
     """Like `modules_of`, outermost first, each with its path from the module that was sharded."""
     if is_wrapper(holder):
-        waiting = [("", child) for child in holder._modules.values() if child is not None]
+        own_modules = [(name, child) for name, child in holder._modules.items() if child is not None]
+        waiting = [("" if name == _WRAPPED else name, child) for name, child in own_modules]
     else:
         waiting = [("", holder)]
     own: dict[int, tuple[str, nn.Module]] = {}

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
 from fairshard.engine.origin import Ignored, Origin
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import units_below, walk
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.shared_params import SharedParams
@@ -86,7 +86,9 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
             sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
-    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, SharedParams())
+    ids = own.ignored.ids
+    places = [(part, name) for _, part in walk(module) for name, param in part._parameters.items() if id(param) in ids]
+    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, SharedParams(), places)
 
 
 def _initialize(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_values: bool) -> torch.device:

@@ -79,7 +79,9 @@ def _items(name: str, given: Any, *kinds: type) -> list[Any]:
     items = list(given)
     for item in items:
         if not isinstance(item, kinds):
-            raise TypeError(f"`{name}` must be an iterable of {wanted}, but holds a {type(item).__name__}.")
+            raise TypeError(
+                f"`{name}` must be an iterable of {wanted}, but holds an object of type {type(item).__name__}."
+            )
     return items
 
 

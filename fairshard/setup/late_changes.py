@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fairshard.engine.tree import paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.names import join
+from fairshard.setup.added_parameters import check_all_known
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -44,7 +42,7 @@ def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
         if unit.members is not None:
             adopt_changes(unit)
     _check_memory(units)
-    _check_added(module)
+    check_all_known(module)
     for unit in units:
         if unit.members is not None:
             _renew_references(unit)
@@ -92,35 +90,6 @@ def _check_memory(units: Sequence[Unit]) -> None:
             f"Parameters must have memory and values before the first forward, but {_listed(left)} still on the meta "
             "device. Call `model.to_empty(device=...)`, then initialise them, or load a state dict."
         )
-
-
-def _check_added(module: nn.Module) -> None:
-    for _, holder in walk(module):
-        unit = unit_of(holder)
-        if unit is not None and unit.members is not None:
-            known = unit.origin.ignored.ids
-            own = {
-                (id(owner), name): slot
-                for flat_param in unit.flat_params
-                for slot in flat_param.slots
-                for owner, name in slot.owners
-            }
-            for path, part in paths_of(holder):
-                for name, param in part._parameters.items():
-                    slot = own.get((id(part), name))
-                    is_new = slot is None and param is not None and id(param) not in known
-                    # A plain tensor under a known name may be there for one call only (functional_call).
-                    if is_new or (slot is not None and isinstance(param, DTensor) and param is not slot.registered):
-                        raise FairshardError(refusal_of_new(join(unit.fqn, join(path, name))))
-
-
-def refusal_of_new(fqn: str) -> str:
-    """The error message for a parameter that was added to a sharded model."""
-    return (
-        f"A model must have all its parameters when it is sharded, but `{fqn}` was added later: each rank would train "
-        "its own copy. Add it before fully_shard, or name it in `ignored_params`; to change the values of a parameter "
-        "copy them into it, or load a state dict."
-    )
 
 
 def _renew_references(unit: Unit) -> None:

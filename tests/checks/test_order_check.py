@@ -272,7 +272,7 @@ def test_the_rank_whose_backward_raised_is_named():
     model = wrapped_path()
     train_step(model, 0)
     backward_that_raises_on(1, model(randn(3, 4)).sum())
-    expected = r"On rank 0, 0 backwards have raised; .* none\. On rank 1, 1 backwards have raised"
+    expected = r"On rank 0, backwards that have raised: 0; .* none\. On rank 1, backwards that have raised: 1"
     with pytest.raises(RanksDisagreeError, match=expected):
         model(randn(3, 4)).sum().backward()
 

@@ -485,9 +485,9 @@ def test_other_types_are_refused(name, given):
 def test_modules_are_no_parameters():
     """Each argument accepts its own kind; `ignored_states` accepts both, and excludes the others."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="holds a Linear"):
+    with pytest.raises(TypeError, match="holds an object of type Linear"):
         FSDP(model, ignored_parameters=[model[0]])
-    with pytest.raises(TypeError, match="holds a Parameter"):
+    with pytest.raises(TypeError, match="holds an object of type Parameter"):
         FSDP(model, ignored_modules=[model[0].weight])
     with pytest.raises(ValueError, match="`ignored_states` cannot be combined with"):
         FSDP(model, ignored_states=[model[0]], ignored_modules=[model[1]])

@@ -60,7 +60,7 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
         raise AttributeError(_missing(type(inside), method_name))
     check_runs_now(method, method_name, type(inside))
     for layer in (module, *layers):
-        layer.forward_methods.add(method_name)
+        layer._fairshard_methods.add(method_name)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

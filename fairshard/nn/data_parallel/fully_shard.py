@@ -186,7 +186,10 @@ def _modules_of(given: Any) -> list[nn.Module]:
         raise ValueError("`module` must be a module or a list of modules, but the list is empty.")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"`module` must be an nn.Module or a list of them, but holds a {type(module).__name__}.")
+            raise TypeError(
+                "`module` must be an nn.Module or a list of them, but holds an object of type "
+                f"{type(module).__name__}."
+            )
         if unit_of(module) is not None:
             how = "by FullyShardedDataParallel" if is_wrapper(module) else "already"
             raise ValueError(f"A module must not be sharded twice, but this {type(module).__name__} has been {how}.")

@@ -11,23 +11,27 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
+from fairshard.checks.scaling_check import watch_scaling
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
-from fairshard.errors import TrainingStateError
+from fairshard.errors import ParameterShardedError, TrainingStateError
 from fairshard.nn.data_parallel.running import run
 from fairshard.nn.data_parallel.torch_state import mark_managed
+from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, option_of
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
-from fairshard.nn.data_parallel.wrapper.methods import explaining, gathering
+from fairshard.nn.data_parallel.wrapper.methods import PLACEMENT, explaining, gathering, placement_of
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.plan.units import auto_wrap_children
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
+from fairshard.setup.added_parameters import watch_additions
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.inner_state import refuse_inner_states
 from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, is_shown, summon
@@ -188,10 +192,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             "order_check": order_check,
             "nan_check": nan_check,
         }
-        self.config = resolve(**settings, late=late)
-        groups = find_groups(
-            self.config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter
-        )
+        config = self._fairshard_config = resolve(**settings, late=late)
+        groups = find_groups(config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter)
         how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
         ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
         check_not_sharded(module, ignored)
@@ -221,19 +223,22 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 ignored=ignored,
             )
         origin = make_ready(module, how, ignored, groups.spanning())
-        flat_params = shard_parameters(module, self.config, groups.shard.rank, groups.shard.world_size, origin)
-        unit = Unit(groups, flat_params, self.config, origin)
+        flat_params = shard_parameters(module, config, groups.shard.rank, groups.shard.world_size, origin)
+        unit = Unit(groups, flat_params, config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
-        self.forward_methods: set[str] = set()
-        self.allow_reset_parameters = allow_reset_parameters
+        self._fairshard_methods: set[str] = set()
+        self._fairshard_resets = allow_reset_parameters
         self.module = module
         for managed in (self, *modules_of(self)):
             mark_managed(managed)
         if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
                 flat_param.register_on(self)
-        watch_optimizers(flat_params, self.config)
+        watch_optimizers(flat_params, config)
+        watch_scaling()
+        watch_additions()
+        refuse_inner_states(self, unit)
         for fqn, inner in units_below(self):
             inner.place(fqn)
             inner.is_inner = inner is not unit
@@ -247,7 +252,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = run(self, self._unit, function, args, kwargs)
-        if self.config.late.clear_autocast_cache:
+        if self._fairshard_config.late.clear_autocast_cache:
             torch.clear_autocast_cache()
         return outputs
 
@@ -315,10 +320,17 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             )
 
     def _find_inside(self, name: str) -> Any:
-        if name in self.forward_methods:
+        if name in self._fairshard_methods:
             return gathering(self._unit, getattr(self.module, name), self._run)
-        found = explaining(self._unit, self.module, name)
-        return self._reset_whole if name == "reset_parameters" and self.allow_reset_parameters else found
+        if name in HIDEABLE and not is_inside(self, name):
+            return option_of(self, name)
+        try:
+            found = explaining(self._unit, self.module, name)
+        except ParameterShardedError:
+            if name not in PLACEMENT:
+                raise
+            return placement_of(self._unit, name)
+        return self._reset_whole if name == "reset_parameters" and self._fairshard_resets else found
 
     def __getstate__(self) -> dict[str, Any]:
         unit = self._unit
@@ -331,6 +343,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch_copy(self._unit)
+        watch_scaling()
+        watch_additions()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         check_conversion(self._unit, fn)

@@ -13,6 +13,7 @@ from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
+from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
 
 
@@ -24,6 +25,8 @@ def run(
         refuse_tracing()
     if unit.root is None:
         warn_of_other_values(claim(holder).units)
+    if not unit.is_inner:
+        check_added(holder, unit)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
     if unit.origin.shared.owners:

@@ -45,7 +45,7 @@ def test_types_and_values_that_are_refused():
     """Each wrong argument raises an error with its name and value, and changes nothing."""
     model = mlp(4, 6, 4)
     refused(TypeError, "`module` must be an nn.Module.*str", "model")
-    refused(TypeError, "holds a int", [model, 3])
+    refused(TypeError, "holds an object of type int", [model, 3])
     refused(ValueError, "list is empty", [])
     refused(ValueError, "each module once", [model, model])
     refused(TypeError, "`mesh` must be a DeviceMesh, but is ProcessGroup", model, mesh=dist.group.WORLD)
@@ -56,7 +56,7 @@ def test_types_and_values_that_are_refused():
     refused(TypeError, "`mp_policy` must be", model, mp_policy=torch_fsdp.MixedPrecision())
     refused(TypeError, "`mp_policy` must be", model, mp_policy=OffloadPolicy())
     refused(TypeError, "`offload_policy` must be an? OffloadPolicy, but is True", model, offload_policy=True)
-    refused(TypeError, "`ignored_params` must be an iterable.*holds a str", model, ignored_params={"0.weight"})
+    refused(TypeError, "`ignored_params` must be an.*an object of type str", model, ignored_params={"0.weight"})
     refused(TypeError, "`ignored_params` must be an iterable", model, ignored_params=3)
     refused(TypeError, "`bucket_cap_mb`", model, bucket_cap_mb="25")
     refused(ValueError, "`order_check`", model, order_check="sometimes")

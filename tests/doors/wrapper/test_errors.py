@@ -242,6 +242,7 @@ def test_the_exception_tree():
         "StaleOptimizerError": (),
         "HeldGradientError": (),
         "ShardOptimizerError": (TypeError,),
+        "LocalScalingError": (),
         "HostMemoryError": (MemoryError,),
         "StateDictTypesDifferError": (AssertionError,),
         "CheckpointError": (ValueError,),

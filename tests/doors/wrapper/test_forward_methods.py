@@ -175,6 +175,10 @@ class Asking(Coder):
     def device(self):
         return next(self.parameters()).device
 
+    @property
+    def first_shape(self):
+        return next(self.parameters()).shape
+
     def place(self, x):
         named = {name: tuple(param.shape) for name, param in self.named_parameters()}
         return x.to(self.device), named
@@ -189,7 +193,8 @@ def test_methods_that_look_for_parameters(kwargs):
     wrapped, x = FSDP(model, **kwargs), randn(2, 6)
     names = [name for name, _ in wrapped.named_parameters()]
     if not kwargs:
-        for name, look in (("device", lambda: wrapped.device), ("place", lambda: wrapped.place(x))):
+        assert wrapped.device == rank_device()
+        for name, look in (("first_shape", lambda: wrapped.first_shape), ("place", lambda: wrapped.place(x))):
             with pytest.raises(ParameterShardedError, match=rf'`{name}` of the wrapped Asking.*wrapper, "{name}"'):
                 look()
     register_forward_method(wrapped, "place")

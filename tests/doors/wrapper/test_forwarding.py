@@ -1,5 +1,7 @@
 """A wrapper looks like the module inside it, and its repr shows its settings."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from fairshard.nn import FSDP as ALIAS
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import data_parallel
+from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
@@ -195,3 +198,75 @@ def test_non_tensor_arguments_and_outputs():
     assert (args, flag, kwargs) == ((1, "two"), marker, {"other": [3]})
     out.sum().backward()
     assert wrapped.params[0].grad is not None
+
+
+class Taken(nn.Module):
+    """A module that has an attribute for each name that a wrapper must leave to it."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        for name in names:
+            setattr(self, name, f"own {name}")
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@on_ranks(2)
+def test_the_modules_own_attributes_come_first():
+    """Names that only we gave to wrappers are the module's if it has them, also through two wrappers, in all states.
+
+    The wrapper itself does not read them: it trains, resets, saves, and is copied and printed as before.
+    """
+    names = sorted(HIDEABLE | {"forward_methods", "allow_reset_parameters", "metrics"})
+    model = FSDP(FSDP(Taken(names), verbose=True), verbose=True, allow_reset_parameters=True)
+    for one in (model, copy.deepcopy(model)):
+        for _ in range(2):
+            assert {name: getattr(one, name) for name in names} == {name: f"own {name}" for name in names}
+            one(randn(2, 4)).sum().backward()
+        assert "nan_check=False" in repr(one)
+        assert list(one.state_dict()) == ["layer.weight", "layer.bias"]
+
+
+@on_ranks(2)
+def test_options_can_be_read_where_the_module_has_no_such_name():
+    """An option is readable, each wrapper's own, and a missing name still raises."""
+    model = FSDP(FSDP(nn.Linear(4, 5), nan_check=True), use_orig_params=True)
+    assert (model.use_orig_params, model.module.use_orig_params) == (True, False)
+    assert (model.nan_check, model.module.nan_check) == (False, True)
+    assert model.verbose is False
+    assert model.config is not model.module.config
+    with pytest.raises(AttributeError, match="forward_methods"):
+        model.forward_methods  # noqa: B018
+
+
+@on_ranks(2)
+def test_the_names_that_fairscale_documented_are_the_wrappers():
+    """Where the module has such a name too, the wrapper's is read on the wrapper, and the module's on the module."""
+    names = ["rank", "world_size", "process_group", "params", "training_state", "mixed_precision", "bucket_cap_mb"]
+    model = FSDP(Taken(names), bucket_cap_mb=3)
+    assert (model.rank, model.world_size, model.bucket_cap_mb) == (torch.distributed.get_rank(), 2, 3)
+    assert model.mixed_precision is False
+    assert [param.dim() for param in model.params] == [1]
+    assert [getattr(model.module, name) for name in names] == [f"own {name}" for name in names]
+
+
+class Placed(nn.Linear):
+    """A module that asks its first parameter for a device and a dtype, as Hugging Face's models do."""
+
+    @property
+    def device(self):
+        return next(param.device for param in self.parameters())
+
+    @property
+    def dtype(self):
+        return next(param.dtype for param in self.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [{}, {"flatten_parameters": False}, {"cpu_offload": True}])
+def test_device_and_dtype_of_a_model_without_parameters(layout):
+    """``model.device`` and ``model.dtype`` are those of the shards, in each layout; methods' errors still explain."""
+    model = FSDP(FSDP(Placed(4, 5).double().to(rank_device()), **layout))
+    assert (model.device.type, model.dtype) == (torch.device(rank_device()).type, torch.float64)

@@ -19,7 +19,7 @@ from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.tree import unit_of, walk
 from fairshard.errors import FairshardError
 from fairshard.params.slot import sharded_param_of, slot_of
-from fairshard.setup.late_changes import refusal_of_new
+from fairshard.setup.added_parameters import refusal_of_new
 from fairshard.utils.names import join
 from fairshard.views.orig_param import OrigParam
 

@@ -1,9 +1,15 @@
-"""The attributes of fairscale's wrapper: its arguments, its ranks, its state."""
+"""The attributes of fairscale's wrapper: its arguments, its ranks, its state.
+
+The wrapper answers the names that fairscale documented, the arguments of its first version included, and its methods.
+For every other name the wrapped module comes first: ``model.config`` is the module's, and an option of the wrapper
+(``precision``, ``verbose``) can be read only if the module has no attribute of that name.
+"""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import fields
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -20,26 +26,22 @@ from fairshard.settings.groups import MISSING, Groups
 class UnitAttributes(Forwarding):
     """A module with a unit, and its attributes under fairscale's names, including the wrapper's arguments."""
 
-    config: UnitConfig
+    _fairshard_config: UnitConfig
 
     def extra_repr(self) -> str:
         """Main settings in fairscale's order; all settings if ``verbose``."""
         own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
         own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
-        if self.config.late.verbose:
-            others = [name for name in (*vars(self.config), *_LATE) if name != "late"]
-            own += [name for name in others if name not in own]
-        return ", ".join(f"{name}={getattr(self, name)}" for name in own)
+        config = self._fairshard_config
+        values = {**vars(config), **vars(config.late), "rank": self.rank, "world_size": self.world_size}
+        if config.late.verbose:
+            own += [name for name in values if name not in (*own, "late")]
+        return ", ".join(f"{name}={values[name]}" for name in own)
 
     @property
     def params(self) -> list[nn.Parameter]:
         """This unit's own shards, as `parameters` yields them."""
         return [stepped.shard for flat_param in self._unit.flat_params for stepped in flat_param.stepped]
-
-    @property
-    def move_params_to_cpu(self) -> bool:
-        """The newer name of ``cpu_offload``."""
-        return self.config.cpu_offload
 
     @property
     def process_group(self) -> ProcessGroup | str:
@@ -136,15 +138,43 @@ class UnitAttributes(Forwarding):
         return unit
 
 
-def _setting(name: str, owner: str = "config") -> property:
-    return property(operator.attrgetter(f"{owner}.{name}"), doc=f"The argument ``{name}`` as resolved.")
+def option_of(wrapper: UnitAttributes, name: str) -> Any:
+    """The option or attribute ``name`` of ``wrapper`` that the wrapped module does not hide.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    config = wrapper._fairshard_config
+    if name == "config":
+        return config
+    if name == "move_params_to_cpu":
+        return config.cpu_offload
+    return getattr(config.late if name in _LATE else config, name)
 
 
-_LATE = [field.name for field in fields(LateOptions)]
-for _name in [field.name for field in fields(UnitConfig) if field.name != "late"]:
-    setattr(UnitAttributes, _name, _setting(_name))
-for _name in [name for name in _LATE if name != "no_broadcast_optim_state"]:
-    setattr(UnitAttributes, _name, _setting(_name, "config.late"))
+def is_inside(wrapper: UnitAttributes, name: str) -> bool:
+    """Whether the module inside all wrappers around it has an attribute ``name`` of its own."""
+    module: nn.Module = wrapper
+    while isinstance(module, UnitAttributes):
+        module = module.module
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        return False
+    return not isinstance(found, UnitConfig)  # of a wrapper inside, found by a module that forwards attributes
+
+
+_FAIRSCALE = {
+    *("reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters", "cpu_offload"),
+    *("compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"),
+}
+_LATE = {field.name for field in fields(LateOptions)}
+_OWN = {field.name for field in fields(UnitConfig)} - {"late"}
+HIDEABLE = (_OWN | _LATE | {"config", "move_params_to_cpu"}) - _FAIRSCALE - {"no_broadcast_optim_state"}
+"""Names that the wrapper answers only if the wrapped module does not."""
+for _name in _FAIRSCALE:
+    _get = operator.attrgetter(f"_fairshard_config.{_name}")
+    setattr(UnitAttributes, _name, property(_get, doc=f"The argument ``{_name}`` as resolved."))
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[UnitAttributes]:

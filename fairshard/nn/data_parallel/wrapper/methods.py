@@ -62,6 +62,17 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
     return call
 
 
+PLACEMENT = ("device", "dtype")
+"""Properties of Hugging Face's models, which look at a parameter."""
+
+
+def placement_of(unit: Unit, name: str) -> Any:
+    """The device on which ``unit`` computes, or the dtype of its parameters, whose shards its wrapper holds."""
+    if name == "device":
+        return unit.origin.device
+    return unit.flat_params[0].shard.dtype
+
+
 def _explained(module: nn.Module, name: str, error: StopIteration) -> Exception:
     if next(module.parameters(), None) is not None:
         return error

@@ -39,7 +39,7 @@ class StateMethods(UnitAttributes):
     """Methods of a wrapper for state dicts and whole parameters."""
 
     def _init_state(self) -> None:
-        self._loading = Loading(self._unit)
+        self._fairshard_loading = Loading(self._unit)
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -84,7 +84,7 @@ class StateMethods(UnitAttributes):
         check_loads_inside(unit for _, unit in units_below(self))
         if common_settings(self).state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return load_local_state_dict(self, state_dict, strict)
-        loadings = [part._loading for _, part in walk(self) if isinstance(part, StateMethods)]
+        loadings = [part._fairshard_loading for _, part in walk(self) if isinstance(part, StateMethods)]
         load = super().load_state_dict
         return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict, assign))
 
@@ -223,7 +223,7 @@ class StateMethods(UnitAttributes):
         self._claimed()
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *rest)
-        self._loading.begin(self, state_dict, prefix, assigns=is_assigned(rest[0]))
+        self._fairshard_loading.begin(self, state_dict, prefix, assigns=is_assigned(rest[0]))
 
     def _assert_idle(self, what: str, or_shown: bool = False) -> None:
         """Check that neither this unit nor any below it is in a pass or, unless ``or_shown``, shown whole."""
@@ -248,4 +248,4 @@ class StateMethods(UnitAttributes):
 
 
 def _end_loading(wrapper: StateMethods, keys: Any) -> None:
-    wrapper._loading.end(keys)
+    wrapper._fairshard_loading.end(keys)

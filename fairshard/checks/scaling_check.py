@@ -1,0 +1,159 @@
+"""Checks torch's clipping and loss scaling: raises if they would treat the ranks' flat shards differently.
+
+Both decide from the gradients that a rank has, which is right for DTensors and for whole gradients. Of a flat shard a
+rank has only its part: `torch.nn.utils.clip_grad_norm_` would scale it by the norm of that part, and
+`torch.amp.GradScaler` would skip the optimizer's step only on the ranks whose part overflowed.
+
+The ranks compare their decisions inside these calls, which every rank makes, and before anything depends on them. At
+the optimizer's step it would be too late: a rank that skips the step would never arrive at the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from fairshard.checks.optimizer_check import stepped_of
+from fairshard.engine.root import roots
+from fairshard.errors import LocalScalingError
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.messages import gather_scalars
+from fairshard.utils.user_line import level_of_user
+
+_CLIP = "_clip_grads_with_norm_"  # what `clip_grad_norm_` calls with the norm; also public, since torch 2.6
+_UNSCALE = "_unscale_grads_"
+_DECIDING = (_UNSCALE, "unscale_", "step", "_maybe_opt_step", "_check_inf_per_device")
+_is_installed = False
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def watch_scaling() -> None:
+    """From now on, compare the ranks' decisions when torch clips or unscales gradients of flat shards."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
+    clip, unscale = getattr(clip_grad, _CLIP, None), getattr(GradScaler, _UNSCALE, None)
+    if clip is not None:
+        setattr(clip_grad, _CLIP, _compared_clip(clip))
+    if unscale is not None:
+        setattr(GradScaler, _UNSCALE, _compared_unscale(unscale))
+
+
+def _compared_clip(clip: Callable[..., None]) -> Callable[..., None]:
+    def compare_and_clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+        if not torch.compiler.is_compiling():
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            check_clip(parameters, max_norm, total_norm)
+        clip(parameters, max_norm, total_norm, foreach)
+
+    return compare_and_clip
+
+
+def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    def unscale_and_compare(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found = unscale(scaler, optimizer, *args, **kwargs)
+        if _decides_alone(type(scaler)):
+            check_overflow(optimizer, found)
+        return found
+
+    return unscale_and_compare
+
+
+def check_clip(params: Iterable[Any], max_norm: float, total_norm: Tensor) -> None:
+    """Raise if ranks would scale the gradients of ``params`` by different factors. **Collective** if some are cut.
+
+    Raises:
+        LocalScalingError: on all ranks; no gradient has changed.
+    """
+    if math.isinf(max_norm):  # only the norm is wanted
+        return
+    comms, names = _cut(params)
+    if not comms:
+        return
+    norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
+    every = _difference(comms, min(float(max_norm) / (norm + 1e-6), 1.0) if norm == norm else norm)
+    if every:
+        raise LocalScalingError(
+            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
+            f"shards such as `{names[0]}`, and would scale those of each rank by the norm of that rank's part "
+            f"({', '.join(f'by {value:.6g} on rank {rank}' for rank, value in every.items())}). Call "
+            "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
+        )
+
+
+def check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> None:
+    """Raise if only some ranks would skip the next step of ``optimizer``. **Collective** if it has cut shards.
+
+    Raises:
+        LocalScalingError: on all ranks, before any of them steps.
+    """
+    comms, names = _cut(param for group in optimizer.param_groups for param in group["params"])
+    if not comms:
+        return
+    _warn_once(optimizer, names[0])
+    every = _difference(comms, float(any(bool(value.item()) for value in found.values())))
+    if every:
+        found_on = ", ".join(f"rank {rank} has {'' if value else 'no '}overflow" for rank, value in every.items())
+        raise LocalScalingError(
+            "All ranks must skip a step or none, but torch's GradScaler looks only at the gradients of its own rank, "
+            f"and would step the parts of flat shards such as `{names[0]}` on some ranks alone: {found_on}. Use "
+            "`fairshard.optim.ShardedGradScaler`, which decides for all ranks."
+        )
+
+
+def _warn_once(optimizer: Optimizer, name: str) -> None:
+    if optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            "torch's GradScaler looks for overflow only in the gradients of its own rank, but is used for flat shards "
+            f"such as `{name}`: training raises as soon as one rank overflows and another does not. Use "
+            "`fairshard.optim.ShardedGradScaler`.",
+            stacklevel=level_of_user(),
+        )
+
+
+def _cut(params: Iterable[Any]) -> tuple[list[Communicator], list[str]]:
+    """The groups among which flat shards in ``params`` are cut, and the shards' names."""
+    comms: dict[Communicator, None] = {}
+    names = []
+    for param in params:
+        stepped = None if isinstance(param, DTensor) else stepped_of(param)
+        if stepped is not None and stepped.comm is not None and stepped.comm.world_size > 1:
+            comms[stepped.comm] = None
+            names.append(stepped.name)
+    return list(comms), names
+
+
+def _difference(comms: Iterable[Communicator], value: float) -> dict[int, float]:
+    """``value`` of each rank of the first group whose ranks differ; empty if none do. **Collective.**"""
+    found: dict[int, float] = {}
+    for comm in comms:  # all of them, also after a difference: the groups of other ranks may overlap
+        own = [root for root in roots if comm in root.comms]
+        if not comm.is_real or not own:
+            continue
+        if any(root.join is not None for root in own):
+            return {comm.rank: value}  # ranks that have run out of batches would not take part
+        every = [values[0] for values in gather_scalars([value], comm.group, own[0].device)]
+        if not found and not all(_is_close(each, every[0]) for each in every):
+            found = dict(enumerate(every))
+    return found
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
+def _decides_alone(scaler_class: type) -> bool:
+    """Whether the class decides as torch's own scaler does; subclasses that look at other ranks replace a method."""
+    return all(getattr(scaler_class, name, None) is getattr(GradScaler, name, None) for name in _DECIDING)

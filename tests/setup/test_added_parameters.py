@@ -1,0 +1,154 @@
+"""Parameters added to a wrapped model, or put in the place of sharded ones, are refused by name at the next forward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fairshard.errors import FairshardError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
+from tests.models import mlp, wrap_each
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import randn
+
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [{}, {"flatten_parameters": False}, {"use_orig_params": True}], ids=["flat", "unflattened", "orig_params"]
+)
+WHEN = pytest.mark.parametrize("has_run", [False, True])
+
+
+class LowRank(nn.Module):
+    """A Linear and a low-rank addition to it, as adapters are injected: the Linear becomes a submodule."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(4, 1, bias=False), nn.Linear(1, 6, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Net(nn.Module):
+    """Two Linears, one in a container that has no parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def add_adapter(net):
+    net.body[0] = LowRank(net.body[0])
+
+
+def add_frozen_adapter(net):
+    net.body[0] = LowRank(net.body[0]).requires_grad_(False)
+
+
+def replace_head(net):
+    net.head = nn.Linear(6, 9)
+
+
+def replace_weight(net):
+    net.head.weight = nn.Parameter(torch.zeros(4, 6))
+
+
+def add_parameter(net):
+    net.body[1].register_parameter("slope", nn.Parameter(torch.ones(1)))
+
+
+CHANGES = {
+    add_adapter: r"body\.0\.(up|down)\.weight",
+    add_frozen_adapter: r"body\.0\.(up|down)\.weight",
+    replace_head: r"head\.weight",
+    replace_weight: r"head\.weight",
+    add_parameter: r"body\.1\.slope",
+}
+
+
+@on_ranks(in_full(1), 2)
+@LAYOUTS
+@WHEN
+def test_what_is_added_raises_at_the_next_forward(layout, has_run):
+    """Each kind of change, before the first forward and after a step, deep in the outer unit: every rank raises."""
+    for change, fqn in CHANGES.items():
+        model = FSDP(Net(), **layout)
+        if has_run:
+            model(randn(3, 4)).sum().backward()
+        change(model.module)
+        for _ in range(2):
+            with pytest.raises(FairshardError, match=f"`{fqn}` was added later.*before wrapping"):
+                model(randn(3, 4))
+
+
+@on_ranks(2)
+@WHEN
+def test_an_inner_unit_and_the_wrapper_itself(has_run):
+    """A parameter added to an inner unit, or set on a wrapper, is named by its place in the whole model."""
+    for holder, fqn in ((lambda model: model.module[2].module, "2.scale"), (lambda model: model, "scale")):
+        model = wrap_each(mlp(4, 6, 4))
+        if has_run:
+            model(randn(3, 4))
+        holder(model).scale = nn.Parameter(torch.ones(4))
+        with pytest.raises(FairshardError, match=f"`{fqn}` was added later"):
+            model(randn(3, 4))
+        del holder(model).scale
+        model(randn(3, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_in_place_after_the_first_forward():
+    """With `fully_shard`, a module added below one without parameters raises too."""
+    model = fully_shard(Net())
+    model(randn(3, 4)).sum().backward()
+    add_adapter(model)
+    with pytest.raises(FairshardError, match=r"`body\.0\.(up|down)\.weight` was added later.*before fully_shard"):
+        model(randn(3, 4))
+
+
+@on_ranks(2)
+@LAYOUTS
+def test_what_may_change(layout):
+    """Other models, modules without parameters, ignored modules and their parameters, wrapped modules, functional_call.
+
+    None of these raises, before the first forward or after it.
+    """
+    net = Net()
+    net.extra = nn.Linear(4, 4)
+    model = FSDP(net, ignored_modules=[net.extra], **layout)
+    replaced = {name: value.detach() for name, value in Net().named_parameters()}
+    for _ in range(2):
+        nn.Linear(2, 2)
+        model.module.body.append(nn.Identity())
+        model.module.extra.scale = nn.Parameter(torch.ones(4))
+        model.module.extra.weight = nn.Parameter(torch.ones(4, 4))
+        given = {f"module.{name}": nn.Parameter(value) for name, value in replaced.items()}
+        functional_call(model, given, (randn(3, 4),))
+        model(randn(3, 4)).sum().backward()
+        functional_call(model, given, (randn(3, 4),))
+        copy.deepcopy(model)(randn(3, 4))
+        with model.summon_full_params(), torch.no_grad():
+            model.module.head.weight.mul_(2)
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
+@on_ranks(2)
+@LAYOUTS
+def test_tied_weights_and_shared_ones(layout):
+    """Names that share a parameter, in one unit or in two, are known."""
+    net = Net()
+    net.tied = nn.Linear(4, 6)
+    net.tied.weight = net.body[0].weight
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    first, second = FSDP(first), FSDP(second)
+    second.append_shared_param(first.module.weight)
+    model = FSDP(nn.Sequential(first, second, FSDP(net, **layout)))
+    for _ in range(2):
+        nn.Linear(2, 2)
+        model(randn(3, 4)).sum().backward()
