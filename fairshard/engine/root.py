@@ -238,21 +238,12 @@ class Root:
 
     # ---- backward
 
-    def leaf_hook(self, unit: Unit) -> Callable[[Tensor], None]:
-        """The hook for leaves of ``unit``; its references are weak, because the garbage collector cannot see hooks."""
-        root, known = weakref.ref(self), weakref.ref(unit)
-
-        def on_grad(_leaf: Tensor) -> None:
-            own, owner = root(), known()
-            if own is None or owner is None:
-                return
-            backward = own.backward
-            if backward is None or backward.task() is None:
-                backward = own._start_backward(None)
-            if owner not in backward.touched:
-                backward.accumulate(owner)
-
-        return on_grad
+    def accumulate(self, unit: Unit) -> None:
+        """The gradient of a leaf of ``unit`` is ready."""
+        backward = self.backward
+        if backward is None or backward.task() is None:
+            backward = self._start_backward(None)
+        backward.accumulate(unit)
 
     def reach(self, probe: Probe) -> None:
         """Autograd has reached the output that ``probe`` is attached to."""

@@ -15,7 +15,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
-from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
 from fairshard.nn.data_parallel.wrapper.methods import explaining, gathering
@@ -30,6 +30,7 @@ from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, is_shown, summon
+from fairshard.utils.dynamo import breaks_graph
 from fairshard.utils.names import join
 
 
@@ -235,10 +236,12 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             inner.is_inner = inner is not unit
             inner.state_dict_settings = late.settings() or inner.state_dict_settings
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
         return self._run(self._modules["module"], args, kwargs)
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = run(self, self._unit, function, args, kwargs)
         if self.config.late.clear_autocast_cache:

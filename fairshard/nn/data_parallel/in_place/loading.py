@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
+from fairshard.utils.dynamo import untraced
 
 
 def accept_whole_values(modules: Iterable[nn.Module]) -> None:
@@ -77,6 +78,7 @@ def watch_scalars(params: Iterable[Tensor]) -> None:
         _is_installed = True
 
 
+@untraced
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
     num_before, scalars = _found.get(optimizer, (-1, []))

@@ -20,11 +20,12 @@ from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
-from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.dynamo import breaks_graph, not_traced
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -60,10 +61,12 @@ class FSDPModule(CommMethods):
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         return made
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the module and its hooks, free them. **Collective.**"""
         return self._fairshard_run(super().__call__, args, kwargs)
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def _fairshard_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._fairshard_unit
         assert unit.members is not None
@@ -315,6 +318,7 @@ def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.M
     return made
 
 
+@not_traced
 def _casting(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
