@@ -58,6 +58,7 @@ class Root:
         self.last = Last()
         self.backward: Backward | None = None
         self.after_step: Event | None = None  # the next pass's gathers wait for it, not for all work queued before
+        self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
         self.has_begun = False
         self.is_last_backward = True
         self.num_interrupted = 0
@@ -259,6 +260,8 @@ class Root:
 
     def _start_backward(self, probe: Probe | None) -> Backward:
         """Begin a backward, at ``probe`` if not None."""
+        if self.on_backward is not None:
+            self.on_backward(self)
         if self.backward is not None:  # it raised, and has not ended properly
             self.reset()
         if self.join is not None:

@@ -14,6 +14,7 @@ from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
+from fairshard.observe.profile_regions import follow_profiler
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.one_model import check_one_model, note_model
@@ -68,6 +69,7 @@ def claim(module: nn.Module) -> Root:
         OrderCheck(units, distinct),
         NanCheck(units, distinct),
     )
+    root.on_backward = follow_profiler
     note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):

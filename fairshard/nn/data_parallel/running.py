@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.autograd import profiler
 
 from fairshard.checks.agreement import warn_of_other_values
 from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
+from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.claim import claim
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
 from fairshard.utils.user_line import level_of_user
@@ -47,6 +49,8 @@ def run(
             set_tracer(tracer)
     if unit.root is None:
         warn_of_other_values(claim(holder).units)
+    if profiler._is_profiler_enabled or open_regions:
+        follow_profiler(unit.root)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
     if unit.origin.shared.owners:

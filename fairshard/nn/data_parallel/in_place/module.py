@@ -25,7 +25,7 @@ from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
-from fairshard.utils.dynamo import breaks_graph, not_traced
+from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -323,4 +323,9 @@ def _casting(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwa
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return apply_to_tensors(cast, function(*args, **kwargs))
+    outputs = function(*args, **kwargs)
+    tracer = set_tracer(None)
+    try:
+        return apply_to_tensors(cast, outputs)
+    finally:
+        set_tracer(tracer)
