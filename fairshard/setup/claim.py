@@ -19,9 +19,11 @@ from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
+from fairshard.utils.dynamo import untraced
 from fairshard.views.rows import join_gathers
 
 
+@untraced
 def claim(module: nn.Module) -> Root:
     """Make ``module``, which is in no model yet, the outermost of all units below it. **Collective.**
 

@@ -51,9 +51,9 @@ def breaks_graph(reason: str) -> Callable[[_F], _F]:
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator of hooks: compiled code calls ``function`` as it is, and nothing in it is traced."""
+    """Decorator of methods and hooks: compiled code calls ``function`` as it is, and nothing in it is traced."""
 
-    @breaks_graph("it is a hook of fairshard")
+    @breaks_graph("it may communicate, which cannot be compiled")
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         tracer = set_tracer(None)

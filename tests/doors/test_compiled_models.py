@@ -1,6 +1,7 @@
 """``torch.compile`` around sharded modules: the forward of each unit is compiled, the engine is not."""
 
 import contextlib
+import shutil
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import Block, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, sgd
@@ -208,3 +209,137 @@ def test_compiled_models_train_alike_with_each_setting(door, setting, checkpoint
     assert train_tiny(model, torch.compile(model, backend=backend)) == train_tiny(twin, twin)
     assert_same_state(model.state_dict(), twin.state_dict())
     assert backend.graphs
+
+
+def fullgraph(way, model):
+    if way == "in place":
+        model.compile(backend="eager", fullgraph=True)
+        return model
+    if way == "module":
+        return torch.compile(model, backend="eager", fullgraph=True)
+    return torch.compile(lambda x: model(x).tanh(), backend="eager", fullgraph=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("way", ["module", "in place", "function"])
+def test_a_whole_graph_is_refused(door, way):
+    """``fullgraph=True`` raises on all ranks, names the cure, gathers nothing inside, and the model still works."""
+    model, x = stack(door), randn(5, 4)
+    with torch.no_grad():
+        expected = model(x)
+    cure = r"compile the blocks inside units" if torch.__version__ >= "2.9" else "fairshard|disable"
+    with CollectiveCounter() as counter, pytest.raises(Exception, match=cure):
+        fullgraph(way, model)(x)
+    only_root = way == "in place" and door == "fully_shard"  # whose call runs the compiled code
+    assert len(counter.calls) == (2 if only_root else 0)  # its own gather, and the one ahead
+    model._compiled_call_impl = None
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_one_graph_serves_all_batch_sizes(door):
+    """With ``dynamic=True`` no batch size after the first compiles a block again."""
+    twin, model, backend = stack(door), stack(door), counting_backend()
+    call = torch.compile(model, backend=backend, dynamic=True)
+    for size in (5, 3, 7):
+        with torch.no_grad():
+            assert torch.equal(call(randn(size, 4, key=size)), twin(randn(size, 4, key=size)))
+    assert num_blocks_in(backend) == (1 if torch.__version__ >= "2.9" or door == "wrapper" else NUM_BLOCKS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_a_model_compiled_before_its_root_is_sharded_trains_alike(door):
+    """A compiled module with units inside becomes the root itself; its state dict loads, also with its own names."""
+    shard = FSDP if door == "wrapper" else fully_shard
+    backend = counting_backend()
+
+    def build(compiles):
+        torch.manual_seed(1)
+        model = Stack().to(rank_device())
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = shard(block)
+        return shard(torch.compile(model, backend=backend) if compiles else model)
+
+    twin, model = build(compiles=False), build(compiles=True)
+    assert train(model, model) == train(twin, twin)
+    assert num_blocks_in(backend) >= 1
+    for (name, actual), (other, expected) in zip(model.state_dict().items(), twin.state_dict().items(), strict=True):
+        assert name.replace("_orig_mod.", "") == other
+        assert torch.equal(whole(actual), whole(expected))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_state_dicts_of_a_compiled_model_load(door):
+    """A compiled model adds torch's prefix to the names, loads what it saved, and the model has plain names."""
+    model, other = stack(door), stack(door)
+    call, target = (torch.compile(one, backend="eager") for one in (model, other))
+    train(model, call, num_steps=1)
+    state = call.state_dict()
+    assert [name.removeprefix("_orig_mod.") for name in state] == list(model.state_dict()) == list(Stack().state_dict())
+    target.load_state_dict(state)
+    assert_same_state(other.state_dict(), model.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_training_continues_after_an_exception_in_compiled_code(door):
+    """A forward that raises inside a compiled unit leaves nothing gathered, and the next steps train alike."""
+    twin, model = stack(door), stack(door)
+    call = torch.compile(model, backend=counting_backend())
+    expected = train(twin, twin)
+    with pytest.raises(Exception, match=r"shape|size|dimension"):
+        call(randn(5, 7))
+    assert train(model, call) == expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_a_compiled_step_may_accumulate_and_clip(door):
+    """A compiled step with ``no_sync`` and clipping inside gives the losses of the uncompiled one."""
+
+    def losses_of(compiles):
+        model = stack(door)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            with no_sync(model):
+                model(x).square().mean().backward()
+            loss = model(y).square().mean()
+            loss.backward()
+            if door == "wrapper":
+                model.clip_grad_norm_(0.1)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = torch.compile(step, backend=counting_backend()) if compiles else step
+        return [run(randn(5, 4, key=key), randn(5, 4, key=-key)).item() for key in range(1, 4)]
+
+    assert losses_of(compiles=True) == losses_of(compiles=False)
+
+
+@pytest.mark.full
+@on_ranks(2, timeout=400.0)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("way", ["module", "in place"])
+def test_inductor_compiles_the_blocks(door, way):
+    """With inductor, losses and weights agree with the uncompiled model to rounding: kernels sum in another order."""
+    if not torch.cuda.is_available() and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler on the CPU")
+    twin, model = stack(door), stack(door)
+    torch.compiler.reset()
+    losses = train(model, WAYS[way](model, "inductor"))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(train(twin, twin)), rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(whole(actual), whole(expected), rtol=1e-4, atol=1e-6)

@@ -25,7 +25,7 @@ from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
-from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer
+from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -35,6 +35,7 @@ class UnshardHandle:
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
+    @untraced
     def wait(self) -> None:
         """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
@@ -80,6 +81,7 @@ class FSDPModule(CommMethods):
 
     # ---- gathering
 
+    @untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; with ``async_op`` only start the gather, and return a handle.
 
@@ -99,6 +101,7 @@ class FSDPModule(CommMethods):
         handle.wait()
         return None
 
+    @untraced
     def reshard(self) -> None:
         """Free the whole parameters of this module, if gathered.
 
