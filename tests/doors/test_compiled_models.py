@@ -94,7 +94,7 @@ WAYS = {"module": compiled, "in place": compiled_in_place, "outer": inside_anoth
 
 @on_ranks(2, timeout=180.0)  # the first import of the compiler takes a while
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["module", "in place", in_full("outer"), "function"])
 def test_blocks_are_compiled_once_and_train_alike(door, way):
     """Losses and weights are those of the uncompiled model; equal blocks share one graph; step 3 compiles nothing."""
     twin = stack(door)
