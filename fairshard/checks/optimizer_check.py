@@ -22,6 +22,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
+from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
 
 # Original parameters, which are leaves of a unit now.
@@ -145,6 +146,7 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
             )
 
 
+@untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _watch_copies()
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)

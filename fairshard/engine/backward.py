@@ -33,6 +33,7 @@ from fairshard.engine.unit import Unit
 from fairshard.params.listing import Listing
 from fairshard.params.versions import check_unchanged
 from fairshard.utils.autograd import at_end_of_task
+from fairshard.utils.dynamo import not_traced, set_tracer
 
 _MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
@@ -46,9 +47,12 @@ class _Token:
     def __init__(self, listings: list[Listing]) -> None:
         self.listings = listings
 
+    @not_traced
     def __del__(self) -> None:
+        tracer = set_tracer(None)
         for listing in self.listings:
             listing.hide()
+        set_tracer(tracer)
 
 
 class Backward:
@@ -336,8 +340,13 @@ def _at_end(end: Callable[[], None], listings: list[Listing]) -> weakref.ref[_To
     """Call ``end`` when the graph task ends; the returned reference dies with the task, even after an exception."""
     token = _Token(listings)
 
+    @not_traced
     def call(_held: _Token = token) -> None:
-        end()
+        tracer = set_tracer(None)
+        try:
+            end()
+        finally:
+            set_tracer(tracer)
 
     at_end_of_task(call)
     return weakref.ref(token)

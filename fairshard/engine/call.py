@@ -26,6 +26,7 @@ from fairshard.utils.autograd import (
     reached,
     sequence_number,
 )
+from fairshard.utils.dynamo import not_traced, set_tracer
 
 
 class Listener(Protocol):
@@ -68,10 +69,15 @@ class Call:
         if tensor.grad_fn is not None:
             call = weakref.ref(self)  # the node is older than the call, and may outlive it
 
+            @not_traced
             def on_input(_grad: Tensor) -> None:
                 known = call()
                 if known is not None:
-                    known.listener.finish(known)
+                    tracer = set_tracer(None)
+                    try:
+                        known.listener.finish(known)
+                    finally:
+                        set_tracer(tracer)
 
             hook_first(tensor, on_input)
         return tensor
@@ -155,9 +161,14 @@ class Probe:
         self.nodes = nodes
         self.inside = inside
 
+    @not_traced
     def __call__(self, _grad: Tensor) -> None:
         """The backward has reached the output."""
-        self.call.listener.reach(self)
+        tracer = set_tracer(None)
+        try:
+            self.call.listener.reach(self)
+        finally:
+            set_tracer(tracer)
 
     def is_restricted(self) -> bool:
         """Whether the running graph task, which has reached the output, skips a node right before it."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from fairshard.utils.dynamo import not_traced
+
 
 class Members:
     """The ``modules`` of one unit, which stays gathered from the first call of any until all have been called.
@@ -28,6 +30,7 @@ class Members:
         """Names of the modules, in their order; skips modules whose ``id`` is not in ``names``."""
         return [names[id(module)] for module in self.modules if id(module) in names]
 
+    @not_traced
     def enter(self, module: nn.Module) -> None:
         """``module`` is called."""
         if len(self.modules) == 1:

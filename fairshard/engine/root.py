@@ -58,6 +58,7 @@ class Root:
         self.last = Last()
         self.backward: Backward | None = None
         self.after_step: Event | None = None  # the next pass's gathers wait for it, not for all work queued before
+        self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
         self.has_begun = False
         self.is_last_backward = True
         self.num_interrupted = 0
@@ -238,21 +239,12 @@ class Root:
 
     # ---- backward
 
-    def leaf_hook(self, unit: Unit) -> Callable[[Tensor], None]:
-        """The hook for leaves of ``unit``; its references are weak, because the garbage collector cannot see hooks."""
-        root, known = weakref.ref(self), weakref.ref(unit)
-
-        def on_grad(_leaf: Tensor) -> None:
-            own, owner = root(), known()
-            if own is None or owner is None:
-                return
-            backward = own.backward
-            if backward is None or backward.task() is None:
-                backward = own._start_backward(None)
-            if owner not in backward.touched:
-                backward.accumulate(owner)
-
-        return on_grad
+    def accumulate(self, unit: Unit) -> None:
+        """The gradient of a leaf of ``unit`` is ready."""
+        backward = self.backward
+        if backward is None or backward.task() is None:
+            backward = self._start_backward(None)
+        backward.accumulate(unit)
 
     def reach(self, probe: Probe) -> None:
         """Autograd has reached the output that ``probe`` is attached to."""
@@ -268,6 +260,8 @@ class Root:
 
     def _start_backward(self, probe: Probe | None) -> Backward:
         """Begin a backward, at ``probe`` if not None."""
+        if self.on_backward is not None:
+            self.on_backward(self)
         if self.backward is not None:  # it raised, and has not ended properly
             self.reset()
         if self.join is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fairshard.engine.leaf_hook import leaf_hook
 from fairshard.engine.members import Members
 from fairshard.engine.origin import Origin
 from fairshard.engine.prefetch import Prefetch
@@ -99,7 +100,7 @@ class Unit:
         self.comm = comms.shard
         self.device = shared.device
         for flat_param in self.flat_params:
-            flat_param.materialize(comms, self.config, shared.transfers, root.leaf_hook(self))
+            flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
         self.listing = Listing(self.flat_params)
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:

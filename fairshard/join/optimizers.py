@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fairshard.engine.root import Root
 from fairshard.errors import FairshardError
 from fairshard.join.join import Join
+from fairshard.utils.dynamo import untraced
 
 _Key = tuple[tuple[str, ...], ...]
 _Settings = list[dict[str, Any]]
@@ -213,6 +214,7 @@ def check_scaler(optimizer: Optimizer) -> None:
         joined.before_unscale(optimizer)
 
 
+@untraced
 def _before_step(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     _num_steps[optimizer] = _num_steps.get(optimizer, 0) + 1
     for joined in list(_open):

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.params.placeholder import GatheredAs, ShardedParameter
+from fairshard.utils.dynamo import not_traced
 
 
 class _Guard:
@@ -27,6 +28,7 @@ class _Guard:
         self._slot = slot
         self._name = name
 
+    @not_traced
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if self._name in module.__dict__:
             _check_not_hidden(module)

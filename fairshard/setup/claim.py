@@ -14,13 +14,16 @@ from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
+from fairshard.observe.profile_regions import follow_profiler
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
+from fairshard.utils.dynamo import untraced
 from fairshard.views.rows import join_gathers
 
 
+@untraced
 def claim(module: nn.Module) -> Root:
     """Make ``module``, which is in no model yet, the outermost of all units below it. **Collective.**
 
@@ -68,6 +71,7 @@ def claim(module: nn.Module) -> Root:
         OrderCheck(units, distinct),
         NanCheck(units, distinct),
     )
+    root.on_backward = follow_profiler
     note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):

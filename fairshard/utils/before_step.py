@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fairshard.utils.dynamo import untraced
+
 _listeners: dict[int, Callable[[], Any]] = {}
 _num_steps = 0
 
@@ -38,6 +40,7 @@ def about_to_step() -> None:
             method()
 
 
+@untraced
 def _before_step(*_: Any) -> None:
     about_to_step()
 

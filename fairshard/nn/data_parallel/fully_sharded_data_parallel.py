@@ -16,7 +16,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import ParameterShardedError, TrainingStateError
-from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import mark_managed
 from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, option_of
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
@@ -35,6 +35,7 @@ from fairshard.setup.inner_state import refuse_inner_states
 from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, is_shown, summon
+from fairshard.utils.dynamo import breaks_graph
 from fairshard.utils.names import join
 
 
@@ -246,10 +247,12 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             if inner.groups.is_alone and not groups.is_alone:
                 inner.config = inner.config.keeping_optim_state()
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the wrapped module, free them. **Collective.**"""
         return self._run(self._modules["module"], args, kwargs)
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = run(self, self._unit, function, args, kwargs)
         if self._fairshard_config.late.clear_autocast_cache:

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import nn
+from torch.autograd import profiler
 
 from fairshard.checks.agreement import warn_of_other_values
 from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
+from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
+from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
+from fairshard.utils.user_line import level_of_user
+
+NOT_IN_A_GRAPH = (
+    "A sharded module must be called between graphs, because gathers cannot be compiled. Leave out `fullgraph=True`, "
+    "or compile the blocks inside units: `FullyShardedDataParallel(torch.compile(block, fullgraph=True))`, "
+    "`fully_shard(torch.compile(block, fullgraph=True))`"
+)
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # roots of models called by compiled code
 
 
+@breaks_graph(NOT_IN_A_GRAPH)
 def run(
     holder: nn.Module, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``function(*args, **kwargs)`` as a forward of ``unit``, the unit of ``holder``. **Collective.**"""
-    if torch.compiler.is_dynamo_compiling():
-        refuse_tracing()
+    """Call ``function(*args, **kwargs)`` as a forward of ``unit``, the unit of ``holder``. **Collective.**
+
+    If compiled code calls it, only ``function`` is compiled.
+
+    Raises:
+        FairshardError: code compiled with ``fullgraph=True`` calls it.
+    """
+    tracer = set_tracer(None)
+    if tracer is not None:
+        try:
+            return _run_compiled(tracer, holder, unit, function, args, kwargs)
+        finally:
+            set_tracer(tracer)
     if unit.root is None:
         warn_of_other_values(claim(holder).units)
     if not unit.is_inner:
         check_added(holder, unit)
+    if profiler._is_profiler_enabled or open_regions:
+        follow_profiler(unit.root)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
     if unit.origin.shared.owners:
@@ -34,18 +61,19 @@ def run(
     return call_in(unit, function, args, kwargs)
 
 
-def refuse_tracing() -> NoReturn:
-    """Raise while torch.compile traces the call of a sharded module.
-
-    Raises:
-        FairshardError: always.
-    """
-    raise FairshardError(
-        "torch.compile must not wrap a sharded module, because it cannot trace gathers. Compile the module inside: "
-        "`FullyShardedDataParallel(torch.compile(block))`, `fully_shard(torch.compile(block))`."
-    )
-
-
-# The flag that `torch.compiler.assume_constant_result` sets, without importing the compiler. Tracing then calls the
-# function; a plain `raise` would only break the graph, and the engine's functions would be traced one by one.
-refuse_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _run_compiled(
+    tracer: Any, holder: nn.Module, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    if not allows_breaks(tracer):
+        raise FairshardError(f"{NOT_IN_A_GRAPH} (unit `{unit.fqn or 'root'}`).")
+    outputs = run(holder, unit, functools.partial(call_with, tracer, function), args, kwargs)
+    if unit.root not in _warned:
+        _warned.add(unit.root)
+        warnings.warn(
+            "torch.compile around a sharded model compiles the forward of each unit by itself, because gathers cannot "
+            "be in a graph. To compile each block as one graph, which is faster, compile the blocks and not the model: "
+            "`block.compile()` before each block is sharded.",
+            stacklevel=level_of_user(),
+        )
+    return outputs

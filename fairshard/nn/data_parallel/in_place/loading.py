@@ -21,6 +21,7 @@ from fairshard.engine.unit import Unit
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
+from fairshard.utils.dynamo import untraced
 
 
 class _ShardsShown:
@@ -91,6 +92,7 @@ def watch_scalars(params: Iterable[Tensor]) -> None:
         _is_installed = True
 
 
+@untraced
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
     num_before, scalars = _found.get(optimizer, (-1, []))

@@ -12,6 +12,7 @@ from torch import nn
 
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError, ParameterShardedError
+from fairshard.utils.dynamo import not_traced
 
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -69,6 +70,7 @@ def explaining_methods(original: type[nn.Module]) -> dict[str, Any]:
 
 
 def _explaining(name: str, function: FunctionType) -> Callable[..., Any]:
+    @not_traced  # if it starts a graph, the frame of `function` does: each function has compiled code of its own
     @functools.wraps(function)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -22,12 +22,13 @@ from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
-from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -37,6 +38,7 @@ class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
+    @untraced
     def wait(self) -> None:
         """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
@@ -67,10 +69,12 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         return made
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters, run the module and its hooks, free them. **Collective.**"""
         return self._fairshard_run(super().__call__, args, kwargs)
 
+    @breaks_graph(NOT_IN_A_GRAPH)
     def _fairshard_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._fairshard_unit
         assert unit.members is not None
@@ -84,6 +88,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 
     # ---- gathering
 
+    @untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; with ``async_op`` only start the gather, and return a handle.
 
@@ -104,6 +109,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         handle.wait()
         return None
 
+    @untraced
     def reshard(self) -> None:
         """Free the whole parameters of this module, if gathered.
 
@@ -341,8 +347,14 @@ def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.M
     return made
 
 
+@not_traced
 def _casting(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return apply_to_tensors(cast, function(*args, **kwargs))
+    outputs = function(*args, **kwargs)
+    tracer = set_tracer(None)
+    try:
+        return apply_to_tensors(cast, outputs)
+    finally:
+        set_tracer(tracer)

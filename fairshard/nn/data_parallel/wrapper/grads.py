@@ -13,6 +13,7 @@ from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.utils.dynamo import untraced
 from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.storage import is_same_memory
 
@@ -20,6 +21,7 @@ from fairshard.utils.storage import is_same_memory
 class GradMethods(StateMethods):
     """Methods of a wrapper for the reduction and clipping of gradients."""
 
+    @untraced
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank without communication inside the ``with`` block; may be nested.
@@ -41,6 +43,7 @@ class GradMethods(StateMethods):
             for unit, sync in zip(root.units, before, strict=True):
                 unit.sync = sync
 
+    @untraced
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the original norm.
 
