@@ -157,13 +157,23 @@ class ParamSlot:
         device = self.leaf.device if shard.device.type == "cpu" else shard.device
         return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
 
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter as it was before sharding."""
+        return self.leaf
+
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf with a new one on ``device``: a leaf on the meta device can never show memory."""
         old = self.leaf
-        self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
-        self.leaf.__dict__.update(old.__dict__)
+        leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+        leaf.__dict__.update(old.__dict__)
+        self.replace_leaf(leaf)
+
+    def replace_leaf(self, leaf: nn.Parameter) -> None:
+        """Compute with ``leaf`` from now on."""
+        self.leaf = leaf
         self._shown = self._empty = None
-        _slots[self.leaf] = weakref.ref(self)
+        _slots[leaf] = weakref.ref(self)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
