@@ -5,7 +5,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-
 aten = torch.ops.aten
 
 
@@ -62,7 +61,7 @@ class Wrapper(torch.Tensor):
             return own.of([part[: args[1][0]] for part in own.parts()])
         if packet in cls.by_row:
             results = [func(part, *args[1:], **kwargs) for part in own.parts()]
-            return [own.of(parts) for parts in zip(*results)] if packet is aten.split else own.of(results)
+            return [own.of(parts) for parts in zip(*results, strict=True)] if packet is aten.split else own.of(results)
         plain = pytree.tree_map_only(Wrapper, lambda tensor: tensor.whole(), (args, kwargs))
         result = func(*plain[0], **plain[1])
         if func._schema.name.endswith("_"):  # written in place: quantize again

@@ -1,6 +1,7 @@
 """Parameters of tensor subclasses that define what is gathered of their shards."""
 
 import copy
+import functools
 import io
 
 import pytest
@@ -8,17 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fairshard import nn as fnn
+from fairshard.checkpoint import Checkpointer
 from fairshard.errors import ShardOptimizerError, StaleOptimizerError
-from fairshard.nn import FullyShardedDataParallel, fully_shard
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer
 from fairshard.utils.collectives import counters, reset_counters
-from tests.on_ranks import in_full, on_ranks
-from tests.reference import randn, sgd
+from tests.on_ranks import on_ranks
+from tests.reference import average_grads_, randn, sgd
 from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -37,9 +41,9 @@ def own_values(net):
     return {name: value.whole() if hasattr(value, "whole") else value for name, value in values.items()}
 
 
-def train(net, num_steps=3, num_backwards=1, clips=False):
+def train(net, num_steps=3, num_backwards=1, clips=False, before_step=lambda: None):
     """The losses and norms of some steps; only the last of ``num_backwards`` reduces."""
-    optimizer = sgd(net)
+    optimizer = sgd(net, lr=0.02)
     seen = []
     for step in range(num_steps):
         for part in range(num_backwards):
@@ -51,31 +55,19 @@ def train(net, num_steps=3, num_backwards=1, clips=False):
         if clips:
             norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             seen.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        before_step()
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(seen)
 
 
-def check_beside_torch(net, given=None, exact=True, **kwargs):
-    """Train ``net`` sharded by this library and by torch: the same losses and values."""
-    ours, theirs = shard(copy_of(net), **(given or {})), shard(copy_of(net), torch_fully_shard, **(given or {}))
-    expected, found = train(theirs, **kwargs), train(ours, **kwargs)
-    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found, expected, **close)
+def check_beside_torch(given, **how):
+    """Train sharded by this library and by torch: the same losses and values."""
+    ours, theirs = shard(Net(), **given), shard(Net(), torch_fully_shard, **given)
+    assert torch.equal(train(ours, **how), train(theirs, **how))
     own, other = own_values(ours), own_values(theirs)
     for name in own:
-        torch.testing.assert_close(own[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **close)
-
-
-def copy_of(net):
-    """An equal net, made again: not every subclass can be copied."""
-    return type(net)(*net.made_with[0], **net.made_with[1])
-
-
-def made(*args, **kwargs):
-    net = Net(*args, **kwargs)
-    net.made_with = args, kwargs
-    return net
+        assert torch.equal(own[name], other[name]), name
 
 
 PROGRAMS = {
@@ -93,30 +85,18 @@ PROGRAMS = {
 def test_trains_as_with_torch():
     """Int8 with scales, packed four-bit and low-precision weights beside plain ones: all values equal torch's."""
     for given, how in PROGRAMS.values():
-        check_beside_torch(made(), given, **how)
+        check_beside_torch(given, **how)
+    check_beside_torch({"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))})
 
 
-@on_ranks(3)
-def test_trains_as_with_torch_on_three_ranks():
-    """Three ranks: torch adds in another order, so values agree up to rounding."""
-    check_beside_torch(made(kinds=(Packed4, Half)), exact=False)
-
-
-@on_ranks(2, in_full(3))
-def test_uneven_rows():
-    """Rows that the number of ranks does not divide, and a rank without rows: pre-all-gather pads."""
-    for rows in (7, 1):
-        net = made(rows, kinds=(Half,))
-        check_beside_torch(net, exact=dist.get_world_size() == 2)
-    if dist.get_world_size() == 2:
-        check_beside_torch(made(7, kinds=(Int8Rows,)))
-
-
-@on_ranks(1)
-def test_one_rank_computes_like_the_plain_module():
-    """On one rank everything equals the same module unsharded."""
-    plain, sharded = Net(kinds=(Int8Rows, Packed4)), shard(Net(kinds=(Int8Rows, Packed4)))
-    assert torch.equal(train(sharded), train(plain))
+@on_ranks(1, 2, 3)
+def test_trains_as_a_replica():
+    """Also with rows that the number of ranks does not divide, and a rank without rows: pre-all-gather pads."""
+    for rows, kinds in ((6, (Int8Rows, Packed4, Half)), (7, (Int8Rows, Half)), (1, (Half,))):
+        sharded, replica = shard(Net(rows, kinds=kinds)), Net(rows, kinds=kinds)
+        params = list(replica.parameters())
+        expected = train(replica, before_step=functools.partial(average_grads_, params, keeps_none=True))
+        assert torch.equal(train(sharded), expected)
 
 
 @on_ranks(2)
@@ -265,7 +245,7 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     cases = [
         (TypeError, rf"{where}` is a NoExtension.*Add `fsdp_pre_all_gather`", NoExtension, {}),
         (TypeError, rf"OneSided.*{where}`, has only `fsdp_pre_all_gather`", OneSided, {}),
-        (TypeError, rf"takes \(mesh, outer_size\)", OtherArguments, {}),
+        (TypeError, r"takes \(mesh, outer_size\)", OtherArguments, {}),
         (ValueError, rf"{where}`.*would be cut along None", Half, None),
     ]
     for error, message, kind, kwargs in cases:
@@ -276,7 +256,7 @@ def test_what_cannot_be_sharded_is_refused_by_name():
             fully_shard(net)
     for kind in (Half, NoExtension):
         with pytest.raises(TypeError, match=rf"{where}` is a {kind.__name__}.*fully_shard.*ignored_modules"):
-            FullyShardedDataParallel(net_of(kind))
+            FSDP(net_of(kind))
     net = Net(kinds=(Half,))
     optimizer = sgd(net)
     shard(net)
@@ -289,13 +269,21 @@ def test_what_cannot_be_sharded_is_refused_by_name():
 def test_settings_that_a_subclass_cannot_have_are_refused():
     """Cutting along another dimension, keeping a part, unequal inputs and CPUOptimizer raise on all ranks."""
     with pytest.raises(ValueError, match=r"layers\.0\.weight`, a Half.*would be cut along 1"):
-        fully_shard(Net(kinds=(Half,)).blocks[0], shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None)
+        fully_shard(
+            Net(kinds=(Half,)).blocks[0], shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None
+        )
     net = shard(net_of(Unpadded))
     with pytest.raises(ValueError, match=r"layers\.0\.weight`.*\(4, 8\) torch.bfloat16 on rank 0 and \(3, 8\)"):
         net(randn(3, 8))
     net = shard(Net(kinds=(Half,)), offload_policy=fnn.CPUOffloadPolicy())
     with pytest.raises(ShardOptimizerError, match=r"layers\.0\.weight` is a Half"):
         CPUOptimizer(net, torch.optim.SGD, lr=0.1)
+    net = shard(Net(kinds=(Half,)))
+    net(randn(3, 8))
+    with pytest.raises(TypeError, match=r"layers\.0\.weight` is a Half"), FSDP.summon_full_params(net):
+        pass
+    with pytest.raises(TypeError, match=r"layers\.0\.weight` is a Half"):
+        Checkpointer("unused").save(1, model=net)
 
 
 @on_ranks(4)
@@ -314,7 +302,7 @@ def test_parameter_classes_with_memory_work_in_both_doors():
     """Subclasses of ``nn.Parameter`` without inner tensors are sharded like any parameter."""
     plain = nn.Linear(4, 4)
     expected = plain(torch.ones(2, 4))
-    for door in (fully_shard, FullyShardedDataParallel):
+    for door in (fully_shard, FSDP):
         module = copy.deepcopy(plain)
         module.weight = Named(module.weight.detach())
         assert torch.equal(door(module)(torch.ones(2, 4)), expected)

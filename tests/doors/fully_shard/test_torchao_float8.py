@@ -50,8 +50,6 @@ def train(net, door, precomputes):
 @on_ranks(2)
 def test_float8_training_equals_torch(gathers_float8, precomputes):
     """Losses and weights of each step are those of torch's ``fully_shard`` on the same program, bit for bit."""
-    ours, theirs = (
-        train(float8_net(gathers_float8), door, precomputes) for door in (fully_shard, torch_fully_shard)
-    )
+    ours, theirs = (train(float8_net(gathers_float8), door, precomputes) for door in (fully_shard, torch_fully_shard))
     for own, other in zip(ours, theirs, strict=True):
         assert torch.equal(own, other)
