@@ -36,7 +36,7 @@ class ExtendedSlot(ParamSlot):
 
     def renew_leaf(self, device: torch.device) -> None:
         """Use an empty leaf on ``device`` until the next gather makes one."""
-        self.replace_leaf(self._empty_leaf(device))
+        self.compute_with(self._empty_leaf(device))
 
     def _empty_leaf(self, device: torch.device) -> nn.Parameter:
         old = self.leaf

@@ -157,23 +157,13 @@ class ParamSlot:
         device = self.leaf.device if shard.device.type == "cpu" else shard.device
         return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
 
-    @property
-    def original(self) -> nn.Parameter:
-        """The parameter as it was before sharding."""
-        return self.leaf
-
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf with a new one on ``device``: a leaf on the meta device can never show memory."""
         old = self.leaf
-        leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
-        leaf.__dict__.update(old.__dict__)
-        self.replace_leaf(leaf)
-
-    def replace_leaf(self, leaf: nn.Parameter) -> None:
-        """Compute with ``leaf`` from now on."""
-        self.leaf = leaf
+        self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+        self.leaf.__dict__.update(old.__dict__)
         self._shown = self._empty = None
-        _slots[leaf] = weakref.ref(self)
+        _slots[self.leaf] = weakref.ref(self)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
@@ -195,6 +185,17 @@ class ParamSlot:
     def shows_other(self) -> bool:
         """Whether the user has assigned to the leaf's ``.data`` since `show`."""
         return self._shown is not None and self._shown.data_ptr() != self.leaf.data_ptr()
+
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter as it was before sharding."""
+        return self.leaf
+
+    def compute_with(self, leaf: nn.Parameter) -> None:
+        """Use ``leaf`` as the leaf from now on."""
+        self.leaf = leaf
+        self._shown = self._empty = None
+        _slots[leaf] = weakref.ref(self)
 
     def attach(self, view: Tensor) -> None:
         """Make the leaf show ``view``, and set it as an attribute of its modules."""

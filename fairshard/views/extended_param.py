@@ -56,7 +56,7 @@ class ExtendedParam(FlatParam):
         extension = Extension(whole, self.compute_dtype_under(config), transfers.device)
         with torch.inference_mode(False), torch.no_grad():
             extension.first(self._newest_on(transfers.device), comms.shard, slot.leaf.requires_grad)
-        slot.replace_leaf(extension.leaf)
+        slot.compute_with(extension.leaf)
         self._extension = extension
         super().materialize(comms, config, transfers, on_grad)
 
