@@ -216,11 +216,16 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
                     f"Parameters must be whole to be sharded, but `{join(fqn, name)}` is a DTensor. Wrap the module "
                     "before distributing it, or leave it out of this unit."
                 )
-            if param is not None and id(param) not in skipped and (is_wrapper(param) or is_extended(param)):
-                _check_wrapper(param, join(fqn, name), in_place)
+            if param is not None and id(param) not in skipped:
+                _check_subclass(param, join(fqn, name), in_place)
 
 
-def _check_wrapper(param: nn.Parameter, fqn: str, in_place: bool) -> None:
+def _check_subclass(param: nn.Parameter, fqn: str, in_place: bool) -> None:
+    held = param._local_tensor if isinstance(param, DTensor) else param
+    if not is_wrapper(held) and not is_extended(held):
+        return
+    if held is not param:
+        refuse_wrapper(held, fqn, "It is the local tensor of a DTensor: use a plain tensor there.")
     if not in_place:
         refuse_wrapper(
             param,

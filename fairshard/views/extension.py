@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -116,12 +116,17 @@ class Extension:
         """Gather for the first time, and make ``outputs`` and ``leaf``. **Collective.**
 
         Raises:
-            ValueError: on all ranks, the inputs of the ranks differ in size or dtype.
+            ValueError: on all ranks, the inputs of the ranks differ in size or dtype, or a rank has none.
             TypeError: `fsdp_post_all_gather` does not return a tensor and its inner tensors.
         """
-        inputs = self._inputs_of(shard)
-        self._kinds = [(each.numel(), each.dtype) for each in inputs]
-        self._check_alike(comm)
+        inputs: list[Tensor] = []
+        failure = None
+        try:
+            inputs = self._inputs_of(shard)
+            self._kinds = [(each.numel(), each.dtype) for each in inputs]
+        except Exception as error:
+            failure = error
+        self._check_alike(comm, failure)
         rows = torch.empty(comm.world_size, self.nbytes, dtype=torch.uint8, device=self.device)
         columns = self.columns(rows)
         for column, each in zip(columns, inputs, strict=True):
@@ -168,13 +173,23 @@ class Extension:
         self._shard, self._shapes = shard, [each.size() for each in inputs]
         return [each.reshape(-1) for each in inputs]
 
-    def _check_alike(self, comm: Communicator) -> None:
-        """Check that the inputs of all ranks have the same sizes and dtypes. **Collective.**"""
-        if comm.world_size == 1 or not comm.is_real:
-            return
-        own = [f"{tuple(shape)} {dtype}" for shape, (_, dtype) in zip(self._shapes, self._kinds, strict=True)]
-        every = comm.gather_objects((self._kinds, own))
-        for rank, (kinds, theirs) in enumerate(every):
+    def _check_alike(self, comm: Communicator, failure: Exception | None) -> None:
+        """Check that the inputs of all ranks have the same sizes and dtypes; ``failure``: why this rank has none.
+
+        **Collective.**
+        """
+        own = [f"{tuple(shape)} {dtype}" for shape, (_, dtype) in zip(self._shapes, self._kinds, strict=False)]
+        text = failure and f"{type(failure).__name__}: {failure}"
+        given = (self._kinds, own, text)
+        every = comm.gather_objects(given) if comm.world_size > 1 and comm.is_real else [given]
+        if failure is not None:
+            raise failure
+        for rank, (kinds, theirs, error) in enumerate(every):
+            if error is not None:
+                raise ValueError(
+                    f"`{PRE}` must work on all ranks, but for parameter `{self.whole.fqn}`, of shape "
+                    f"{tuple(self.whole.shape)} on {comm.world_size} ranks, it failed on rank {rank}: {error}"
+                )
             if kinds != every[0][0]:
                 raise ValueError(
                     f"`{PRE}` must return tensors of the same sizes and dtypes on all ranks, but for parameter "
@@ -213,9 +228,7 @@ def _quiet(written: tuple[Tensor, ...]) -> Iterator[None]:
 
     Not in inference mode: what it makes may be used in training later.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        if written and _keep_versions is not None:
-            with _keep_versions(written):
-                yield
-        else:
-            yield
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        for tensor in written if _keep_versions is not None else ():
+            stack.enter_context(_keep_versions(tensor))
+        yield

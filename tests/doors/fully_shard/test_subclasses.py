@@ -227,6 +227,15 @@ class OtherArguments(Half):
         raise NotImplementedError
 
 
+class FailsOnSecond(Half):
+    """Cannot be gathered by rank 1."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        if mesh.get_local_rank():
+            raise RuntimeError("no padding")
+        return (self.values,), None
+
+
 class Unpadded(Half):
     """Gathers the rows of each rank as they are."""
 
@@ -275,6 +284,9 @@ def test_settings_that_a_subclass_cannot_have_are_refused():
     net = shard(net_of(Unpadded))
     with pytest.raises(ValueError, match=r"layers\.0\.weight`.*\(4, 8\) torch.bfloat16 on rank 0 and \(3, 8\)"):
         net(randn(3, 8))
+    error = (ValueError, RuntimeError)[dist.get_rank()]
+    with pytest.raises(error, match="no padding"):
+        shard(net_of(FailsOnSecond))(randn(3, 8))
     net = shard(Net(kinds=(Half,)), offload_policy=fnn.CPUOffloadPolicy())
     with pytest.raises(ShardOptimizerError, match=r"layers\.0\.weight` is a Half"):
         CPUOptimizer(net, torch.optim.SGD, lr=0.1)
