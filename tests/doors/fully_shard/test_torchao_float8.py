@@ -12,7 +12,8 @@ from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra `test` has it)"
+    importlib.util.find_spec("torchao") is None or torch.__version__ < (2, 11),
+    reason="needs torchao (in extra `test`) and a torch that it supports",
 )
 
 
