@@ -50,13 +50,11 @@ class Whole:
         """The strides of the whole parameter."""
         return torch.empty(self.shape, device="meta").stride()
 
-    def inputs(self, shard: Any) -> tuple[Sequence[Tensor], Any]:
-        """The tensors to gather of ``shard``, and metadata for `fsdp_post_all_gather`."""
-        pre = getattr(shard, PRE)
-        more = (self.shape, self.stride, self.module, self.policy)
-        takes_all = len(inspect.signature(pre).parameters) > 1
-        inputs, metadata = pre(self.mesh, *more) if takes_all else pre(self.mesh)
-        return inputs, metadata
+    def arguments(self, shard: Any) -> tuple[Any, ...]:
+        """The arguments of `fsdp_pre_all_gather` of ``shard``: the mesh alone, or all."""
+        if len(inspect.signature(getattr(shard, PRE)).parameters) == 1:
+            return (self.mesh,)
+        return self.mesh, self.shape, self.stride, self.module, self.policy
 
 
 class Extension:
@@ -75,6 +73,7 @@ class Extension:
         self._dtype = dtype
         self._kinds: list[tuple[int, torch.dtype]] = []  # of each input: its number of elements, and its dtype
         self._shapes: list[torch.Size] = []
+        self._arguments: tuple[Any, ...] = ()
         self._shard: Any = None  # during a gather: the shard and the metadata
         self._metadata: Any = None
         self._memory: dict[int, tuple[Any, int]] = {}  # storages of outputs and leaf, and their sizes
@@ -121,6 +120,7 @@ class Extension:
         """
         inputs: list[Tensor] = []
         failure = None
+        self._arguments = self.whole.arguments(shard)
         try:
             inputs = self._inputs_of(shard)
             self._kinds = [(each.numel(), each.dtype) for each in inputs]
@@ -168,8 +168,9 @@ class Extension:
         self._shard = self._metadata = None
 
     def _inputs_of(self, shard: Tensor) -> list[Tensor]:
+        inputs: Sequence[Tensor]
         with _quiet(()):
-            inputs, self._metadata = self.whole.inputs(shard)
+            inputs, self._metadata = getattr(shard, PRE)(*self._arguments)
         self._shard, self._shapes = shard, [each.size() for each in inputs]
         return [each.reshape(-1) for each in inputs]
 

@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,7 @@ from fairshard.optim import CPUOptimizer
 from fairshard.utils.collectives import counters, reset_counters
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
-from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4
+from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4, needs_fsdp2_on_cpu
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -81,6 +82,7 @@ PROGRAMS = {
 }
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(2)
 def test_trains_as_with_torch():
     """Int8 with scales, packed four-bit and low-precision weights beside plain ones: all values equal torch's."""
@@ -337,13 +339,20 @@ def test_an_exception_leaves_nothing_behind():
 
 
 @on_ranks(2)
-def test_torch_checkpoint():
-    """The state dict can be saved by ``torch.save`` and loaded on the same rank."""
-    net = shard(Net(kinds=(Int8Rows, Packed4)))
+def test_saved_states(tmp_path):
+    """State dicts can be saved by ``torch.save`` and by torch.distributed.checkpoint, and gathered whole."""
+    torch.serialization.add_safe_globals([Int8Rows, Packed4, Half])  # as a library of subclasses does
+    net, first, second = shard(Net()), shard(Net()), shard(Net())
     train(net, num_steps=1)
     memory = io.BytesIO()
     torch.save(net.state_dict(), memory)
     memory.seek(0)
-    other = shard(Net(kinds=(Int8Rows, Packed4)))
-    other.load_state_dict(torch.load(memory, weights_only=False))
-    assert torch.equal(train(other), train(net))
+    first.load_state_dict(torch.load(memory, weights_only=False))
+    dcp.save(net.state_dict(), checkpoint_id=tmp_path)
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    second.load_state_dict(state)
+    assert torch.equal(train(first), train(second))
+    whole = net.blocks[0].layers[2].weight.full_tensor()
+    own = net.blocks[0].layers[2].weight.to_local().whole()
+    assert torch.equal(whole.chunk(2)[dist.get_rank()], own)
