@@ -32,6 +32,7 @@ from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.subclasses import is_wrapper
 
 
 @runtime_checkable
@@ -95,9 +96,21 @@ def rank_key(rank: int) -> str:
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict; sharded values are views of the shards, without a copy."""
+    """The model's state dict; sharded values are views of the shards, without a copy.
+
+    Raises:
+        TypeError: a value is a tensor subclass whose memory only its class can read.
+    """
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict(keep_vars=True)
+    for key, value in state.items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, Tensor) and not isinstance(local, SpanTensor) and is_wrapper(local):
+            raise TypeError(
+                f"A checkpoint must consist of plain tensors, but `{key}` is a {type(local).__name__}, a tensor "
+                "subclass that wraps others. Save the state dict with torch.distributed.checkpoint, which leaves that "
+                "to the class."
+            )
     return {
         key: value.detach() if isinstance(value, Tensor) else _plain(f"model.{key}", value)
         for key, value in state.items()

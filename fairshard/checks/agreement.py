@@ -17,6 +17,7 @@ from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.names import join
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.shown_dtensors import ShownDTensors
+from fairshard.views.shown_extended import ShownExtended
 
 
 def check_agreement(comm: Communicator, units: list[Unit], device: torch.device) -> None:
@@ -125,4 +126,6 @@ def _describe(unit: Unit) -> list[str]:
 
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    return f", sharded on dim {flat_param.shows.dims[index]}" if isinstance(flat_param.shows, ShownDTensors) else ""
+    shows = flat_param.shows
+    kind = f", a {shows.class_name}" if isinstance(shows, ShownExtended) else ""
+    return f"{kind}, sharded on dim {shows.dims[index]}" if isinstance(shows, ShownDTensors) else ""

@@ -22,8 +22,12 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
+<<<<<<< HEAD
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
+=======
+from fairshard.views.shown_extended import ShownExtended
+>>>>>>> i13-subclass
 
 # Original parameters, which are leaves of a unit now.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -49,7 +53,7 @@ def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> No
     global _num_sharded
     for flat_param in flat_params:
         for slot in flat_param.slots:
-            _sharded[slot.leaf] = weakref.ref(slot)  # weak: a slot refers to its leaf and would keep it alive
+            _sharded[slot.original] = weakref.ref(slot)  # weak: a slot refers to its leaf and would keep it alive
             _num_sharded += 1
         for stepped in flat_param.stepped:
             _watch(stepped, config.grad_home)
@@ -139,6 +143,11 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
         for flat_param in unit.flat_params:
             for stepped in flat_param.stepped:
                 check_optimizer_class(optimizer_class, stepped.name)
+                if isinstance(flat_param.shows, ShownExtended):
+                    raise ShardOptimizerError(
+                        f"CPUOptimizer must step plain tensors, but `{stepped.name}` is a "
+                        f"{flat_param.shows.class_name}, a tensor subclass. Use the optimizer class itself."
+                    )
         if unit.config.precision.keep_low_precision_grads:
             raise ValueError(
                 f"CPUOptimizer needs gradients in the dtype of their shards, but unit `{unit.fqn or 'root'}` has "

@@ -168,23 +168,27 @@ class FlatParam(Leaves):
         held = None if self.grad is None else self.grad.value  # from when this unit was a separate model
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
         self._on_grad = on_grad
-        # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
-        self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
         with torch.inference_mode(False), torch.no_grad():
             if self.on_cpu:
                 self._place_on_cpu(keep_on_device=not config.cpu_offload)
             elif self.shard.device != self.compute_device:
                 self.shard.data = self.shard.data.to(self.compute_device)
-            if self.computes_on_shard:
-                self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), comm)
-            else:
-                self.gathered = self.line.gathered_in(self._empty_line(self.compute_dtype), comm)
-                self.gathered.free()
+            self.gathered = self._make_gathered(comm)
         self._hook_leaves()
         self.shows.link()
         self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
         self.route.start_from(comms)
         self.follow_route()
+
+    def _make_gathered(self, comm: Communicator) -> Gathered:
+        """Memory of the whole parameters, freed."""
+        # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
+        self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
+        if self.computes_on_shard:
+            return self.line.gathered_in(self.shard.data.view(1, -1), comm)
+        gathered = self.line.gathered_in(self._empty_line(self.compute_dtype), comm)
+        gathered.free()
+        return gathered
 
     def gather_into(self, gathered: Gathered) -> None:
         """Gather into ``gathered`` from now on."""
@@ -325,7 +329,7 @@ class FlatParam(Leaves):
         """The tensors kept between steps (shard and gradient): on the compute device, and in host memory."""
         device = [tensor for tensor in (self._device_shard, self.route.kept.waiting) if tensor is not None]
         host: list[Tensor] = []
-        (host if self.on_cpu else device).append(self.shard.detach())
+        (host if self.on_cpu else device).extend(self.shows.memory())
         if self.grad is not None:
             (host if self.grad.is_on_host else device).extend(self.grad.tensors())
         return device, host

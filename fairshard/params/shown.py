@@ -69,6 +69,10 @@ class ShownShard:
     def link(self) -> None:
         """Make the registered parameters views of the shard's current memory."""
 
+    def memory(self) -> list[Tensor]:
+        """The tensors that hold the values."""
+        return [self.shard.detach()]
+
     def own_spans(self) -> list[Span]:
         """The span of each registered parameter on the shard, in order."""
         return [Span(0, self.line.shard_numel)]

@@ -188,6 +188,17 @@ class ParamSlot:
         """Whether the user has assigned to the leaf's ``.data`` since `show`."""
         return self._shown is not None and self._shown.data_ptr() != self.leaf.data_ptr()
 
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter as it was before sharding."""
+        return self.leaf
+
+    def compute_with(self, leaf: nn.Parameter) -> None:
+        """Use ``leaf`` as the leaf from now on."""
+        self.leaf = leaf
+        self._shown = self._empty = None
+        _slots[leaf] = weakref.ref(self)
+
     def attach(self, view: Tensor) -> None:
         """Make the leaf show ``view``, and set it as an attribute of its modules."""
         self.show(view)

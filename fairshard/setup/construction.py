@@ -21,6 +21,7 @@ from fairshard.utils.collectives import communicator
 from fairshard.utils.device import current_device, default_device_type, device_count
 from fairshard.utils.messages import backend_name
 from fairshard.utils.parallel import validate_process_group
+from fairshard.utils.subclasses import inner_tensors
 
 _BUCKET_NBYTES = 250 * 2**20
 _RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of its input
@@ -129,11 +130,12 @@ def _warn_unsynced(module: nn.Module) -> None:
 
 def _checksum(param: nn.Parameter) -> Tensor:
     """0-d int64: the sum of the bit patterns."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(param.element_size(), torch.int64)
-    line = param.detach().contiguous().view(-1).view(integer)
     total = torch.zeros((), dtype=torch.int64, device=param.device)
-    for run in line.split(_RUN_NUMEL):
-        total += run.sum(dtype=torch.int64)
+    for tensor in inner_tensors(param):
+        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+        line = tensor.detach().contiguous().view(-1).view(integer)
+        for run in line.split(_RUN_NUMEL):
+            total += run.sum(dtype=torch.int64)
     return total
 
 

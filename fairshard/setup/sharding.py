@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fairshard.engine.origin import Ignored, Origin
 from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
 from fairshard.params.shown import ShownShard
@@ -18,7 +20,10 @@ from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
+from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
+from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
+from fairshard.views.shown_extended import ShownExtended
 from fairshard.views.shown_runs import ShownRuns
 
 _OTHER_ENGINES = (
@@ -68,11 +73,17 @@ def shard_parameters(
 
 
 def shard_rows(
-    module: nn.Module, config: UnitConfig, mesh: DeviceMesh, origin: Origin, dim_of: Callable[[ParamSlot], int]
+    module: nn.Module,
+    config: UnitConfig,
+    mesh: DeviceMesh,
+    origin: Origin,
+    dim_of: Callable[[ParamSlot], int],
+    policy: Any = None,
 ) -> list[FlatParam]:
     """Like `shard_parameters`, but cuts each parameter alone, along ``dim_of(slot)``, over the last dim of ``mesh``.
 
-    A parameter without dimensions stays whole on every rank.
+    A parameter without dimensions stays whole on every rank. A tensor subclass that defines what is gathered is told
+    the user's mixed precision ``policy``.
 
     Raises:
         TypeError, ValueError: see `shard_parameters`.
@@ -83,8 +94,11 @@ def shard_rows(
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
         dims[slot] = dim_of(slot) if slot.shape else None
+    extended = [slot for slot in slots if is_extended(slot.leaf)]
+    for slot in extended:
+        _check_extended(slot, dims[slot], config, mesh)
     flat_params: list[FlatParam] = []
-    for index, group in enumerate(group_slots(slots, config)):
+    for index, group in enumerate(group_slots([slot for slot in slots if slot not in extended], config)):
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.leaf.data = slot.leaf.data.to(origin.device)
@@ -94,8 +108,28 @@ def shard_rows(
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)
+    for slot in extended:
+        shows = ShownExtended(ExtendedSlot(slot), mesh, config.master_on_cpu, origin.device)
+        flat_params.append(ExtendedParam(shows, f"flat_param_{len(flat_params)}", policy))
     origin.note_cut(flat_params)
     return flat_params
+
+
+def _check_extended(slot: ParamSlot, dim: int | None, config: UnitConfig, mesh: DeviceMesh) -> None:
+    """Check that a parameter whose class defines what is gathered can be sharded as asked."""
+    check_extended(slot.leaf, slot.fqn)
+    what = f"`{slot.fqn}`, a {type(slot.leaf).__name__}, which defines what is gathered,"
+    if dim is None or (dim and mesh.size(mesh.ndim - 1) > 1):
+        raise ValueError(
+            f"A tensor subclass with `{PRE}` must be sharded along its first dimension, but {what} has shape "
+            f"{tuple(slot.shape)} and would be cut along {dim}. Return None from `shard_placement_fn` for it."
+        )
+    if not isinstance(config.reshard_after_forward, bool):
+        raise ValueError(
+            f"`reshard_after_forward` must be True or False for a tensor subclass with `{PRE}`, but is "
+            f"{config.reshard_after_forward} for the unit of {what} because its gathered form cannot be cut again. "
+            "Pass True or False."
+        )
 
 
 def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSlot]]:
@@ -182,6 +216,30 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
                     f"Parameters must be whole to be sharded, but `{join(fqn, name)}` is a DTensor. Wrap the module "
                     "before distributing it, or leave it out of this unit."
                 )
+            if param is not None and id(param) not in skipped:
+                _check_subclass(param, join(fqn, name), in_place)
+
+
+def _check_subclass(param: nn.Parameter, fqn: str, in_place: bool) -> None:
+    held = param._local_tensor if isinstance(param, DTensor) else param
+    if not is_wrapper(held) and not is_extended(held):
+        return
+    if held is not param:
+        refuse_wrapper(held, fqn, "It is the local tensor of a DTensor: use a plain tensor there.")
+    if not in_place:
+        refuse_wrapper(
+            param,
+            fqn,
+            f"Shard the module with `fully_shard`, which supports classes with `{PRE}` and `{POST}`; convert the "
+            "module after wrapping; or leave it out (`ignored_modules`).",
+        )
+    if not is_extended(param):
+        refuse_wrapper(
+            param,
+            fqn,
+            f"Add `{PRE}` and `{POST}` to the class (torchao's float8 weights have them with "
+            "`enable_fsdp_float8_all_gather=True`), or name the parameter in `ignored_params`.",
+        )
 
 
 def _check_module(fqn: str, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
-from fairshard.params.slot import ParamSlot
+from fairshard.params.slot import ParamSlot, slot_of
 from fairshard.utils.names import join
 
 
@@ -36,7 +36,8 @@ class _Use:
     @property
     def is_due(self) -> bool:
         """Whether the parameter must still be appended; an inner unit may have appended it."""
-        return self.module._parameters.get(self.name) is self.slot.leaf
+        param = self.module._parameters.get(self.name)
+        return param is not None and slot_of(param) is self.slot
 
 
 @dataclass

@@ -18,6 +18,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import set_grad
 from fairshard.views.orig_param import Stepped
+from fairshard.views.shown_extended import ShownExtended
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,17 @@ def show(unit: Unit, how: Showing) -> Iterator[None]:
     """Register the whole parameters of ``unit``, in the dtype of its shards, under their own names.
 
     An exception skips the write-back. **Collective.**
+
+    Raises:
+        TypeError: a parameter is a tensor subclass.
     """
+    for flat_param in unit.flat_params:
+        if isinstance(flat_param.shows, ShownExtended):
+            raise TypeError(
+                f"Parameters must be plain tensors to be shown whole, but `{flat_param.slots[0].fqn}` is a "
+                f"{flat_param.shows.class_name}, a tensor subclass. Use the DTensors of `fully_shard`, or gather the "
+                "parameters with `unshard()`."
+            )
     with _summoned(unit), ExitStack() as stack:
         if how.from_first:
             _shown_on_first.add(unit)

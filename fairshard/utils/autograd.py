@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
@@ -26,10 +26,23 @@ _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_ex
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+class _Use(torch.autograd.Function):
+    """A use of a tensor that calls no function of its class: a tensor subclass need not support any view."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty(0, dtype=leaf.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 def accumulate_node(leaf: Tensor) -> Any:
     """The graph node that adds to ``leaf.grad``; stays the same object as long as something refers to it."""
     with torch.inference_mode(False), torch.enable_grad():
-        grad_fn = leaf.view_as(leaf).grad_fn
+        made = leaf.view_as(leaf) if type(leaf) in (Tensor, nn.Parameter) else _Use.apply(leaf)  # type: ignore[no-untyped-call]
+    grad_fn = made.grad_fn
     assert grad_fn is not None
     return grad_fn.next_functions[0][0]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.gathered import Gathered
+from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.rows_layout import RowsLayout
@@ -21,6 +21,7 @@ from fairshard.utils.span import Span, cut
 from fairshard.utils.storage import free_storage_
 from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.cut import Cut
+from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.joint_gather import DeferredGather, JointGather
 
 
@@ -122,13 +123,21 @@ def join_gathers(flat_params: Sequence[FlatParam]) -> None:
     joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
     if len(joined) < 2 or joined[0][1].layout.world_size == 1:
         return
-    joint = JointGather([each for each, _ in joined])
+    joint = JointGather([own if isinstance(own := each.gathered, ExtendedGathered) else each for each, _ in joined])
     deferred, last = DeferredGather(joint), len(joined) - 1
     together = [
-        CopiedOut(joint if index == last else deferred, columns, rows.rank, rows.beside(columns))
-        for index, ((_, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
+        _copied_out(each, rows, joint if index == last else deferred, columns)
+        for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
     ]
     for (each, _), gathered in zip(joined, together, strict=True):
         gathered.share(joint, together)
         each.gather_into(gathered)
     free_storage_(joint.buffer)  # last: freed memory cannot be viewed
+
+
+def _copied_out(flat_param: FlatParam, rows: Rows, gather: Gather, columns: Tensor) -> CopiedOut:
+    """Memory of the whole parameters of ``flat_param``, copied out of ``columns`` of a buffer that ``gather`` fills."""
+    own = flat_param.gathered
+    if isinstance(own, ExtendedGathered):
+        return own.joined(gather, columns)
+    return CopiedOut(gather, columns, rows.rank, rows.beside(columns))

@@ -161,7 +161,7 @@ def fully_shard(
     ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
     check_not_sharded(tree, ignored, in_place=True)
     origin = make_ready(tree, how, ignored, groups.spanning())
-    flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks))
+    flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks), mp_policy)
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:

@@ -1,0 +1,61 @@
+"""A parameter whose class defines what is gathered: its leaf is made by that class, and keeps its own memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairshard.params.slot import ParamSlot
+
+
+class ExtendedSlot(ParamSlot):
+    """See `ParamSlot`. The leaf is not the original parameter: it is empty until its first gather makes it.
+
+    Then it stays the same object, of whatever class; `Extension` frees and refills its memory.
+    """
+
+    def __init__(self, slot: ParamSlot) -> None:
+        super().__init__(slot.leaf, slot.fqn)
+        self._original: Any = weakref.ref(slot.leaf)
+        for module, name in slot.owners:
+            self.add_owner(module, name)
+
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter before sharding, or the leaf if nothing refers to that any more."""
+        original: nn.Parameter | None = self._original and self._original()
+        return self.leaf if original is None else original
+
+    def register(self, shard: nn.Parameter | None) -> None:
+        """See `ParamSlot.register`. In addition, drops the original parameter, which would keep its memory."""
+        super().register(shard)
+        self.renew_leaf(self.leaf.device)
+
+    def renew_leaf(self, device: torch.device) -> None:
+        """Use an empty leaf on ``device`` until the next gather makes one."""
+        self.compute_with(self._empty_leaf(device))
+
+    def _empty_leaf(self, device: torch.device) -> nn.Parameter:
+        old = self.leaf
+        return nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+
+    def move_to(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on."""
+        self.renew_leaf(device)
+
+    def show(self, view: Tensor) -> None:
+        """Do nothing: the leaf's own memory is refilled."""
+
+    def clear(self) -> None:
+        """Do nothing: the leaf's own memory is freed."""
+
+    @property
+    def shows_other(self) -> bool:
+        """Not known for a tensor subclass: always False."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "leaf": self._empty_leaf(self.leaf.device), "_original": None}
