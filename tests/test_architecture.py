@@ -257,7 +257,7 @@ def test_private_autograd_is_used_in_one_file(path):
 
 
 PARAMETER_NAMES = {"p", "param", "parameter", "leaf", "shard", "full", "tensor", "weight", "grad"}
-TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad"}
+TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad", "_local_tensor", "_spec"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -19,6 +19,7 @@ from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import current_device, default_device_type, device_count
+from fairshard.utils.dtensors import memory_of
 from fairshard.utils.messages import backend_name
 from fairshard.utils.parallel import validate_process_group
 
@@ -128,7 +129,7 @@ def _warn_unsynced(module: nn.Module) -> None:
 def _checksum(param: nn.Parameter) -> Tensor:
     """0-d int64: the sum of the bit patterns."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(param.element_size(), torch.int64)
-    line = param.detach().contiguous().view(-1).view(integer)
+    line = memory_of(param.detach()).contiguous().view(-1).view(integer)
     total = torch.zeros((), dtype=torch.int64, device=param.device)
     for run in line.split(_RUN_NUMEL):
         total += run.sum(dtype=torch.int64)

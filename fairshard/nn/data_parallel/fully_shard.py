@@ -20,10 +20,11 @@ from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
 from fairshard.settings.groups import find_groups
-from fairshard.settings.mesh import check_mesh, default_mesh
+from fairshard.settings.mesh import default_mesh
 from fairshard.settings.resolve import resolve
 from fairshard.settings.state_dicts import StateDictType, resolve_settings
 from fairshard.setup.construction import make_ready, resolve_construction
@@ -47,7 +48,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     bucket_cap_mb: float = ...,
     order_check: str = ...,
     nan_check: bool = ...,
@@ -64,7 +65,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     bucket_cap_mb: float = ...,
     order_check: str = ...,
     nan_check: bool = ...,
@@ -80,7 +81,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _AS_IS,
     offload_policy: OffloadPolicy = _ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     bucket_cap_mb: float = 25,
     order_check: str = "sampled",
     nan_check: bool = False,
@@ -114,7 +115,8 @@ def fully_shard(
         mp_policy: dtypes of compute, gradients and outputs.
         offload_policy: whether shards, gradients and optimizer state are kept in host memory.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: must be None: parameters that are already DTensors are not supported.
+        dp_mesh_dims: the data-parallel dimensions of ``mesh``, if that is the mesh on which all parameters are
+            DTensors already, replicated over these dimensions.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
             reduces the gradients of each unit separately. The value of the outermost module applies.
         order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are always compared at the start of each
@@ -133,20 +135,13 @@ def fully_shard(
     offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"`shard_placement_fn` must be a function of a parameter, but is {shard_placement_fn!r}.")
-    if dp_mesh_dims is not None:
-        raise ValueError(
-            "`dp_mesh_dims` must be None: it is for parameters that are DTensors on a larger mesh, which are not "
-            "supported. Pass the data-parallel part of the mesh as `mesh`."
-        )
-    mesh = default_mesh() if mesh is None else mesh
-    check_mesh(mesh)
-    num_ranks = mesh.size(mesh.ndim - 1)
+    data = DataMesh.of(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    mesh = data.mesh
     config = _config(
         reshard_after_forward,
-        num_ranks,
+        data,
         mixed_precision=policy.precision,
         cpu_offload=offloads,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else None,
         bucket_cap_mb=bucket_cap_mb,
         order_check=order_check,
         nan_check=nan_check,
@@ -156,9 +151,9 @@ def fully_shard(
     device = current_device() if mesh.device_type == "cuda" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
     ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
-    check_not_sharded(tree, ignored, in_place=True)
+    check_not_sharded(tree, ignored, data)
     origin = make_ready(tree, how, ignored, groups.spanning())
-    flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks))
+    flat_params = shard_rows(tree, config, data, origin, _placing(shard_placement_fn, data.num_shards))
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
@@ -194,9 +189,15 @@ def _modules_of(given: Any) -> list[nn.Module]:
     return modules
 
 
-def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
+def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
+    num_ranks = data.num_shards
     if reshard is not None and not isinstance(reshard, int):
         raise ValueError(f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.")
+    if data.whole is not None and isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise ValueError(
+            f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or leave "
+            "`dp_mesh_dims` out and pass the data-parallel mesh."
+        )
     keeps_root = reshard is None
     reshard = True if reshard is None else reshard
     if not isinstance(reshard, bool):
@@ -211,12 +212,15 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
                 stacklevel=3,
             )
         reshard = False if reshard == 1 else True if reshard == num_ranks else reshard
-    hybrid = settings["sharding_strategy"] is not None
-    if hybrid and reshard is False:
-        settings["sharding_strategy"] = ShardingStrategy._HYBRID_SHARD_ZERO2
-        reshard = True
+    strategy = None
+    if not data.shards:
+        strategy, reshard = ShardingStrategy.NO_SHARD, True
+    elif data.replicates:
+        strategy = ShardingStrategy.HYBRID_SHARD if reshard is not False else ShardingStrategy._HYBRID_SHARD_ZERO2
+        reshard = True if reshard is False else reshard
     return resolve(
         reshard_after_forward=reshard,
+        sharding_strategy=strategy,
         fp32_reduce_scatter=False,
         flatten_parameters=True,
         compute_dtype=None,

@@ -21,7 +21,7 @@ from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.running import run
-from fairshard.settings.mesh import SavedMesh, check_mesh
+from fairshard.settings.mesh import check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
@@ -231,8 +231,7 @@ class FSDPModule(CommMethods):
             for flat_param in unit.flat_params:
                 shown = flat_param.shows
                 if isinstance(shown, ShownDTensors):
-                    shown.placed = SavedMesh(mesh)
-                    shown.connect()
+                    shown.follow_mesh(mesh)
 
     # ---- nn.Module
 
