@@ -12,6 +12,7 @@ import torch
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.names import join
@@ -125,4 +126,8 @@ def _describe(unit: Unit) -> list[str]:
 
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    return f", sharded on dim {flat_param.shows.dims[index]}" if isinstance(flat_param.shows, ShownDTensors) else ""
+    if not isinstance(flat_param.shows, ShownDTensors):
+        return ""
+    slot = flat_param.slots[index]
+    placed = f", a DTensor of {slot.spec.placements}" if isinstance(slot, DTensorSlot) else ""
+    return f", sharded on dim {flat_param.shows.dims[index]}{placed}"

@@ -351,7 +351,8 @@ class Leaves:
             leaf.grad = None
             if self._has_dtensors:
                 dtensor: Any = slot
-                grad = dtensor.local_grad(grad)
+                # In the wider dtype, if any, because the sum over the parameter's own mesh would round otherwise.
+                grad = dtensor.local_grad(grad if self._accumulated is None else grad.to(self._accumulated.dtype))
             if grad.is_sparse:
                 grad = grad.to_dense()
         if self._accumulated is None:

@@ -195,8 +195,8 @@ def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
         raise ValueError(f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.")
     if data.whole is not None and isinstance(reshard, int) and not isinstance(reshard, bool):
         raise ValueError(
-            f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or leave "
-            "`dp_mesh_dims` out and pass the data-parallel mesh."
+            f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or "
+            "leave `dp_mesh_dims` out and pass the data-parallel mesh."
         )
     keeps_root = reshard is None
     reshard = True if reshard is None else reshard
