@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from fairshard.checks.optimizer_check import watch_optimizers
 from fairshard.engine.members import Members
@@ -17,8 +15,8 @@ from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_o
 from fairshard.engine.unit import Unit
 from fairshard.nn.data_parallel.in_place.loading import accept_whole_values, watch_scalars
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
+from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
-from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import LateOptions, UnitConfig
 from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
 from fairshard.settings.fsdp1 import ShardingStrategy
@@ -31,8 +29,6 @@ from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.sharding import check_not_sharded, shard_rows
 from fairshard.utils.device import current_device
-
-Placement = Callable[[nn.Parameter], Shard | None]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _AS_IS, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
@@ -111,7 +107,8 @@ def fully_shard(
         reshard_after_forward: free the whole parameters between forward and backward. A divisor of the number of ranks
             keeps them sharded over that many ranks. None means False for the outermost module, and True for others.
         shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None means the first dimension.
-            The size of any other dimension must be divisible by the number of ranks.
+            The size of any other dimension must be divisible by the number of ranks. A ``ShardPlacementResult`` also
+            names other ranks: modules all of whose parameters are on other ranks become units of their own.
         mp_policy: dtypes of compute, gradients and outputs.
         offload_policy: whether shards, gradients and optimizer state are kept in host memory.
         ignored_params: parameters that are not sharded.
@@ -147,13 +144,18 @@ def fully_shard(
         nan_check=nan_check,
     )
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    if shard_placement_fn is not None:
+        options = {"shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        options |= {"reshard_after_forward": reshard_after_forward, "ignored_params": ignored_params}
+        for part, where in modules_elsewhere(tree, shard_placement_fn, data).items():
+            fully_shard(part, **options, **where, bucket_cap_mb=bucket_cap_mb, nan_check=nan_check)
     groups = find_groups(config.sharding_strategy, None, mesh, None)
     device = current_device() if mesh.device_type == "cuda" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
     ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
     check_not_sharded(tree, ignored, data)
     origin = make_ready(tree, how, ignored, groups.spanning())
-    flat_params = shard_rows(tree, config, data, origin, _placing(shard_placement_fn, data.num_shards))
+    flat_params = shard_rows(tree, config, data, origin, placing(shard_placement_fn, data))
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
@@ -228,32 +230,3 @@ def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
         late=LateOptions(disable_reshard_on_root=keeps_root, keeps_across_passes=True),
         **settings,
     )
-
-
-def _placing(placement: Placement | None, num_ranks: int) -> Callable[[ParamSlot], int]:
-    """A function that returns the dimension along which a parameter is cut."""
-
-    def dim_of(slot: ParamSlot) -> int:
-        found: Any = None if placement is None else placement(slot.leaf)
-        if found is None:
-            return 0
-        if not isinstance(found, Shard):
-            raise TypeError(
-                "`shard_placement_fn` must return a torch.distributed.tensor.Shard or None, but returned "
-                f"{type(found).__name__} ({found!r}) for `{slot.fqn}`. All parameters of a unit are on its `mesh`."
-            )
-        shape = tuple(slot.shape)
-        if not -len(shape) <= found.dim < len(shape):
-            raise ValueError(
-                f"`shard_placement_fn` must name a dimension of the parameter, but returned {found!r} for "
-                f"`{slot.fqn}`, which has shape {shape}."
-            )
-        dim = found.dim % len(shape)
-        if dim and shape[dim] % num_ranks:
-            raise ValueError(
-                f"A dimension other than the first must be cut evenly, but {num_ranks} ranks do not divide dimension "
-                f"{dim} of `{slot.fqn}`, which has shape {shape}. Return None from `shard_placement_fn` for it."
-            )
-        return dim
-
-    return dim_of

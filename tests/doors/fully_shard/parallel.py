@@ -130,7 +130,7 @@ class Batches:
 
 
 def train(model, batches, num_steps=2, accumulates=(), optimizer=None, clips=True):
-    """Loss and gradient norm of each step of SGD; ``accumulates``: methods that are False in the first of two passes."""
+    """Loss and gradient norm of each step; ``accumulates``: methods that are False in the first of two passes."""
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     figures = []

@@ -89,10 +89,6 @@ def test_placements_that_are_refused():
             refused(*expected, model, shard_placement_fn=lambda p, found=placement: found if p.dim() > 1 else None)
     refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which has shape \(4, 5\)", model,
             shard_placement_fn=lambda param: Shard(param.dim() - 1))  # fmt: skip
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
-    result = ShardPlacementResult(Shard(0), FSDPMeshInfo(init_device_mesh(rank_device().type, (2,)), 0))
-    refused(TypeError, "ShardPlacementResult.*`0.weight`", model, shard_placement_fn=lambda param: result)
     refused(TypeError, "must be a function", model, shard_placement_fn=Shard(1))
 
 

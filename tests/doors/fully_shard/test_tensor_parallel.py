@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from fairshard.checkpoint import load, save
 from fairshard.errors import FairshardError, NonFiniteGradientError
-from fairshard.nn import DataParallelMeshDims, fully_shard
+from fairshard.nn import DataParallelMeshDims, ShardPlacementResult, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.doors.fully_shard.parallel import Batches, distributed, mesh_of, parallelized, sharded, train, whole
 from tests.on_ranks import on_ranks
@@ -171,7 +172,7 @@ def test_the_wrapper_refuses_dtensors_by_name():
 
 @on_ranks(2)
 def test_one_leaf_per_parameter_shows_the_gathered_dtensor():
-    """While gathered, the original parameter is a DTensor on the tensor-parallel mesh; its memory is never left freed."""
+    """While gathered, the original parameter is a DTensor as before; no freed memory is left in it."""
     mesh, dp = mesh_of(2, 1)
     model = parallelized(mesh)
     leaf, placements, values = model.head.weight, model.head.weight.placements, model.head.weight.full_tensor().clone()
@@ -231,7 +232,7 @@ def test_state_dicts_and_checkpoints_pass_between_engines_and_meshes(tmp_path):
 
 @on_ranks(4)
 def test_meta_init_equals_torch():
-    """A tensor-parallel model on the meta device gets memory and values after sharding, and trains as with PyTorch's."""
+    """A tensor-parallel model on the meta device gets memory and values after sharding, and trains as PyTorch's."""
     mesh, dp = mesh_of(2, 2)
     values = sharded(fully_shard, parallelized(mesh), dp).state_dict()
     theirs, ours = both(mesh, dp, {}, {"device": "meta"})
@@ -255,7 +256,7 @@ def test_copies():
     assert train(third, batches)[0] == train(model, batches)[0]
     with pytest.raises(FairshardError, match="were DTensors must not be pickled"):
         pickle.dumps(sharded(fully_shard, distributed(mesh), mesh, dp_mesh_dims=DataParallelMeshDims("dp")))
-    with pytest.raises(FairshardError, match="must not change, but `tokens.weight` would go"):
+    with pytest.raises(FairshardError, match=r"must not change, but `tokens.weight` would go"):
         model.set_device_mesh(mesh_of(2, 1)[1])
 
 
@@ -275,3 +276,81 @@ def test_nan_check_names_the_rank():
         train(model, Batches(dp.get_local_rank()), 1)
 
 
+
+
+class Experts(nn.Module):
+    """Each expert-parallel rank multiplies by the experts that it holds."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        values = torch.arange(4.0 * 3 * 5).view(4, 3, 5) / 60
+        self.weight = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+
+    def forward(self, x):
+        return torch.einsum("bi,eij->bj", x, self.weight.to_local())
+
+
+@on_ranks(4)
+def test_modules_over_other_ranks_equal_torch():
+    """With ``ShardPlacementResult`` experts are sharded over the ranks that hold the same ones, the rest over all."""
+    infos = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(infos, "ShardPlacementResult"):
+        pytest.skip("this torch has no ShardPlacementResult")
+    whole_mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    experts_mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    losses, weights = [], []
+    for engine, result in ((torch_fsdp.fully_shard, infos.ShardPlacementResult), (fully_shard, ShardPlacementResult)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 3), Experts(experts_mesh["ep"]), nn.Linear(5, 2))
+        experts = set(model[1].parameters())
+        here, there = (infos.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in (whole_mesh, experts_mesh["efsdp"]))
+
+        def place(param, experts=experts, here=here, there=there, result=result):
+            return result(Shard(0), there) if param in experts else result(None, here)
+
+        engine(model, mesh=whole_mesh, shard_placement_fn=place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x = torch.arange(12.0).view(2, 6) + dist.get_rank()
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        weights.append(whole(model))
+    # Four terms are added in another order.
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
+    assert model[1].weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
+
+
+@on_ranks(2)
+def test_one_module_with_parameters_on_different_ranks_is_refused():
+    """A module that itself has parameters on other ranks than its unit cannot be gathered at once."""
+    mesh, dp = mesh_of(2, 1)
+
+    def place(param):
+        return ShardPlacementResult(None, mesh["tp"]) if param.ndim == 1 else None
+
+    with pytest.raises(ValueError, match=r"same ranks, but .*`bias`"):
+        fully_shard(nn.Linear(2, 2), mesh=dp, shard_placement_fn=place)
+
+
+@on_ranks(2)
+def test_our_checkpoints_pass_between_meshes(tmp_path):
+    """`fairshard.checkpoint` saves a model on one mesh, and loads it on another."""
+
+    def made(shape, seed):
+        mesh, dp = mesh_of(*shape)
+        model = sharded(fully_shard, parallelized(mesh, seed=seed), dp)
+        return model, torch.optim.Adam(model.parameters(), 1e-2), Batches(dp.get_local_rank())
+
+    model, optimizer, batches = made((2, 1), 0)
+    train(model, batches, optimizer=optimizer)
+    save(tmp_path / "step", model, optimizer)
+    other, new, _ = made((1, 2), 1)
+    load(tmp_path / "step", other, new)
+    assert_same_state(whole(other), whole(model))
+    for name, param in model.named_parameters():
+        moment = new.state[dict(other.named_parameters())[name]]["exp_avg"]
+        assert torch.equal(moment.full_tensor(), optimizer.state[param]["exp_avg"].full_tensor())
