@@ -151,6 +151,7 @@ class DataMesh:
                     f"is on {spec.mesh} and `mesh` is {self.mesh}. Pass the data-parallel part as `mesh`; or, if the "
                     "parameters are DTensors on the whole mesh, pass that and `dp_mesh_dims`."
                 )
+            joined_mesh(self.mesh, spec.mesh)  # raises if they are not parts of one mesh
             return
         if spec.mesh != self.whole:
             raise ValueError(

@@ -147,8 +147,9 @@ def fully_shard(
     if shard_placement_fn is not None:
         options = {"shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy, "offload_policy": offload_policy}
         options |= {"reshard_after_forward": reshard_after_forward, "ignored_params": ignored_params}
+        options |= {"bucket_cap_mb": bucket_cap_mb, "order_check": order_check, "nan_check": nan_check}
         for part, where in modules_elsewhere(tree, shard_placement_fn, data).items():
-            fully_shard(part, **options, **where, bucket_cap_mb=bucket_cap_mb, nan_check=nan_check)
+            fully_shard(part, **options, **where)
     groups = find_groups(config.sharding_strategy, None, mesh, None)
     device = current_device() if mesh.device_type == "cuda" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
