@@ -124,6 +124,11 @@ class ParamSlot:
         return self.leaf
 
     @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the parameter, of which `shape` may be a part."""
+        return self.shape
+
+    @property
     def is_gathered(self) -> bool:
         """Whether the leaf shows whole values."""
         return self.leaf.shape == self.shape
