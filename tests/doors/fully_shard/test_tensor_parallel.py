@@ -27,9 +27,9 @@ from tests.doors.fully_shard.parallel import Batches, distributed, mesh_of, para
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
-pytestmark = pytest.mark.skipif(
+beside_torch = pytest.mark.skipif(
     not hasattr(DeviceMesh, "_concatenate"),
-    reason="this torch's own fully_shard cuts tensor-parallel rows only evenly, and offloads only from GPUs",
+    reason="this torch's own fully_shard and checkpoints support even tensor-parallel rows only, and offload from GPUs",
 )
 
 BF16 = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -76,6 +76,7 @@ CASES = [
 ]
 
 
+@beside_torch
 @on_ranks(4)
 @pytest.mark.parametrize("case", [0, 1, in_full(2)])
 def test_training_on_2_x_2_ranks_equals_torch(case):
@@ -89,6 +90,7 @@ def test_training_on_2_x_2_ranks_equals_torch(case):
     assert_same_training(theirs, ours, Batches(dp.get_local_rank()), **how)
 
 
+@beside_torch
 @on_ranks(4)
 def test_training_of_replicas_equals_torch():
     """Two replicas of a tensor-parallel model, also with sums that wait for replicas and with keeping parameters."""
@@ -97,6 +99,7 @@ def test_training_of_replicas_equals_torch():
     assert_same_training(theirs, ours, Batches(dp.get_local_rank("replicate")), accumulates=[ALL_REDUCE])
 
 
+@beside_torch
 @on_ranks(2)
 def test_training_of_one_tensor_parallel_replica_equals_torch():
     """FSDP over one rank, with two tensor-parallel ranks: no data-parallel communication at all."""
@@ -106,6 +109,7 @@ def test_training_of_one_tensor_parallel_replica_equals_torch():
         assert_same_training(theirs, ours, Batches(0), **how)
 
 
+@beside_torch
 @on_ranks(4)
 def test_frozen_and_plain_parameters_beside_dtensors_equal_torch():
     """A unit may hold frozen DTensors and parameters that are no DTensors; both engines train it alike."""
@@ -131,6 +135,7 @@ SPMD = {  # shape and names of the mesh, dimensions to shard and to replicate ov
 }
 
 
+@beside_torch
 @on_ranks(4)
 @pytest.mark.parametrize("case", ["fsdp", "flattened", in_full("replicas"), in_full("hsdp")])
 def test_parameters_on_the_whole_mesh_train_like_torch(case):
@@ -197,6 +202,7 @@ def test_one_leaf_per_parameter_shows_the_gathered_dtensor():
     assert torch.equal(model.head.weight.full_tensor(), values)
 
 
+@beside_torch
 @on_ranks(4)
 def test_state_dicts_and_checkpoints_pass_between_engines_and_meshes(tmp_path):
     """Each engine loads what the other has saved on another mesh, full or sharded, and whole values load into ours."""
@@ -236,6 +242,7 @@ def test_state_dicts_and_checkpoints_pass_between_engines_and_meshes(tmp_path):
             assert_same_state(whole(third), expected)
 
 
+@beside_torch
 @on_ranks(4)
 def test_meta_init_equals_torch():
     """A tensor-parallel model on the meta device gets memory and values after sharding, and trains as PyTorch's."""
@@ -296,6 +303,7 @@ class Experts(nn.Module):
         return torch.einsum("bi,eij->bj", x, self.weight.to_local())
 
 
+@beside_torch
 @on_ranks(4)
 def test_modules_over_other_ranks_equal_torch():
     """With ``ShardPlacementResult`` experts are sharded over the ranks that hold the same ones, the rest over all."""
@@ -342,6 +350,7 @@ def test_one_module_with_parameters_on_different_ranks_is_refused():
         fully_shard(nn.Linear(2, 2), mesh=dp, shard_placement_fn=place)
 
 
+@beside_torch
 @on_ranks(2)
 def test_our_checkpoints_pass_between_meshes(tmp_path):
     """`fairshard.checkpoint` saves a model on one mesh, and loads it on another."""
