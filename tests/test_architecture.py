@@ -276,7 +276,7 @@ def test_torchs_keys_are_named_in_one_file(path):
 
 
 PARAMETER_NAMES = {"p", "param", "parameter", "leaf", "shard", "full", "tensor", "weight", "grad"}
-TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad"}
+TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad", "_local_tensor", "_spec"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

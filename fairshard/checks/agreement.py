@@ -12,6 +12,7 @@ import torch
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.names import join
@@ -127,5 +128,9 @@ def _describe(unit: Unit) -> list[str]:
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
     shows = flat_param.shows
+    if not isinstance(shows, ShownDTensors):
+        return ""
+    slot = flat_param.slots[index]
     kind = f", a {shows.class_name}" if isinstance(shows, ShownExtended) else ""
-    return f"{kind}, sharded on dim {shows.dims[index]}" if isinstance(shows, ShownDTensors) else ""
+    placed = f", a DTensor of {slot.spec.placements}" if isinstance(slot, DTensorSlot) else ""
+    return f"{kind}, sharded on dim {shows.dims[index]}{placed}"

@@ -13,6 +13,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import NonFiniteGradientError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.dtensors import memory_of
 
 _MAX_NAMED = 4
 
@@ -102,5 +103,5 @@ def _bad_runs(flat_param: FlatParam) -> list[str]:
 
 
 def _is_finite(grad: Tensor) -> Tensor:
-    values = grad.detach()
+    values = memory_of(grad.detach())  # an operator on DTensors could wait for other ranks
     return torch.isfinite(values.coalesce().values() if values.is_sparse else values).all()

@@ -22,12 +22,9 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
-<<<<<<< HEAD
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
-=======
 from fairshard.views.shown_extended import ShownExtended
->>>>>>> i13-subclass
 
 # Original parameters, which are leaves of a unit now.
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import MixedGroupsError
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.tensors import norm_of
 
@@ -27,11 +28,12 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
 
     Raises:
         MixedGroupsError: the units use several process groups.
-        ValueError: ``norm_type`` is not positive.
+        ValueError: ``norm_type`` is not positive, or a parameter is a DTensor on a larger mesh than its unit's.
     """
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be positive or math.inf, but is {norm_type}. Pass 2.0 for the usual norm.")
     _check_groups(units)
+    _check_plain(units)
     grads: list[Tensor] = []
     filled: dict[Communicator, list[Tensor]] = {}
     for unit in units:
@@ -82,6 +84,18 @@ def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
             comm.all_reduce(power, "sum").wait()
             own = (power / comm.world_size) ** (1.0 / norm_type)
     return own
+
+
+def _check_plain(units: list[Unit]) -> None:
+    for unit in units:
+        for flat_param in unit.flat_params:
+            for slot in flat_param.slots:
+                if isinstance(slot, DTensorSlot):
+                    raise ValueError(
+                        "Gradients must be sharded over data-parallel ranks only to be clipped here, but those of "
+                        f"`{slot.fqn}` are also on {slot.spec.mesh}. Leave `clip_grad_norm` out, and call "
+                        "`torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` before `step()`."
+                    )
 
 
 def _check_groups(units: list[Unit]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import BackwardOrderError, FairshardError, PartialGradientError
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
 from fairshard.params.route import Route
 from fairshard.params.shown import ShownShard
@@ -69,6 +70,7 @@ class Leaves:
         self._marker: Any = None
         self._sent_marker: Any = None  # of `no_sync` gradients that the running backward has sent
         self._accumulated: Tensor | None = None
+        self._has_dtensors = isinstance(self.slots[0], DTensorSlot)  # all slots are alike
 
     @property
     def shard(self) -> nn.Parameter:
@@ -135,10 +137,10 @@ class Leaves:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         empty = list(views[-1])
-        has_kept = self._accumulated is not None
+        converts = self._accumulated is not None or self._has_dtensors
         for index, slot in enumerate(self.slots):
             runs, grad = views[index], slot.leaf.grad
-            if has_kept or (grad is not None and grad.is_sparse):
+            if converts or (grad is not None and grad.is_sparse):
                 grad = self._take_grad(index, slot)
             else:
                 slot.leaf.grad = None
@@ -347,6 +349,10 @@ class Leaves:
         grad = leaf.grad
         if grad is not None:
             leaf.grad = None
+            if self._has_dtensors:
+                dtensor: Any = slot
+                # In the wider dtype, if any, because the sum over the parameter's own mesh would round otherwise.
+                grad = dtensor.local_grad(grad if self._accumulated is None else grad.to(self._accumulated.dtype))
             if grad.is_sparse:
                 grad = grad.to_dense()
         if self._accumulated is None:

@@ -28,7 +28,7 @@ class ShownShard:
 
     def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
         self.slots, self.line, self.on_cpu = slots, line, on_cpu
-        shard = line.cut([slot.leaf for slot in slots])
+        shard = line.cut([slot.values for slot in slots])
         shard = shard.cpu() if on_cpu and not shard.is_meta else shard
         self.shard = nn.Parameter(shard, requires_grad=slots[0].leaf.requires_grad)
         self.registered: tuple[nn.Parameter, ...] = (self.shard,)

@@ -114,12 +114,26 @@ class ParamSlot:
 
     def share_with(self, module: nn.Module, name: str) -> None:
         """Let ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
-        is_gathered = self.leaf.shape == self.shape
+        shown = self.leaf if self.is_gathered else self._placeholder
         self.add_owner(module, name)
         module._parameters[name] = self.registered
-        shown = self.leaf if is_gathered else self._placeholder
         if shown is not None:
             module.__dict__[name] = shown
+
+    @property
+    def values(self) -> Tensor:
+        """The values to cut, before the parameter is sharded."""
+        return self.leaf
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the parameter, of which `shape` may be a part."""
+        return self.shape
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the leaf shows whole values."""
+        return self.leaf.shape == self.shape
 
     @property
     def keeps_dtype(self) -> bool:
@@ -162,8 +176,11 @@ class ParamSlot:
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf with a new one on ``device``: a leaf on the meta device can never show memory."""
         old = self.leaf
-        self.leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
-        self.leaf.__dict__.update(old.__dict__)
+        self._replace_leaf(nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), old.requires_grad))
+
+    def _replace_leaf(self, leaf: nn.Parameter) -> None:
+        leaf.__dict__.update(self.leaf.__dict__)
+        self.leaf = leaf
         self._shown = self._empty = None
         _slots[self.leaf] = weakref.ref(self)
 

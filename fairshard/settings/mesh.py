@@ -31,8 +31,31 @@ def _known_mesh(group: ProcessGroup) -> DeviceMesh | None:
     return None if known is None else known()
 
 
-def check_mesh(mesh: Any) -> None:
-    """Check that ``mesh`` is 1-D (shards) or 2-D (replicas, shards) and contains this rank.
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dimensions of ``outer``, then those of ``inner``; both must be parts of one mesh.
+
+    Raises:
+        ValueError: they are not.
+    """
+    try:
+        if hasattr(DeviceMesh, "_concatenate"):
+            return DeviceMesh._concatenate([outer, inner])
+        from torch.distributed.device_mesh import _mesh_resources  # torch < 2.10
+
+        root = _mesh_resources.get_root_mesh(outer)
+        if root != _mesh_resources.get_root_mesh(inner):
+            raise ValueError("they have no common mesh")
+        names = (outer.mesh_dim_names or ()) + (inner.mesh_dim_names or ())
+        return root[names]
+    except (ValueError, RuntimeError, KeyError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"The data-parallel mesh and the mesh of a parameter that is a DTensor must be parts of one mesh, but are "
+            f"{outer} and {inner} ({error}). Take both from one `init_device_mesh(..., mesh_dim_names=...)`."
+        ) from error
+
+
+def check_mesh(mesh: Any, any_ndim: bool = False) -> None:
+    """Check that ``mesh`` is 1-D (shards) or 2-D (replicas, shards), or has ``any_ndim``, and contains this rank.
 
     Raises:
         TypeError: it is not a mesh.
@@ -40,7 +63,7 @@ def check_mesh(mesh: Any) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"`mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh.")
-    if mesh.ndim not in (1, 2):
+    if mesh.ndim not in (1, 2) and not any_ndim:
         raise ValueError(
             f"`mesh` must have one dimension, or two for hybrid sharding (replicas, shards), but has {mesh.ndim}. Pass "
             "its data-parallel part."

@@ -15,10 +15,12 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.observe.profile_regions import follow_profiler
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
+from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.dynamo import untraced
 from fairshard.views.rows import join_gathers
 
@@ -69,7 +71,7 @@ def claim(module: nn.Module) -> Root:
         distinct,
         comms,
         OrderCheck(units, distinct),
-        NanCheck(units, distinct),
+        NanCheck(units, [*distinct, *_comms_of_dtensors(units)]),
     )
     root.on_backward = follow_profiler
     note_model(root, module)
@@ -84,6 +86,20 @@ def claim(module: nn.Module) -> Root:
             unit.make_parts()
             unit.prefetch.choose_among(units)
     return root
+
+
+def _comms_of_dtensors(units: Iterable[Unit]) -> list[Communicator]:
+    """With ``nan_check``, communicators of the meshes of parameters that were DTensors: their ranks must raise too."""
+    slots = [
+        slot
+        for unit in units
+        if unit.config.nan_check
+        for flat_param in unit.flat_params
+        for slot in flat_param.slots
+        if isinstance(slot, DTensorSlot)
+    ]
+    meshes = dict.fromkeys(slot.spec.mesh for slot in slots)
+    return list(dict.fromkeys(communicator(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)))
 
 
 def roots_below(module: nn.Module) -> list[Root]:

@@ -19,6 +19,7 @@ from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import current_device, default_device_type, device_count
+from fairshard.utils.dtensors import memory_of
 from fairshard.utils.messages import backend_name
 from fairshard.utils.parallel import validate_process_group
 from fairshard.utils.subclasses import inner_tensors
@@ -131,7 +132,7 @@ def _warn_unsynced(module: nn.Module) -> None:
 def _checksum(param: nn.Parameter) -> Tensor:
     """0-d int64: the sum of the bit patterns."""
     total = torch.zeros((), dtype=torch.int64, device=param.device)
-    for tensor in inner_tensors(param):
+    for tensor in inner_tensors(memory_of(param.detach())):
         integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
         line = tensor.detach().contiguous().view(-1).view(integer)
         for run in line.split(_RUN_NUMEL):

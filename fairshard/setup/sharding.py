@@ -12,18 +12,21 @@ from torch.nn.parameter import is_lazy
 
 from fairshard.engine.origin import Ignored, Origin
 from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
+from fairshard.settings.data_mesh import DataMesh
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
+from fairshard.views.shown_placed import ShownPlaced
 from fairshard.views.shown_runs import ShownRuns
 
 _OTHER_ENGINES = (
@@ -75,12 +78,12 @@ def shard_parameters(
 def shard_rows(
     module: nn.Module,
     config: UnitConfig,
-    mesh: DeviceMesh,
+    data: DataMesh,
     origin: Origin,
     dim_of: Callable[[ParamSlot], int],
     policy: Any = None,
 ) -> list[FlatParam]:
-    """Like `shard_parameters`, but cuts each parameter alone, along ``dim_of(slot)``, over the last dim of ``mesh``.
+    """Like `shard_parameters`, but cuts each parameter alone, along ``dim_of(slot)``, over the ranks of ``data``.
 
     A parameter without dimensions stays whole on every rank. A tensor subclass that defines what is gathered is told
     the user's mixed precision ``policy``.
@@ -96,23 +99,29 @@ def shard_rows(
         dims[slot] = dim_of(slot) if slot.shape else None
     extended = [slot for slot in slots if is_extended(slot.leaf)]
     for slot in extended:
-        _check_extended(slot, dims[slot], config, mesh)
+        _check_extended(slot, dims[slot], config, data.mesh)
     flat_params: list[FlatParam] = []
     for index, group in enumerate(group_slots([slot for slot in slots if slot not in extended], config)):
         for slot in group:
-            if not slot.leaf.is_meta:
+            if not slot.leaf.is_meta and not isinstance(slot, DTensorSlot):
                 slot.leaf.data = slot.leaf.data.to(origin.device)
-        own_dims = [dims[slot] for slot in group]
-        shown = ShownDTensors(group, mesh, own_dims, config.master_on_cpu)
+        shown = _shown(group, data, [dims[slot] for slot in group], config.master_on_cpu)
         flat_params.append(FlatParam(shown, f"flat_param_{index}"))
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)
     for slot in extended:
-        shows = ShownExtended(ExtendedSlot(slot), mesh, config.master_on_cpu, origin.device)
+        shows = ShownExtended(ExtendedSlot(slot), data.mesh, config.master_on_cpu, origin.device)
         flat_params.append(ExtendedParam(shows, f"flat_param_{len(flat_params)}", policy))
     origin.note_cut(flat_params)
     return flat_params
+
+
+def _shown(slots: list[ParamSlot], data: DataMesh, dims: list[int | None], on_cpu: bool) -> ShownDTensors:
+    placed = [slot for slot in slots if isinstance(slot, DTensorSlot)]
+    if placed:
+        return ShownPlaced(placed, data, dims, on_cpu)
+    return ShownDTensors(slots, data.mesh, dims, on_cpu)
 
 
 def _check_extended(slot: ParamSlot, dim: int | None, config: UnitConfig, mesh: DeviceMesh) -> None:
@@ -140,7 +149,8 @@ def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSl
     for slot in slots:
         leaf = slot.leaf
         keeps_dtype = config.precision.param_dtype is not None and slot.keeps_dtype
-        by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype), []).append(slot)
+        is_dtensor = isinstance(slot, DTensorSlot)
+        by_kind.setdefault((leaf.dtype, leaf.device, leaf.requires_grad, keeps_dtype, is_dtensor), []).append(slot)
     return list(by_kind.values())
 
 
@@ -172,21 +182,21 @@ def collect_slots(
                     raise ValueError(refusal(full_name, other.fqn))
                 shared.note(other, part, name, full_name)
                 continue
-            slots.setdefault(id(param), ParamSlot(param, full_name)).add_owner(part, name)
+            slots.setdefault(id(param), new_slot(param, full_name)).add_owner(part, name)
     return list(slots.values())
 
 
-def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = False) -> None:
+def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None = None) -> None:
     """Raise if another engine has sharded something in ``module`` that is not ``ignored``, or a parameter is lazy.
 
-    All units in ``module`` must come from `fully_shard` (``in_place``), or all from the wrapper.
+    All units in ``module`` must come from `fully_shard`, which passes its ``data``, or all from the wrapper.
 
     Raises:
         ValueError: there is one; the message names it.
     """
     skipped, inner = ignored.ids, set[int]()
     for fqn, unit in units_below(module):
-        if (unit.members is not None) != in_place:
+        if (unit.members is not None) == (data is None):
             raise ValueError(
                 f"A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but `{fqn}` in "
                 f"this {type(module).__name__} was sharded by the other one. Use one of the two throughout."
@@ -211,13 +221,9 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
                     f"Parameters must have shapes to be sharded, but `{join(fqn, name)}` of a lazy module has none "
                     "yet. Run a batch through the module first."
                 )
-            if isinstance(param, DTensor) and id(param) not in skipped:
-                raise ValueError(
-                    f"Parameters must be whole to be sharded, but `{join(fqn, name)}` is a DTensor. Wrap the module "
-                    "before distributing it, or leave it out of this unit."
-                )
             if param is not None and id(param) not in skipped:
-                _check_subclass(param, join(fqn, name), in_place)
+                _check_subclass(param, join(fqn, name), data is not None)
+                _check_dtensor(param, join(fqn, name), data)
 
 
 def _check_subclass(param: nn.Parameter, fqn: str, in_place: bool) -> None:
@@ -239,6 +245,22 @@ def _check_subclass(param: nn.Parameter, fqn: str, in_place: bool) -> None:
             fqn,
             f"Add `{PRE}` and `{POST}` to the class (torchao's float8 weights have them with "
             "`enable_fsdp_float8_all_gather=True`), or name the parameter in `ignored_params`.",
+        )
+
+
+def _check_dtensor(param: nn.Parameter, fqn: str, data: DataMesh | None) -> None:
+    if isinstance(param, DTensor):
+        if data is None:
+            raise ValueError(
+                f"FullyShardedDataParallel must have whole parameters, but `{fqn}` is a DTensor, which a flat shard "
+                "cannot hold. Shard the module with `fairshard.nn.fully_shard`, which accepts DTensors, or leave the "
+                "parameter out (`ignored_parameters`)."
+            )
+        data.check(param._spec, fqn)
+    elif data is not None and data.whole is not None:
+        raise ValueError(
+            f"With `dp_mesh_dims` all parameters must be DTensors on `mesh`, but `{fqn}` is a plain tensor. Distribute "
+            "the whole module (`distribute_module`), or leave `dp_mesh_dims` out and pass the data-parallel mesh."
         )
 
 

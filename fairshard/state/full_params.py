@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import set_grad
@@ -144,6 +145,12 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
     """This rank's shard ``[S]`` of rank 0's whole parameters; other ranks pass an empty list. **Collective.**"""
+    slot = flat_param.slots[0]
+    if isinstance(slot, DTensorSlot):
+        raise ValueError(
+            f"Optimizer state must be given on every rank for parameters on a larger mesh, but that of `{slot.fqn}` is "
+            "given on one rank only. Use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
     if isinstance(flat_param.shard, DTensor):
         whole = values[0] if values else torch.empty(flat_param.shard.shape, dtype=dtype)
         like = flat_param.shard

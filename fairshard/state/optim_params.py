@@ -39,7 +39,7 @@ class NamedParam:
     @property
     def shapes(self) -> list[torch.Size]:
         """Shape of each original parameter."""
-        return [slot.shape for slot in self.flat_param.slots] if self.flat_param else [self.param.shape]
+        return [slot.whole_shape for slot in self.flat_param.slots] if self.flat_param else [self.param.shape]
 
 
 class OptimParams:

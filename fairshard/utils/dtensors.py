@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fairshard.utils.span import cut
 from fairshard.utils.span_tensor import SpanTensor
@@ -13,20 +17,34 @@ def part_of(whole: Tensor, like: DTensor) -> DTensor:
     """This rank's part of ``whole`` as a DTensor placed like ``like``, of the same shape; a view, no communication.
 
     Raises:
-        ValueError: ``like`` has a placement other than Shard and Replicate.
+        ValueError: ``like`` has a placement other than Shard, _StridedShard and Replicate.
     """
     local, mesh = whole.detach(), like.device_mesh
-    for mesh_dim, placement in enumerate(like.placements):
-        if type(placement) is Shard:
-            numel = local.shape[placement.dim]
-            chunk = cut(numel, mesh.size(mesh_dim))
-            start = min(mesh.get_local_rank(mesh_dim) * chunk, numel)
-            local = local.narrow(placement.dim, start, min(chunk, numel - start))
-        elif type(placement) is not Replicate:
-            raise ValueError(f"A whole tensor can be cut for Shard and Replicate, but not for {placement}.")
+    for mesh_dim in _order_of_cuts(like.placements):
+        placement: Any = like.placements[mesh_dim]
+        numel = local.shape[placement.dim]
+        chunk = cut(numel, mesh.size(mesh_dim))
+        start = min(mesh.get_local_rank(mesh_dim) * chunk, numel)
+        local = local.narrow(placement.dim, start, min(chunk, numel - start))
     return DTensor.from_local(
         local, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def _order_of_cuts(placements: Sequence[Placement]) -> list[int]:
+    """The dimensions of a mesh that cut a tensor, in the order of the cuts.
+
+    Plain cuts are made from left to right. A strided one was made after the plain ones to its right.
+    """
+    plain, strided = [], []
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):  # first: before torch 2.10 it is also a Shard
+            strided.append(mesh_dim)
+        elif isinstance(placement, Shard):
+            plain.append(mesh_dim)
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"A whole tensor can be cut for Shard and Replicate, but not for {placement}.")
+    return plain + strided[::-1]
 
 
 def placed_as(source: Tensor, like: DTensor) -> DTensor:

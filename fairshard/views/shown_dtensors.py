@@ -32,7 +32,7 @@ class ShownDTensors(ShownRuns):
     line: Rows
 
     def __init__(self, slots: list[ParamSlot], mesh: DeviceMesh, dims: Sequence[int | None], on_cpu: bool) -> None:
-        rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        rank, world_size = self._seat(mesh)
         self.placed = SavedMesh(mesh)
         self.dims = list(dims)
         # One rank has all rows: cut in memory order.
@@ -40,6 +40,15 @@ class ShownDTensors(ShownRuns):
         cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, cut_dims, strict=True)]
         super().__init__(slots, Rows(cuts, rank, world_size), on_cpu)
         self.versioned = (self.shard, *self.registered)  # only a DTensor counts writes through it
+
+    per_param: tuple[str, ...] = ("slots", "dims", "_stepped")
+    """Attributes that are lists with one entry for each parameter."""
+    kept: tuple[str, ...] = ()
+    """More attributes that copies keep."""
+
+    def _seat(self, mesh: DeviceMesh) -> tuple[int, int]:
+        """This rank's number among the ranks that a parameter is cut among, and their number."""
+        return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
     @property
     def rank(self) -> int:
@@ -58,6 +67,11 @@ class ShownDTensors(ShownRuns):
         if any(param._spec.mesh is not self.mesh for param in self.registered):  # type: ignore[attr-defined]
             self._make_specs(self.shard.dtype)
             self.link()
+
+    def follow_mesh(self, mesh: DeviceMesh) -> None:
+        """Use ``mesh`` from now on."""
+        self.placed = SavedMesh(mesh)
+        self.connect()
 
     # ---- DTensors and this rank's elements of them
 
@@ -152,7 +166,7 @@ class ShownDTensors(ShownRuns):
         """
         part = type(self).__new__(type(self))
         part.__dict__.update(self.__dict__)
-        for name in ("slots", "dims", "_stepped"):
+        for name in self.per_param:
             setattr(part, name, [getattr(self, name)[index] for index in indexes])
         part.registered = tuple(self.registered[index] for index in indexes)
         part.line = self.line.of(indexes)
@@ -167,8 +181,8 @@ class ShownDTensors(ShownRuns):
     def __getstate__(self) -> dict[str, Any]:
         # Leave out the shard: the modules copy the registered parameters, which have all elements.
         shard = nn.Parameter(self.shard.detach().new_empty(0), requires_grad=self.shard.requires_grad)
-        own = {"dims": self.dims, "placed": self.placed, "shard": shard, "versioned": ()}
-        return {**super().__getstate__(), **own}
+        own = {name: getattr(self, name) for name in ("dims", "placed", *self.kept)}
+        return {**super().__getstate__(), **own, "shard": shard, "versioned": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,6 +8,7 @@ from fairshard.nn.data_parallel.in_place.module import FSDPModule, UnshardHandle
 from fairshard.nn.data_parallel.wrapper.attributes import get_fsdp_instances
 from fairshard.observe.observer import Observation, observe
 from fairshard.observe.unit_event import Phase, UnitEvent
+from fairshard.settings.data_mesh import DataParallelMeshDims, ShardPlacementResult
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.settings.state_dicts import (
@@ -29,6 +30,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -42,6 +44,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Phase",
+    "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from fairshard.checks.optimizer_check import watch_optimizers
 from fairshard.engine.members import Members
@@ -17,22 +15,21 @@ from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_o
 from fairshard.engine.unit import Unit
 from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch_scalars
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
+from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
-from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
 from fairshard.settings.groups import find_groups
-from fairshard.settings.mesh import check_mesh, default_mesh
+from fairshard.settings.mesh import default_mesh
 from fairshard.settings.resolve import resolve
 from fairshard.settings.state_dicts import StateDictType, resolve_settings
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.sharding import check_not_sharded, shard_rows
 from fairshard.utils.device import current_device
-
-Placement = Callable[[nn.Parameter], Shard | None]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _AS_IS, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
@@ -48,7 +45,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     bucket_cap_mb: float = ...,
     order_check: str = ...,
     nan_check: bool = ...,
@@ -65,7 +62,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     bucket_cap_mb: float = ...,
     order_check: str = ...,
     nan_check: bool = ...,
@@ -81,7 +78,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _AS_IS,
     offload_policy: OffloadPolicy = _ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     bucket_cap_mb: float = 25,
     order_check: str = "sampled",
     nan_check: bool = False,
@@ -111,11 +108,13 @@ def fully_shard(
         reshard_after_forward: free the whole parameters between forward and backward. A divisor of the number of ranks
             keeps them sharded over that many ranks. None means False for the outermost module, and True for others.
         shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None means the first dimension.
-            The size of any other dimension must be divisible by the number of ranks.
+            The size of any other dimension must be divisible by the number of ranks. A ``ShardPlacementResult`` also
+            names other ranks: modules all of whose parameters are on other ranks become units of their own.
         mp_policy: dtypes of compute, gradients and outputs.
         offload_policy: whether shards, gradients and optimizer state are kept in host memory.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: must be None: parameters that are already DTensors are not supported.
+        dp_mesh_dims: the data-parallel dimensions of ``mesh``, if that is the mesh on which all parameters are
+            DTensors already, replicated over these dimensions.
         bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
             reduces the gradients of each unit separately. The value of the outermost module applies.
         order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are always compared at the start of each
@@ -134,20 +133,13 @@ def fully_shard(
     offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"`shard_placement_fn` must be a function of a parameter, but is {shard_placement_fn!r}.")
-    if dp_mesh_dims is not None:
-        raise ValueError(
-            "`dp_mesh_dims` must be None: it is for parameters that are DTensors on a larger mesh, which are not "
-            "supported. Pass the data-parallel part of the mesh as `mesh`."
-        )
-    mesh = default_mesh() if mesh is None else mesh
-    check_mesh(mesh)
-    num_ranks = mesh.size(mesh.ndim - 1)
+    data = DataMesh.of(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    mesh = data.mesh
     config = _config(
         reshard_after_forward,
-        num_ranks,
+        data,
         mixed_precision=policy.precision,
         cpu_offload=offloads,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else None,
         bucket_cap_mb=bucket_cap_mb,
         order_check=order_check,
         nan_check=nan_check,
@@ -155,13 +147,20 @@ def fully_shard(
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     for _, inner in units_below(tree):
         inner.listing.end_rest()
+    if shard_placement_fn is not None:
+        options = {"shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        options |= {"reshard_after_forward": reshard_after_forward, "ignored_params": ignored_params}
+        options |= {"bucket_cap_mb": bucket_cap_mb, "order_check": order_check, "nan_check": nan_check}
+        for part, where in modules_elsewhere(tree, shard_placement_fn, data).items():
+            again: Any = fully_shard  # mypy finds no overload for keywords from a dict
+            again(part, **options, **where)
     groups = find_groups(config.sharding_strategy, None, mesh, None)
     device = current_device() if mesh.device_type == "cuda" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
     ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
-    check_not_sharded(tree, ignored, in_place=True)
+    check_not_sharded(tree, ignored, data)
     origin = make_ready(tree, how, ignored, groups.spanning())
-    flat_params = shard_rows(tree, config, mesh, origin, _placing(shard_placement_fn, num_ranks), mp_policy)
+    flat_params = shard_rows(tree, config, data, origin, placing(shard_placement_fn, data), mp_policy)
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
@@ -203,9 +202,15 @@ def _modules_of(given: Any) -> list[nn.Module]:
     return modules
 
 
-def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
+def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
+    num_ranks = data.num_shards
     if reshard is not None and not isinstance(reshard, int):
         raise ValueError(f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.")
+    if data.whole is not None and isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise ValueError(
+            f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or "
+            "leave `dp_mesh_dims` out and pass the data-parallel mesh."
+        )
     keeps_root = reshard is None
     reshard = True if reshard is None else reshard
     if not isinstance(reshard, bool):
@@ -220,12 +225,15 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
                 stacklevel=3,
             )
         reshard = False if reshard == 1 else True if reshard == num_ranks else reshard
-    hybrid = settings["sharding_strategy"] is not None
-    if hybrid and reshard is False:
-        settings["sharding_strategy"] = ShardingStrategy._HYBRID_SHARD_ZERO2
-        reshard = True
+    strategy = None
+    if not data.shards:
+        strategy, reshard = ShardingStrategy.NO_SHARD, True
+    elif data.replicates:
+        strategy = ShardingStrategy.HYBRID_SHARD if reshard is not False else ShardingStrategy._HYBRID_SHARD_ZERO2
+        reshard = True if reshard is False else reshard
     return resolve(
         reshard_after_forward=reshard,
+        sharding_strategy=strategy,
         fp32_reduce_scatter=False,
         flatten_parameters=True,
         compute_dtype=None,
@@ -233,32 +241,3 @@ def _config(reshard: Any, num_ranks: int, **settings: Any) -> UnitConfig:
         late=LateOptions(disable_reshard_on_root=keeps_root, keeps_across_passes=True),
         **settings,
     )
-
-
-def _placing(placement: Placement | None, num_ranks: int) -> Callable[[ParamSlot], int]:
-    """A function that returns the dimension along which a parameter is cut."""
-
-    def dim_of(slot: ParamSlot) -> int:
-        found: Any = None if placement is None else placement(slot.leaf)
-        if found is None:
-            return 0
-        if not isinstance(found, Shard):
-            raise TypeError(
-                "`shard_placement_fn` must return a torch.distributed.tensor.Shard or None, but returned "
-                f"{type(found).__name__} ({found!r}) for `{slot.fqn}`. All parameters of a unit are on its `mesh`."
-            )
-        shape = tuple(slot.shape)
-        if not -len(shape) <= found.dim < len(shape):
-            raise ValueError(
-                f"`shard_placement_fn` must name a dimension of the parameter, but returned {found!r} for "
-                f"`{slot.fqn}`, which has shape {shape}."
-            )
-        dim = found.dim % len(shape)
-        if dim and shape[dim] % num_ranks:
-            raise ValueError(
-                f"A dimension other than the first must be cut evenly, but {num_ranks} ranks do not divide dimension "
-                f"{dim} of `{slot.fqn}`, which has shape {shape}. Return None from `shard_placement_fn` for it."
-            )
-        return dim
-
-    return dim_of

@@ -11,13 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fairshard.errors import RanksDisagreeError
-from fairshard.nn import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fairshard.nn import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn
-from tests.torch_gaps import needs_dp_mesh_dims, needs_fsdp2_on_cpu, needs_placement_results
+from tests.torch_gaps import needs_dp_mesh_dims, needs_fsdp2_on_cpu
 
 
 def refused(error, match, module, *, whole=True, **kwargs):
@@ -56,6 +63,8 @@ def test_types_and_values_that_are_refused():
     refused(TypeError, "`mp_policy` must be", model, mp_policy=torch_fsdp.MixedPrecision())
     refused(TypeError, "`mp_policy` must be", model, mp_policy=OffloadPolicy())
     refused(TypeError, "`offload_policy` must be an? OffloadPolicy, but is True", model, offload_policy=True)
+    refused(TypeError, "`dp_mesh_dims` must be a DataParallelMeshDims or None", model, dp_mesh_dims=("dp",))
+    refused(ValueError, r"`dp` is not one of \(\)", model, dp_mesh_dims=DataParallelMeshDims("dp"))
     refused(TypeError, "`ignored_params` must be an.*an object of type str", model, ignored_params={"0.weight"})
     refused(TypeError, "`ignored_params` must be an iterable", model, ignored_params=3)
     refused(TypeError, "`bucket_cap_mb`", model, bucket_cap_mb="25")
@@ -89,17 +98,6 @@ def test_placements_that_are_refused():
     refused(ValueError, r"2 ranks do not divide dimension 1 of `2.weight`, which has shape \(4, 5\)", model,
             shard_placement_fn=lambda param: Shard(param.dim() - 1))  # fmt: skip
     refused(TypeError, "must be a function", model, shard_placement_fn=Shard(1))
-
-
-@needs_placement_results
-@on_ranks(2)
-def test_placements_with_a_mesh_are_refused():
-    """PyTorch's pair of a placement and a mesh raises an error that names the parameter."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
-    model = mlp(4, 5, 4)
-    result = ShardPlacementResult(Shard(0), FSDPMeshInfo(init_device_mesh(rank_device().type, (2,)), 0))
-    refused(TypeError, "ShardPlacementResult.*`0.weight`", model, shard_placement_fn=lambda param: result)
 
 
 @on_ranks(2)
@@ -140,7 +138,7 @@ def test_modules_that_are_refused():
     mesh = init_device_mesh(rank_device().type, (2,))
     of_dtensors = mlp(4, 6, 4)
     of_dtensors[0].weight = nn.Parameter(distribute_tensor(of_dtensors[0].weight.detach(), mesh, [Replicate()]))
-    refused(ValueError, "`0.weight` is a DTensor", of_dtensors, whole=False)
+    refused(ValueError, "`0.weight` is on .*`dp_mesh_dims`", of_dtensors, whole=False)
     counting = mlp(4, 6, 4)
     counting.register_parameter("steps", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
     refused((TypeError, ValueError), "`steps`", counting, whole=False)
@@ -154,7 +152,7 @@ def test_torch_fsdp2_inside_and_outside():
     torch_fsdp.fully_shard(theirs[0])
     refused(ValueError, "`0` is wrapped by torch.distributed.fsdp", theirs, whole=False)
     torch_fsdp.fully_shard(theirs)
-    refused(ValueError, "`2?.?weight` is a DTensor|Inner", theirs[2], whole=False)
+    refused(ValueError, "`2?.?weight` is on|Inner", theirs[2], whole=False)
     refused(ValueError, "wrapped by torch.distributed.fsdp", theirs, whole=False)
     ours = mlp(4, 6, 4)
     fully_shard(ours[0])

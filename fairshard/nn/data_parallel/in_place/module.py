@@ -24,7 +24,7 @@ from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explainin
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
-from fairshard.settings.mesh import SavedMesh, check_mesh
+from fairshard.settings.mesh import check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
 from fairshard.utils.containers import apply_to_tensors
@@ -245,8 +245,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             for flat_param in unit.flat_params:
                 shown = flat_param.shows
                 if isinstance(shown, ShownDTensors):
-                    shown.placed = SavedMesh(mesh)
-                    shown.connect()
+                    shown.follow_mesh(mesh)
 
     # ---- nn.Module
 
