@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fairshard.engine.origin import Ignored, Origin
-from fairshard.engine.tree import units_below, walk
+from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
 from fairshard.params.shown import ShownShard
@@ -185,6 +185,8 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, in_place: bool = Fals
 
 
 def _check_module(fqn: str, module: nn.Module) -> None:
+    if unit_of(module) is not None:  # sharded by `fully_shard`: its class derives from torch's FSDPModule too
+        return
     for base in type(module).__mro__:
         if base.__module__.startswith(_OTHER_ENGINES):
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,7 @@ from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
+from fairshard.nn.data_parallel.in_place.torch_state import TorchFSDPModule
 from fairshard.nn.data_parallel.running import run
 from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
@@ -28,7 +30,7 @@ from fairshard.utils.containers import apply_to_tensors
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
-class UnshardHandle:
+class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
     """Handle returned by ``unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit | None) -> None:
@@ -41,13 +43,15 @@ class UnshardHandle:
             unit.wait_unshard()
 
 
-class FSDPModule(CommMethods):
+class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types of its own for custom communication
     """Base class of every module on which `fully_shard` was called.
 
     Methods with ``recurse`` apply to this module and all sharded modules below it; other methods to this module only.
 
     Source: PyTorch's FSDP2, for names, arguments and defaults.
     """
+
+    _orig_cls_mro_index = 3  # torch's name for the place of the original class in the order of base classes
 
     # The names must not collide with those of a user's class.
     _fairshard_class: type[nn.Module]
@@ -143,7 +147,7 @@ class FSDPModule(CommMethods):
         check_flag("unshard_in_backward", unshard_in_backward)
         self._fairshard_unit.unshard_in_backward = unshard_in_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Gather ``modules`` when this one's forward starts, instead of the unit that followed in the last pass.
 
         Raises:
@@ -152,7 +156,7 @@ class FSDPModule(CommMethods):
         self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
         _resolve_prefetch(self._fairshard_unit)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Gather ``modules`` when the backward reaches this one, instead of the unit that it would reach next.
 
         Raises:
