@@ -1,4 +1,4 @@
-"""Trains with accelerate and the Hugging Face Trainer: their FSDP plugins, version 1 and 2, build fairshard's engine."""
+"""Trains with accelerate and the Hugging Face Trainer: their FSDP plugins, both versions, build fairshard's engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ import torch
 from torch import nn
 
 from fairshard.integrations.torch_names import redirect, require, restore
-from fairshard.nn import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    clean_tensor_name,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from fairshard.nn import FullyShardedDataParallel, clean_tensor_name, fully_shard, register_fsdp_forward_method
 
 require("accelerate", at_least="1.4")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
 PACKAGES = ("accelerate", "transformers", "peft", "trl")
 
@@ -45,7 +39,7 @@ class AcceleratedFSDP(FullyShardedDataParallel):
         super().__init__(module, *args, **kwargs)
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """An empty list: accelerate looks here for flat parameters to upcast, and they are upcast already."""
         return []
 
@@ -60,13 +54,13 @@ def enable() -> None:
     if _replaced:
         return
     names = {
-        "FSDPModule": FSDPModule,
         "FullyShardedDataParallel": AcceleratedFSDP,
         "fully_shard": fully_shard,
         "register_fsdp_forward_method": register_fsdp_forward_method,
     }
     redirect(PACKAGES, names)
     _replace(AcceleratorState, "__init__", _init_on_cpu)
+    _replace(FullyShardedDataParallelPlugin, "__post_init__", _post_init_on_cpu)
     _replace(Accelerator, "prepare", _prepare)
 
 
@@ -107,6 +101,20 @@ def _init_on_cpu(original: Any) -> Any:
             PartialState._shared_state["distributed_type"] = self.distributed_type
 
     return init
+
+
+def _post_init_on_cpu(original: Any) -> Any:
+    """The plugin's ``__post_init__`` that without a GPU allows ``sync_module_states``, for which it wants a device."""
+
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except RuntimeError:
+            if torch.accelerator.is_available() or not self.sync_module_states:
+                raise
+            self.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
+
+    return post_init
 
 
 def _prepare(original: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -61,13 +62,23 @@ def redirect(packages: Iterable[str], names: Mapping[str, Any]) -> None:
                     if any(value is original for original in originals):
                         setattr(module, name, names[own_name])
         _read_as[package] = dict(names)
-    for source in _SOURCES:
-        module = importlib.import_module(source)
-        here = {name: _Name(name) for name in names if name in vars(module)}
-        if here:
-            kept = {name: value for name, value in vars(type(module)).items() if isinstance(value, _Name)}
-            # Assigning the class of a module is how Python customizes attribute access of modules.
-            module.__class__ = type("_ModuleOfTorch", (ModuleType,), {**kept, **here})
+    _answer_by_reader(names)
+
+
+@contextmanager
+def reading(packages: Iterable[str], names: Mapping[str, Any]) -> Iterator[None]:
+    """As `redirect`, inside the block only, and not for names that modules have already imported."""
+    packages = list(packages)
+    before = {package: _read_as[package] for package in packages if package in _read_as}
+    for package in packages:
+        _read_as[package] = {**before.get(package, {}), **names}
+    _answer_by_reader(names)
+    try:
+        yield
+    finally:
+        for package in packages:
+            del _read_as[package]
+        _read_as.update(before)
 
 
 def restore(packages: Iterable[str]) -> None:
@@ -80,9 +91,6 @@ def restore(packages: Iterable[str]) -> None:
                 for own_name, own in names.items():
                     if value is own and theirs[own_name]:
                         setattr(module, name, theirs[own_name][0])
-    if not _read_as:
-        for source in _SOURCES:
-            sys.modules[source].__class__ = ModuleType
 
 
 def require(package: str, *, at_least: str) -> None:
@@ -98,6 +106,17 @@ def require(package: str, *, at_least: str) -> None:
             f"fairshard.integrations.{package} needs the package `{package}`, which cannot be imported ({error}). "
             f"Run: pip install '{package}>={at_least}'"
         ) from error
+
+
+def _answer_by_reader(names: Iterable[str]) -> None:
+    """From now on, what modules of torch answer for ``names`` depends on the reader."""
+    for source in _SOURCES:
+        module = importlib.import_module(source)
+        kept = {name: value for name, value in vars(type(module)).items() if isinstance(value, _Name)}
+        here = {name: _Name(name) for name in names if name in vars(module)}
+        if here.keys() - kept.keys():
+            # Assigning the class of a module is how Python customizes its attribute access.
+            module.__class__ = type("_ModuleOfTorch", (ModuleType,), {**here, **kept})
 
 
 def _of_torch(names: Iterable[str]) -> dict[str, list[Any]]:

@@ -30,6 +30,27 @@ class Curve:
         return asdict(self)
 
 
+def grad_norm(params):
+    """Norm of the gradients of all ranks, from each rank's shards. **Collective.**"""
+    grads = [param.grad for param in params if param.grad is not None]
+    local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    squares = torch.stack([part.detach().double().square().sum() for part in local]).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def fully_shard_of(engine):
+    """``fully_shard`` of ``engine``."""
+    from torch.distributed.fsdp import fully_shard as theirs
+
+    from fairshard.nn import fully_shard as ours
+
+    return ours if engine == "fairshard" else theirs
+
+
+IMPORT_OURS = ("from fairshard.nn import fully_shard",)
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the table of clients.
@@ -56,6 +77,7 @@ def be_torchrun(rank, world_size, port):
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="clients",
     )
 
 

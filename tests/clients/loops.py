@@ -49,6 +49,13 @@ def tokens(*key, rows=2, length=8):
     return torch.randint(VOCAB, (rows, length), generator=random)
 
 
+def shard_each(fully_shard, model, **options):
+    """Shard each block of a `Net`, and then the rest of it."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
 def next_token_loss(logits, given):
     """Cross entropy of each next token."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), given[:, 1:].flatten())

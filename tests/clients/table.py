@@ -1,23 +1,20 @@
 """Runs every case on both engines and writes docs/notes/clients.md: ``python -m tests.clients.table [NAME ...]``."""
 
-import argparse
-import datetime
 import importlib
-import importlib.metadata
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.clients.case import ENGINES
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("accelerate_runs",)
+PROGRAMS = ("accelerate_runs", "trainer_runs", "lightning_runs", "optimizer_runs", "titan_runs")
 TIMEOUT = 400.0
 
 
@@ -32,40 +29,50 @@ def case_named(name):
     return next(case for case in cases() if case.name == name)
 
 
-def run_case(case, engine):
-    """``(curve or None, seconds, last line of the error)`` of one run on fresh processes."""
+@dataclass
+class Run:
+    """One run of a case: its curve, or the last line of the error."""
+
+    curve: dict | None
+    seconds: float
+    error: str = ""
+
+
+def run_program(name, engine, world_size, environ=None):
+    """Run a case on fresh processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo", PYTHONHASHSEED="0")
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "curve.json"
         ranks = []
-        for rank in range(case.world_size):
-            command = [sys.executable, "-m", "tests.clients.rank", case.name, engine]
-            command += [str(rank), str(case.world_size), str(port), str(out)]
-            log = (Path(folder) / f"{rank}.log").open("w")
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
-        try:
-            while any(rank.poll() is None for rank in ranks):
-                if any(rank.poll() for rank in ranks):
-                    time.sleep(5)  # let the others report what they saw
-                    break
-                if time.perf_counter() - began > TIMEOUT:
-                    break
-                time.sleep(0.2)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        for rank in range(world_size):
+            command = [sys.executable, "-m", "tests.clients.rank", name, engine]
+            command += [str(rank), str(world_size), str(port), str(out)]
+            with (Path(folder) / f"{rank}.log").open("w") as log:
+                everything = {**os.environ, **own, **(environ or {})}
+                ranks.append(subprocess.Popen(command, cwd=ROOT, env=everything, stdout=log, stderr=log))
+        _wait(ranks, began + TIMEOUT)
         seconds = time.perf_counter() - began
         if out.exists() and not any(rank.returncode for rank in ranks):
-            return json.loads(out.read_text()), seconds, ""
-        logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(case.world_size)]
+            return Run(json.loads(out.read_text()), seconds)
+        logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(world_size)]
         if "FAIRSHARD_CLIENT_LOGS" in os.environ:
             sys.stderr.write("\n".join(log[-6000:] for log in logs))
-        return None, seconds, _error(logs)
+        return Run(None, seconds, _error(logs))
+
+
+def _wait(ranks, until):
+    """Wait for all ranks; end the others soon after one fails, and all at ``until``."""
+    while any(rank.poll() is None for rank in ranks) and time.perf_counter() < until:
+        if any(rank.poll() for rank in ranks):
+            until = min(until, time.perf_counter() + 5)
+        time.sleep(0.2)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
 
 
 def _error(logs):
@@ -77,35 +84,36 @@ def _error(logs):
 
 
 def outcome(case, ours, theirs):
-    """What the row says of the two curves."""
-    if ours is None:
-        return "does not run"
-    if ours["seen"] not in ("", "fairshard"):
-        return f"trained on {ours['seen']}"
-    if theirs is None:
+    """What the row says of the two runs."""
+    if ours.curve is None:
+        return "does not run" + ("" if theirs.curve else "; nor does torch's engine")
+    if ours.curve["seen"] != "fairshard":
+        return f"trained on {ours.curve['seen']}"
+    if theirs.curve is None:
         return "runs; torch's engine does not"
-    if theirs["seen"] not in ("", "torch"):
-        return f"the comparison trained on {theirs['seen']}"
-    pairs = [*zip(ours["losses"], theirs["losses"]), *zip(ours["norms"], theirs["norms"])]
-    if len(ours["losses"]) != len(theirs["losses"]) or not pairs:
-        return "other steps"
-    worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    if theirs.curve["seen"] != "torch":
+        return f"the comparison trained on {theirs.curve['seen']}"
+    kinds = [(ours.curve[kind], theirs.curve[kind]) for kind in ("losses", "norms")]
+    if any(len(a) != len(b) for a, b in kinds) or not ours.curve["losses"]:
+        return "DIFFERS in its number of steps"
+    worst = max(abs(a - b) / max(abs(b), 1e-12) for pair in kinds for a, b in zip(*pair, strict=True))
     if worst == 0:
         return "equal to the bit"
     return f"{'equal' if worst <= case.rtol else 'DIFFERS'} within {worst:.0e}"
 
 
 def main(names):
+    """Run the cases whose names contain one of ``names``, all if there are none."""
     chosen = [case for case in cases() if not names or any(name in case.name for name in names)]
     rows = []
     for case in chosen:
-        found = {engine: run_case(case, engine) for engine in ENGINES}
-        said = outcome(case, found["fairshard"][0], found["torch"][0])
-        rows.append((case, found, said))
-        print(f"{case.name}: {said}", *(f"{engine} {found[engine][1]:.0f} s" for engine in ENGINES), flush=True)
-        for engine in ENGINES:
-            curve, _, error = found[engine]
-            print("   ", engine, error or f"{curve['losses']} {curve['norms']}", flush=True)
+        runs = [run_program(case.name, engine, case.world_size) for engine in ENGINES]
+        rows.append((case, *runs, outcome(case, *runs)))
+        print(f"{case.name}: {rows[-1][-1]}", flush=True)
+        for engine, found in zip(ENGINES, runs, strict=True):
+            curve = found.curve
+            shown = found.error if curve is None else f"losses {curve['losses']} norms {curve['norms']}"
+            print(f"    {engine}, {found.seconds:.0f} s: {shown}", flush=True)
     return rows
 
 
