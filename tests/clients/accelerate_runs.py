@@ -15,6 +15,8 @@ CHANGES = ("import fairshard.integrations.accelerate", "fairshard.integrations.a
 
 # fp32 norms of sums that torch's engine rounds to bf16, and fairshard does not.
 BF16 = {"rtol": 1e-3, "why": "sums of bf16 gradients are rounded once less"}
+# The wrappers of both engines add the squares of a flat parameter in other chunks.
+NORM = {"rtol": 1e-6, "why": "the norm is added in another order"}
 
 
 @contextlib.contextmanager
@@ -100,7 +102,7 @@ CASES = [
         functools.partial(run, version=version, precision=precision, state=state),
         CHANGES,
         ("accelerate",),
-        **(BF16 if precision == "bf16" else {}),
+        **(BF16 if precision == "bf16" else NORM if version == 1 else {}),
     )
     for version in (1, 2)
     for precision, state in [("no", "FULL_STATE_DICT"), ("bf16", "SHARDED_STATE_DICT")]

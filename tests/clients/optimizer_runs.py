@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clients.accelerate_runs import _torchs_on_cpu
+from tests.clients.accelerate_runs import NORM, _torchs_on_cpu
 from tests.clients.case import IMPORT_OURS, Case, Curve, engine_of, fully_shard_of
 from tests.clients.loops import Block, net, next_token_loss, shard_each, tokens
 
@@ -92,5 +92,6 @@ CASES = [
         functools.partial(run_peft, door="wrapper"),
         ("from fairshard.nn import FullyShardedDataParallel",),
         ("peft",),
+        **NORM,
     ),
 ]

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.clients import page
 from tests.clients.case import ENGINES
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,7 @@ def main(names):
             curve = found.curve
             shown = found.error if curve is None else f"losses {curve['losses']} norms {curve['norms']}"
             print(f"    {engine}, {found.seconds:.0f} s: {shown}", flush=True)
-    return rows
+        page.write(cases(), rows)
 
 
 if __name__ == "__main__":

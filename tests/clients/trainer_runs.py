@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from tests.clients.accelerate_runs import BF16, CHANGES, engine_chosen, shared_folder
+from tests.clients.accelerate_runs import BF16, CHANGES, NORM, engine_chosen, shared_folder
 from tests.clients.case import Case, Curve, engine_of
 from tests.clients.loops import VOCAB, tokens
 
@@ -110,11 +110,11 @@ def _case(name, why="", **options):
 
 
 CASES = [
-    _case("v1, full state", version=1, state="FULL_STATE_DICT"),
-    _case("v1, sharded state", version=1, state="SHARDED_STATE_DICT"),
+    _case("v1, full state", version=1, state="FULL_STATE_DICT", **NORM),
+    _case("v1, sharded state", version=1, state="SHARDED_STATE_DICT", **NORM),
     _case("v2, full state", version=2, state="FULL_STATE_DICT"),
     _case("v2, sharded state, bf16", version=2, state="SHARDED_STATE_DICT", precision="bf16", **BF16),
-    _case("v1, LoRA", version=1, lora=True, resumes=False),
+    _case("v1, LoRA", version=1, lora=True, resumes=False, **NORM),
     _case("v2, LoRA", version=2, lora=True, resumes=False),
     _case("v2, torch_compile", version=2, compiled=True, resumes=False),
 ]
