@@ -1,5 +1,7 @@
 """The small model and data that the programs share."""
 
+import zlib
+
 import torch
 from torch import nn
 
@@ -45,7 +47,7 @@ def net(seed=1):
 
 def tokens(*key, rows=2, length=8):
     """Tokens that depend on ``key`` only."""
-    random = torch.Generator().manual_seed(hash(key) % 2**31)
+    random = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
     return torch.randint(VOCAB, (rows, length), generator=random)
 
 

@@ -15,7 +15,7 @@ from tests.clients import page
 from tests.clients.case import ENGINES
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("accelerate_runs", "trainer_runs", "lightning_runs", "optimizer_runs", "titan_runs")
+PROGRAMS = ("accelerate_runs", "trainer_runs", "lightning_runs", "optimizer_runs", "parallel_runs", "titan_runs")
 TIMEOUT = 400.0
 
 
@@ -44,7 +44,7 @@ def run_program(name, engine, world_size, environ=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "curve.json"

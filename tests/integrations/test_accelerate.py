@@ -109,3 +109,44 @@ def test_low_precision_parameters_are_upcast_under_mixed_precision():
     assert dtypes.pop("embed.weight") is torch.bfloat16
     assert set(dtypes.values()) == {torch.float32}
     assert isinstance(wrapped, FullyShardedDataParallel)
+
+
+@on_ranks(2, timeout=180.0)
+@pytest.mark.parametrize("version", [1, 2])
+def test_activation_checkpointing_changes_no_bit(version):
+    """The plugin's `activation_checkpointing` wraps sharded blocks, or blocks to be sharded; losses stay the same."""
+    losses = []
+    for checkpointing in (False, True):
+        with mock.patch.dict(os.environ), integration.enabled():
+            options = {"use_orig_params": True} if version == 1 else {}
+            made = accelerator(
+                version,
+                auto_wrap_policy="transformer_based_wrap",
+                activation_checkpointing=checkpointing,
+                **options,
+            )
+            model = net()
+            model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(2):
+                given = tokens(step, dist.get_rank())
+                losses.append(next_token_loss(model(given), given))
+                made.backward(losses[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+            wrapped = [name for name, _ in model.named_modules() if name.endswith("_checkpoint_wrapped_module")]
+            assert len(wrapped) == (2 if checkpointing else 0)
+            AcceleratorState._reset_state(True)
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=0, atol=0)
+
+
+@on_ranks(2, timeout=180.0)
+def test_weights_of_the_first_rank_are_loaded_on_all():
+    """Version 2 with `cpu_ram_efficient_loading`: sharded on the meta device, then filled with rank 0's weights."""
+    with mock.patch.dict(os.environ), integration.enabled():
+        made = accelerator(2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True)
+        model = net(seed=1 + dist.get_rank())
+        model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = net(seed=1).state_dict()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), expected[name], rtol=0, atol=0)
+        AcceleratorState._reset_state(True)
