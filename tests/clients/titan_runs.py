@@ -129,14 +129,14 @@ def _config(folder, steps, options):
 
         config.activation_checkpoint = FullAC.Config()
     parallel = config.parallelism
-    parallel.spmd_backend = options.get("spmd_backend", parallel.spmd_backend)
+    parallel.spmd_backend = options.get("backend", "partial_dtensor")
     parallel.data_parallel_replicate_degree = options.get("replicate", 1)
     parallel.tensor_parallel_degree = options.get("tp", 1)
     parallel.pipeline_parallel_degree = options.get("pp", 1)
     parallel.pipeline_parallel_schedule = "1F1B"
     config.compile.enable = options.get("compiled", False)
     config.compile.components = ["model"]
-    config.compile.backend = options.get("backend", "aot_eager")
+    config.compile.backend = "aot_eager"
     config.checkpoint.enable = options.get("saves", False)
     config.checkpoint.interval = 2
     return config
@@ -191,4 +191,6 @@ CASES = [
     _case("TP 2", 4, tp=2, **ADDITION),
     _case("PP 2", 4, pp=2, **ADDITION),
     _case("compiled blocks", compiled=True),
+    _case("backend full_dtensor", backend="full_dtensor"),
+    _case("backend spmd_types", backend="spmd_types"),
 ]
