@@ -38,11 +38,11 @@ def engine_chosen(engine):
 
 
 def _torchs_on_cpu():
-    """FSDP1 on CPU wants a `device_id` without an index; accelerate passes one with."""
+    """FSDP1 on CPU wants a `device_id` without an index, and cannot broadcast; accelerate asks for both."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     class OnCPU(FullyShardedDataParallel):
-        def __init__(self, module, *args, device_id=None, **kwargs):
+        def __init__(self, module, *args, device_id=None, sync_module_states=False, **kwargs):
             super().__init__(module, *args, device_id=torch.device("cpu"), **kwargs)
 
     return OnCPU
