@@ -264,6 +264,25 @@ def test_private_autograd_is_used_in_one_file(path):
         assert not names & PRIVATE_AUTOGRAD, f"{path}:{getattr(node, 'lineno', 0)}: {names & PRIVATE_AUTOGRAD}"
 
 
+# What torch's code, and that of others, looks for on sharded modules.
+TORCHS_MARKS = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+TORCHS_KEYS = {"STATE_KEY", "REGISTRY_KEY", "_module_state_mapping", "_insert_module_state", *TORCHS_MARKS}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_torchs_keys_are_named_in_one_file(path):
+    """State and keys that torch's code looks for on modules appear only in ``nn/data_parallel/torch_state.py``."""
+    if module_name(path) == "fairshard.nn.data_parallel.torch_state":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = {getattr(node, "attr", None), getattr(node, "id", None)}
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+        assert not names & TORCHS_KEYS, f"{path}:{getattr(node, 'lineno', 0)}: {names & TORCHS_KEYS}"
+
+
 PARAMETER_NAMES = {"p", "param", "parameter", "leaf", "shard", "full", "tensor", "weight", "grad"}
 TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad"}
 
@@ -296,12 +315,13 @@ def test_no_function_takes_a_state_first():
                 assert first not in ("state", "_state"), f"{path}:{node.lineno}: {node.name}({first}, ...)"
 
 
-# A wrapped module's own dictionary may gain only the names of its parameters: the leaf while gathered, otherwise a
-# placeholder. No placeholder can hide registered shards: a pre-forward hook refuses to compute with them.
+# A wrapped module's own dictionary may gain only the marks of torch and the names of its parameters: the leaf while
+# gathered, otherwise a placeholder. No placeholder can hide registered shards: a pre-forward hook refuses to compute
+# with them.
 @on_ranks(1, 2)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_wrapping_and_training_leave_no_attributes(flatten):
-    """A wrap and a step add no attributes to parameters; modules gain only their parameters' names and a guard."""
+    """A wrap and a step add no attributes to parameters; modules gain their parameters' names, a guard, and marks."""
     model = tiny()
     modules = dict(model.named_modules())
     before = {name: set(vars(module)) for name, module in modules.items()}
@@ -318,7 +338,7 @@ def test_wrapping_and_training_leave_no_attributes(flatten):
     for param in [*originals, *wrapped.parameters()]:
         assert vars(param) == {}, vars(param)
     for name, module in modules.items():
-        gained = set(vars(module)) - before[name]
+        gained = set(vars(module)) - before[name] - TORCHS_MARKS
         assert gained <= own[name], f"{name or 'the root'} gained {gained - own[name]}"
         assert not before[name] - set(vars(module))
         if own[name] and not flatten:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from fairshard.engine.exec_order import Bracket
-from fairshard.engine.model import Model, is_reached
-from fairshard.engine.notices import create_graph_error, late_error, unseen_error
+from fairshard.engine.model import Model, is_reached, is_split_off
+from fairshard.engine.notices import create_graph_error, late_error, split_error, unseen_error
 from fairshard.engine.planner import Planner
 from fairshard.engine.schedule import Kind
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -119,6 +119,8 @@ class Backward:
                         flat_param.forget_zeroed()
             if begins and torch.is_grad_enabled():
                 raise create_graph_error(self._first.units[0].fqn)
+            if begins and is_split_off(self._first):
+                raise split_error(self._first.units[0].fqn)
         except Exception as error:
             return error
         return None

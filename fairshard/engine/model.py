@@ -18,6 +18,7 @@ class Model(Protocol):
     Attributes:
         note: is called with each unit before it is gathered or sent.
         last: what the planner keeps for the next backward, a `Last`.
+        is_last_backward: no other backward of the same forwards follows.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Model(Protocol):
     record: Record[Unit]
     num_interrupted: int
     last: Any
+    is_last_backward: bool
 
     @property
     def is_common(self) -> bool:
@@ -61,3 +63,16 @@ def is_reached(model: Model) -> bool:
         if (call is not None and call.is_reached()) or (node is not None and reaches(node)):
             return True
     return False
+
+
+def is_split_off(model: Model) -> bool:
+    """Whether the running graph task computes gradients of inputs alone, as a pipeline schedule that splits backwards.
+
+    Only if the schedule has set ``model`` up for one of several backwards, in which gradients are kept.
+    """
+    if model.is_last_backward or any(unit.sync or unit.reshard_after_backward for unit in model.units):
+        return False
+    if any(bracket.node is not None for bracket in model.record):  # leaves inside reentrant checkpoints show only later
+        return False
+    nodes = [node for unit in model.units for node in unit.nodes]
+    return bool(nodes) and not any(map(reaches, nodes))

@@ -30,6 +30,15 @@ def create_graph_error(fqn: str) -> GradRequiresGradError:
     )
 
 
+def split_error(fqn: str) -> FairshardError:
+    """Error for a backward of unit ``fqn`` that leaves the gradients of parameters to a later one."""
+    return FairshardError(
+        "A pipeline schedule must compute gradients of inputs and of parameters in one backward, but this one splits "
+        f"them: its backward of `{fqn or 'the root'}` computes gradients of inputs alone, and parameters would get "
+        "none. Use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS."
+    )
+
+
 def unseen_error(fqn: str) -> ParameterShardedError:
     """Error for a backward that reaches leaves of unit ``fqn`` while they are not gathered."""
     return ParameterShardedError(

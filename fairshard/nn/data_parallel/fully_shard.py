@@ -18,6 +18,7 @@ from fairshard.engine.unit import Unit
 from fairshard.nn.data_parallel.in_place.loading import accept_whole_values, watch_scalars
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
+from fairshard.nn.data_parallel.torch_state import mark_managed, register
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import LateOptions, UnitConfig
 from fairshard.settings.fsdp1 import ShardingStrategy
@@ -164,6 +165,9 @@ def fully_shard(
     for member in modules:
         vars(member)[UNIT_ATTRIBUTE] = unit  # not setattr: a compiled module would set it on the module inside
         member.__class__ = sharded_class(type(member))
+        register(member, unit)
+        for managed in modules_of(member):
+            mark_managed(managed)
         accept_whole_values(modules_of(member))
     watch_optimizers(flat_params, config)
     watch_scalars(param for flat_param in flat_params for param in flat_param.registered)

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
+from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.torch_state import mark_managed
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
 from fairshard.nn.data_parallel.wrapper.methods import explaining, gathering
@@ -226,6 +227,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         self.forward_methods: set[str] = set()
         self.allow_reset_parameters = allow_reset_parameters
         self.module = module
+        for managed in (self, *modules_of(self)):
+            mark_managed(managed)
         if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
                 flat_param.register_on(self)

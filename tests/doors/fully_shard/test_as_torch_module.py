@@ -1,13 +1,25 @@
 """A module that `fully_shard` has sharded is torch's FSDPModule, without any of torch's behaviour."""
 
+import copy
+import importlib
+import io
+import pickle
+import pickletools
+
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
+from torch.distributed._composable_state import _get_module_state
+from torch.distributed.tensor import DTensor
 
-from fairshard.nn import FSDPModule, UnshardHandle, fully_shard
-from fairshard.nn.data_parallel.in_place.torch_state import TorchFSDPModule
+from fairshard.nn import FSDPModule, FullyShardedDataParallel, UnshardHandle, fully_shard
+from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, TorchState
 from tests.models import tiny
 from tests.on_ranks import on_ranks
+from tests.reference import mean_over_ranks, sgd
 
 THEIRS = [name for name, value in vars(torch_fsdp.FSDPModule).items() if not name.startswith("__") or callable(value)]
 
@@ -35,7 +47,7 @@ def test_no_member_of_torchs_class_is_used():
     for name in THEIRS:
         owner = next(base for base in type(model).__mro__ if name in vars(base))
         assert owner is not torch_fsdp.FSDPModule, name
-        if owner is TorchFSDPModule:
+        if owner is TorchFSDPModule and name != "_get_fsdp_state":
             refused.append(name)
             with pytest.raises(NotImplementedError, match=f"`{name}` of torch's FSDPModule"):
                 getattr(model, name)()
@@ -48,3 +60,135 @@ def test_the_original_class_is_where_torch_looks_for_it():
     for model in (fully_shard(nn.Linear(4, 4)), fully_shard(tiny())):
         cls = type(model)
         assert cls.__mro__[cls._orig_cls_mro_index] is cls._fairshard_class
+
+
+# ---- what clients do with it
+
+
+@on_ranks(2)
+def test_a_client_sets_the_divisor_of_every_fsdp_module():
+    """A loop over torch's FSDPModules, as in torchtitan, makes gradients sums instead of means."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inputs = torch.full((2, 4), 1.0 + dist.get_rank())
+    model(inputs).sum().backward()
+    expected = [2 * mean_over_ranks(param.grad) for param in model.parameters()]
+    model.zero_grad()
+    fully_shard(model[0])
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, torch_fsdp.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    model(inputs).sum().backward()
+    assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+@on_ranks(1)
+def test_every_module_of_either_door_counts_as_managed():
+    """Hugging Face's transformers keeps ranks in step (``generate``, layer drop) where it finds this attribute."""
+    for model in (fully_shard(tiny()), FullyShardedDataParallel(tiny())):
+        assert all(module._is_fsdp_managed_module for module in model.modules())
+
+
+@on_ranks(1)
+def test_torchs_share_comm_ctx_is_accepted():
+    """It has no effect: each model keeps its own streams."""
+    if hasattr(torch_fsdp, "share_comm_ctx"):
+        torch_fsdp.share_comm_ctx([fully_shard(nn.Linear(4, 4)) for _ in range(2)])
+
+
+@on_ranks(1)
+def test_a_forward_method_registered_with_torch_is_refused():
+    """The error names the function to use."""
+    model = fully_shard(nn.Linear(4, 4))
+    model.encode = lambda x: x
+    torch_fsdp.register_fsdp_forward_method(model, "encode")
+    with pytest.raises(NotImplementedError, match=r"from fairshard\.nn"):
+        model.encode(torch.ones(1, 4))
+
+
+# ---- the state and the registry
+
+
+@on_ranks(1)
+def test_torch_finds_a_state():
+    """Both of torch's ways to a state find one, which has what pipelining reads; everything else is named."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    assert _get_module_state(model) is None
+    assert torch_fsdp.fully_shard.state(model) is None
+    fully_shard(model)
+    state = torch_fsdp.fully_shard.state(model)
+    assert isinstance(state, TorchState)
+    assert state is _get_module_state(model) is model._get_fsdp_state()
+    assert (state._is_root, state._state_ctx.all_states) == (None, [])
+    model(torch.ones(1, 4))
+    inner = torch_fsdp.fully_shard.state(model[0])
+    assert (state._is_root, inner._is_root) == (True, False)
+    assert inner._state_ctx.all_states == [state, inner]
+    for owner, kind in ((state, "FSDPState"), (state._fsdp_param_group, "FSDPParamGroup")):
+        with pytest.raises(AttributeError, match=f"`_device` of torch's {kind}"):
+            _ = owner._device
+
+
+@on_ranks(1)
+def test_torchs_fully_shard_refuses_a_sharded_module():
+    """torch's own error: an API is applied once."""
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+        torch_fsdp.fully_shard(fully_shard(nn.Linear(4, 4)))
+
+
+@on_ranks(1)
+def test_copies_are_registered_and_pickles_hold_no_key_of_torch():
+    """torch's keys differ in each process: a copy gets those of its own, with a state of its own."""
+    model = fully_shard(nn.Linear(4, 4))
+    pickled = io.BytesIO()
+    pickle.dump(model, pickled)
+    words = {argument for _, argument, _ in pickletools.genops(pickled.getvalue())}
+    assert not {STATE_KEY, REGISTRY_KEY} & words
+    for copied in (copy.deepcopy(model), pickle.loads(pickled.getvalue())):
+        state = torch_fsdp.fully_shard.state(copied)
+        assert state is _get_module_state(copied)
+        assert state is not torch_fsdp.fully_shard.state(model)
+        assert "fully_shard" in _get_registry(copied)
+
+
+REPLICATES = ["torch.distributed._composable.replicate", "torch.distributed._composable.replicate_with_fsdp"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", REPLICATES)
+def test_replicas_around_sharded_blocks(place):
+    """``replicate`` leaves sharded blocks alone: weights after some steps are those of a whole replica."""
+    try:
+        replicate = importlib.import_module(place).replicate
+    except ImportError:
+        return  # torch 2.6 has only the first
+    plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    fully_shard(model[1])
+    model = replicate(model)
+    optimizers = [sgd(plain), sgd(model)]
+    for step in range(3):
+        inputs = torch.full((2, 4), 1.0 + dist.get_rank() + step)
+        for net in (plain, model):
+            net(inputs).square().mean().backward()
+        for param in plain.parameters():
+            param.grad = mean_over_ranks(param.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(model[1].weight, DTensor)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, expected)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("place", REPLICATES)
+def test_a_sharded_module_is_not_replicated(place):
+    """torch's own error."""
+    try:
+        replicate = importlib.import_module(place).replicate
+    except ImportError:
+        return
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(fully_shard(nn.Linear(4, 4)))

@@ -21,8 +21,8 @@ from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
-from fairshard.nn.data_parallel.in_place.torch_state import TorchFSDPModule
 from fairshard.nn.data_parallel.running import run
+from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import SavedMesh, check_mesh
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion
@@ -261,10 +261,12 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                 f"A sharded module must be pickled and copied by its state, but {self._fairshard_class.__name__} has "
                 "its own `__reduce__`, which cannot handle shards. Save its state dict instead."
             )
-        return _rebuilt, (self._fairshard_class, self._fairshard_methods), *reduced[2:]
+        state = without_torch_keys(reduced[2]) if isinstance(reduced[2], dict) else reduced[2]
+        return _rebuilt, (self._fairshard_class, self._fairshard_methods), state, *reduced[3:]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        register(self, self._fairshard_unit)
         watch_copy(self._fairshard_unit)
         watch_registrations()
 
