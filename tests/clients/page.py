@@ -18,8 +18,8 @@ engine, each run in fresh processes on CPU ranks (gloo), with the same seeds and
 `tests/clients/`.
 
 A cell has the loss of each step, and after the bar the norm of the gradients, where the client reports it. *Lines* are
-those that a user of torch's engine changes. FSDP1 cannot save a full state on CPU ranks, so that beside the rows of
-the wrapper that save one, torch's engine saves a sharded state.
+those that a user of torch's engine changes. FSDP1 cannot save a full state on CPU ranks: beside the rows of the
+wrapper that save one, torch's engine saves a sharded state, or is FSDP2 where a second Trainer resumes.
 
 """
 COLUMNS = "| client | ranks | lines that change | fairshard: losses \\| norms | torch's engine | outcome | seconds |"

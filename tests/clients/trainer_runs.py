@@ -47,6 +47,9 @@ def run(engine, version, state="FULL_STATE_DICT", lora=False, precision="no", co
     from transformers import TrainerCallback
 
     curve = Curve()
+    if (engine, version, state) == ("torch", 1, "FULL_STATE_DICT"):
+        # FSDP1 cannot save a full state on CPU ranks; accelerate does not load a sharded one into a new optimizer.
+        version, state = (2, state) if resumes else (1, "SHARDED_STATE_DICT")
 
     class Recorder(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -56,24 +59,22 @@ def run(engine, version, state="FULL_STATE_DICT", lora=False, precision="no", co
 
     with engine_chosen(engine):
         folder = shared_folder()
-        trainer = _trainer(folder, engine, version, state, lora, precision, compiled)
+        trainer = _trainer(folder, version, state, lora, precision, compiled)
         trainer.add_callback(Recorder())
         trainer.train()
         curve.seen = engine_of(trainer.model_wrapped)
         if resumes:
-            resumed = _trainer(folder, engine, version, state, lora, precision, compiled)
+            resumed = _trainer(folder, version, state, lora, precision, compiled)
             resumed.add_callback(Recorder())
             resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2"))
     return curve
 
 
-def _trainer(folder, engine, version, state, lora, precision, compiled):
+def _trainer(folder, version, state, lora, precision, compiled):
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     AcceleratorState._reset_state(True)
-    if (engine, version) == ("torch", 1):
-        state = "SHARDED_STATE_DICT"  # FSDP1 cannot save a full state on CPU ranks
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
