@@ -9,6 +9,7 @@
 #   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
+#   make clients                  other people's trainers beside torch's engine; writes docs/notes/clients.md
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
 #   make clean                    remove what make made; the runs stay
 #
@@ -31,7 +32,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all kill drill check docs bench clean
+.PHONY: train test test-all kill drill clients check docs bench clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -47,6 +48,10 @@ kill: $(INSTALLED)
 
 drill: $(INSTALLED)
 	$(BIN)/python -m tests.doors.wrapper.drill $(ARGS)
+
+clients:
+	$(MAKE) .venv-clients/.installed VENV=.venv-clients EXTRA=clients
+	.venv-clients/bin/python -m tests.clients.table $(ARGS)
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .
@@ -66,5 +71,5 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* build *.egg-info docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-torch-* build *.egg-info docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

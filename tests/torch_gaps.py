@@ -18,8 +18,6 @@ needs_fsdp2_on_cpu = _needs(
     hasattr(torch.cpu.Stream, "record_event"),
 )
 needs_default_comms = _needs("FSDP2's DefaultAllGather", hasattr(_fsdp_collectives, "DefaultAllGather"))
-needs_placement_results = _needs("FSDP2's ShardPlacementResult", hasattr(_fsdp_common, "ShardPlacementResult"))
-needs_dp_mesh_dims = _needs("FSDP2's DataParallelMeshDims", hasattr(torch_fsdp, "DataParallelMeshDims"))
 needs_readable_saved_tensor_hooks = _needs(
     "a way to see the current saved-tensor hooks, by which checkpoints made of module hooks are recognised",
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),

@@ -24,7 +24,7 @@ from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn
-from tests.torch_gaps import needs_dp_mesh_dims, needs_fsdp2_on_cpu
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 
 def refused(error, match, module, *, whole=True, **kwargs):
@@ -72,13 +72,6 @@ def test_types_and_values_that_are_refused():
     refused(TypeError, "`nan_check`", model, nan_check=1)
     with pytest.raises(TypeError, match="process_group"):
         fully_shard(model, process_group=dist.group.WORLD)
-
-
-@needs_dp_mesh_dims
-@on_ranks(1)
-def test_mesh_dimensions_are_refused():
-    """`dp_mesh_dims` raises an error."""
-    refused(ValueError, "`dp_mesh_dims` must be None", mlp(4, 4), dp_mesh_dims=torch_fsdp.DataParallelMeshDims("dp"))
 
 
 @on_ranks(2)

@@ -1,0 +1,179 @@
+"""Trains with accelerate and the Hugging Face Trainer: their FSDP plugins, both versions, build fairshard's engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from fairshard.integrations.torch_names import redirect, require, restore
+from fairshard.nn import FullyShardedDataParallel, clean_tensor_name, fully_shard, register_fsdp_forward_method
+
+require("accelerate", at_least="1.4")
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
+
+PACKAGES = ("accelerate", "transformers", "peft", "trl")
+
+# Methods of accelerate that `enable` has replaced: class, name, original.
+_replaced: list[tuple[type, str, Any]] = []
+
+
+class AcceleratedFSDP(FullyShardedDataParallel):
+    """The wrapper as accelerate makes it, with a low-precision model's trained parameters upcast before they are cut.
+
+    accelerate keeps fp32 parameters under mixed precision, by changing FSDP1's flat parameters after wrapping.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        policy = kwargs.get("mixed_precision")
+        if policy is not None and policy.param_dtype is not None:
+            _upcast(module, kwargs.get("ignored_modules") or ())
+        super().__init__(module, *args, **kwargs)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """An empty list: accelerate looks here for flat parameters to upcast, and they are upcast already."""
+        return []
+
+
+def enable() -> None:
+    """Let the FSDP plugins of accelerate, and of the Hugging Face ``Trainer``, build fairshard's engine, on CPU too.
+
+    Call it before ``Accelerator`` or ``Trainer`` is made. ``fsdp_version=1`` wraps with `FullyShardedDataParallel`,
+    ``fsdp_version=2`` shards with `fully_shard`. Only code of accelerate, transformers, peft and trl is affected. A
+    second call does nothing.
+    """
+    if _replaced:
+        return
+    names = {
+        "FullyShardedDataParallel": AcceleratedFSDP,
+        "fully_shard": fully_shard,
+        "register_fsdp_forward_method": register_fsdp_forward_method,
+    }
+    redirect(PACKAGES, names)
+    _replace(AcceleratorState, "__init__", _init_on_cpu)
+    _replace(FullyShardedDataParallelPlugin, "__post_init__", _post_init_on_cpu)
+    _replace(Accelerator, "prepare", _prepare)
+
+
+def disable() -> None:
+    """Undo `enable`; models that are already sharded stay so."""
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)
+    restore(PACKAGES)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """`enable` inside the block, and `disable` after it."""
+    enable()
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, wraps(original)(make(original)))
+    _replaced.append((owner, name, original))
+
+
+def _init_on_cpu(original: Any) -> Any:
+    """``AcceleratorState.__init__`` that also honours an FSDP plugin on several CPU ranks."""
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    return init
+
+
+def _post_init_on_cpu(original: Any) -> Any:
+    """The plugin's ``__post_init__`` that without a GPU allows ``sync_module_states``, for which it wants a device."""
+
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except RuntimeError:
+            if torch.accelerator.is_available() or not self.sync_module_states:
+                raise
+            self.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
+
+    return post_init
+
+
+def _prepare(original: Any) -> Any:
+    """``Accelerator.prepare`` that gives optimizers made before it the parameters that the wrapper registers."""
+
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.distributed_type is not DistributedType.FSDP or self.is_fsdp2:
+            return original(self, *args, **kwargs)
+        models = [given for given in args if isinstance(given, nn.Module)]
+        old = {param: (index, name) for index, model in enumerate(models) for name, param in model.named_parameters()}
+        optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
+        stale = [optimizer for optimizer in optimizers if any(param in old for param in _params(optimizer))]
+        if stale and not self.state.fsdp_plugin.use_orig_params and not any(map(_is_sharded, models)):
+            raise ValueError(
+                "An optimizer passed to `prepare` must hold the sharded model's parameters, but this "
+                f"{type(stale[0]).__name__} was made before the model was wrapped, and without `use_orig_params` the "
+                "wrapper has no parameter for each original. Pass `use_orig_params=True` to the FSDP plugin, or make "
+                "the optimizer after `prepare(model)`."
+            )
+        prepared = original(self, *args, **kwargs)
+        results = prepared if isinstance(prepared, tuple) else (prepared,)
+        wrapped = [result for result in results if isinstance(result, nn.Module)]
+        new = {
+            (index, clean_tensor_name(name)): param
+            for index, model in enumerate(wrapped)
+            for name, param in model.named_parameters()
+        }
+        for optimizer in stale:
+            for group in optimizer.param_groups:
+                group["params"] = [
+                    new.get((old[param][0], clean_tensor_name(old[param][1])), param) if param in old else param
+                    for param in group["params"]
+                ]
+        return prepared
+
+    return prepare
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _upcast(module: nn.Module, ignored: Any) -> None:
+    """Make trained parameters fp32, but for those of ``ignored`` modules and those that are sharded already."""
+    kept = {param for part in ignored for param in part.parameters()}
+    low = [
+        (name, param)
+        for name, param in module.named_parameters()
+        if param.requires_grad and param.is_floating_point() and param.dtype.itemsize < 4 and param not in kept
+    ]
+    for _, param in low:
+        param.data = param.data.float()
+    if low and int(os.environ.get("RANK", "0")) == 0:
+        warnings.warn(
+            f"Mixed precision keeps parameters in torch.float32; {len(low)} in lower precision were cast, the first "
+            f"is `{low[0][0]}`.",
+            stacklevel=4,
+        )

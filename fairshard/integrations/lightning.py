@@ -1,0 +1,97 @@
+"""Trains with Lightning: a strategy like its ``FSDPStrategy``, with fairshard's wrapper, on CPU too.
+
+``ModelParallelStrategy`` needs nothing from here: call `fully_shard` in ``configure_model``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fairshard.integrations.torch_names import reading, require
+from fairshard.nn import FullyShardedDataParallel
+
+require("lightning", at_least="2.5")
+from lightning.pytorch.plugins import Precision  # noqa: E402
+from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
+
+
+class FairshardPrecision(FSDPPrecision):  # type: ignore[misc]
+    """Lightning's precision of FSDP, which also clips gradients by their norm over all ranks."""
+
+    def __init__(self, given: FSDPPrecision, strategy: FairshardStrategy) -> None:
+        super().__init__(given.precision, given.scaler)
+        self._strategy = strategy
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
+        """Clip the gradients of the whole model. **Collective.**"""
+        self._strategy.model.clip_grad_norm_(clip_val)
+
+
+class FairshardStrategy(FSDPStrategy):  # type: ignore[misc]
+    """``Trainer(strategy=FairshardStrategy(...))`` wraps the model with `FullyShardedDataParallel`.
+
+    Takes the arguments of ``FSDPStrategy``; others are those of `FullyShardedDataParallel`. ``use_orig_params`` is
+    always True. Checkpoints are in the formats of ``FSDPStrategy``. ``Trainer(gradient_clip_val=...)`` works.
+
+    Raises:
+        ValueError: ``use_orig_params`` is False.
+
+    Source: Lightning's ``FSDPStrategy``, for names, arguments and defaults.
+    """
+
+    strategy_name = "fairshard"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_orig_params", True):
+            raise ValueError(
+                "`use_orig_params` must be True, but is False: Lightning finds optimizer states by the parameters' "
+                "own names. Leave it out."
+            )
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``strategy="fairshard"``."""
+        strategy_registry.register(cls.strategy_name, cls, description="FSDP by fairshard")
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin, which can clip."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if type(plugin) is FSDPPrecision:
+            plugin = FairshardPrecision(plugin, self)
+        FSDPStrategy.precision_plugin.fset(self, plugin)
+
+    def _setup_model(self, model: Any) -> Any:
+        with _ours():
+            return super()._setup_model(model)
+
+    def model_sharded_context(self) -> Any:
+        """Lightning's context of ``configure_model``: ``wrap`` makes fairshard's wrappers."""
+        with _ours():
+            return super().model_sharded_context()
+
+    def lightning_module_state_dict(self) -> Any:
+        """The model's state, in the form set by ``state_dict_type``. **Collective.**"""
+        with _ours():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """The state of ``optimizer``, in the form set by ``state_dict_type``. **Collective.**"""
+        with _ours():
+            return super().optimizer_state(optimizer)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load model and optimizers from a checkpoint of either form. **Collective.**"""
+        with _ours():
+            return super().load_checkpoint(*args, **kwargs)
+
+
+def _ours() -> AbstractContextManager[None]:
+    """Inside, code of Lightning takes fairshard's wrapper from ``torch.distributed.fsdp``."""
+    return reading(("lightning",), {"FullyShardedDataParallel": FullyShardedDataParallel})

@@ -1,0 +1,152 @@
+"""`fairshard.integrations.accelerate`: what `enable` changes, what `disable` undoes, and optimizers made too early."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.clients.case import be_torchrun, engine_of
+from tests.clients.loops import net, next_token_loss, tokens
+from tests.on_ranks import on_ranks
+
+pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from fairshard.integrations import accelerate as integration
+from fairshard.nn import FullyShardedDataParallel
+
+pytestmark = pytest.mark.cpu_only
+
+
+def accelerator(version=1, **plugin_options):
+    """A new Accelerator with an FSDP plugin, on this rank of several CPU ranks."""
+    be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
+    AcceleratorState._reset_state(True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **plugin_options)
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+def test_disable_leaves_accelerate_as_it_was():
+    """After `disable`, also after `enable` twice, the methods are accelerate's own."""
+    before = AcceleratorState.__init__, Accelerator.prepare, FullyShardedDataParallelPlugin.__post_init__
+    integration.enable()
+    integration.enable()
+    assert Accelerator.prepare is not before[1]
+    integration.disable()
+    assert (AcceleratorState.__init__, Accelerator.prepare, FullyShardedDataParallelPlugin.__post_init__) == before
+    with integration.enabled():
+        assert Accelerator.prepare is not before[1]
+    assert Accelerator.prepare is before[1]
+
+
+@on_ranks(2, timeout=180.0)
+@pytest.mark.parametrize("version", [1, 2])
+def test_without_enable_cpu_ranks_are_not_sharded(version):
+    """Whether a plugin shards on CPU ranks is decided by `enable`, before and after the block."""
+    with mock.patch.dict(os.environ):
+        assert accelerator(version).distributed_type is DistributedType.MULTI_CPU
+        with integration.enabled():
+            made = accelerator(version, **({"use_orig_params": True} if version == 1 else {}))
+            assert made.distributed_type is DistributedType.FSDP
+            model = net()
+            model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            assert engine_of(model) == "fairshard"
+        assert accelerator(version).distributed_type is DistributedType.MULTI_CPU
+        AcceleratorState._reset_state(True)
+
+
+@on_ranks(2, timeout=180.0)
+def test_an_optimizer_made_before_wrapping_trains_the_shards():
+    """Version 1: in any order of arguments, with two groups, the optimizer holds the wrapper's parameters and steps."""
+    with mock.patch.dict(os.environ), integration.enabled():
+        made = accelerator(auto_wrap_policy="transformer_based_wrap", use_orig_params=True)
+        model = net()
+        groups = [{"params": model.embed.parameters()}, {"params": [*model.blocks.parameters()], "lr": 0.5}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        optimizer, model = made.prepare(optimizer, model)
+        own = dict(model.named_parameters())
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        assert {id(param) for param in held} == {id(own[name]) for name in own if "head" not in name}
+        before = {name: param.detach().clone() for name, param in own.items()}
+        given = tokens(dist.get_rank())
+        made.backward(next_token_loss(model(given), given))
+        optimizer.step()
+        moved = {name for name, param in own.items() if not torch.equal(param, before[name])}
+        assert moved == {name for name, param in own.items() if "head" not in name and param.numel()}
+        AcceleratorState._reset_state(True)
+
+
+@on_ranks(2)
+def test_an_optimizer_made_before_wrapping_needs_original_parameters():
+    """Version 1 without `use_orig_params`: a flat parameter cannot replace originals, and the error names the cure."""
+    with mock.patch.dict(os.environ), integration.enabled():
+        made = accelerator(use_orig_params=False)
+        model = net()
+        with pytest.raises(ValueError, match=r"`use_orig_params=True`.*or make the optimizer after `prepare\(model\)`"):
+            made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model = made.prepare(model)
+        optimizer = made.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert engine_of(model) == "fairshard"
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        AcceleratorState._reset_state(True)
+
+
+@on_ranks(1)
+def test_low_precision_parameters_are_upcast_under_mixed_precision():
+    """Version 1 with a bf16 policy keeps fp32 shards of trained bf16 parameters; frozen ones stay bf16."""
+    from torch.distributed.fsdp import MixedPrecision
+
+    model = net().bfloat16()
+    model.embed.requires_grad_(False)
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"were cast, the first is `blocks\.0\.norm\.weight`"):
+        wrapped = integration.AcceleratedFSDP(model, mixed_precision=policy, use_orig_params=True)
+    dtypes = {name: param.dtype for name, param in wrapped.named_parameters()}
+    assert dtypes.pop("embed.weight") is torch.bfloat16
+    assert set(dtypes.values()) == {torch.float32}
+    assert isinstance(wrapped, FullyShardedDataParallel)
+
+
+@on_ranks(2, timeout=180.0)
+@pytest.mark.parametrize("version", [1, 2])
+def test_activation_checkpointing_changes_no_bit(version):
+    """The plugin's `activation_checkpointing` wraps sharded blocks, or blocks to be sharded; losses stay the same."""
+    losses = []
+    for checkpointing in (False, True):
+        with mock.patch.dict(os.environ), integration.enabled():
+            options = {"use_orig_params": True} if version == 1 else {}
+            made = accelerator(
+                version,
+                auto_wrap_policy="transformer_based_wrap",
+                activation_checkpointing=checkpointing,
+                **options,
+            )
+            model = net()
+            model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(2):
+                given = tokens(step, dist.get_rank())
+                losses.append(next_token_loss(model(given), given))
+                made.backward(losses[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+            wrapped = [name for name, _ in model.named_modules() if name.endswith("_checkpoint_wrapped_module")]
+            assert len(wrapped) == (2 if checkpointing else 0)
+            AcceleratorState._reset_state(True)
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=0, atol=0)
+
+
+@on_ranks(2, timeout=180.0)
+def test_weights_of_the_first_rank_are_loaded_on_all():
+    """Version 2 with `cpu_ram_efficient_loading`: sharded on the meta device, then filled with rank 0's weights."""
+    with mock.patch.dict(os.environ), integration.enabled():
+        made = accelerator(2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True)
+        model = net(seed=1 + dist.get_rank())
+        model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = net(seed=1).state_dict()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), expected[name], rtol=0, atol=0)
+        AcceleratorState._reset_state(True)
