@@ -127,6 +127,7 @@ class TorchFSDPModule(torch.distributed.fsdp.FSDPModule):
     del _name, _value
 
     _fairshard_unit: Unit
+    _orig_cls_mro_index = 3  # the place of the original class among the bases; torch 2.6 does not have it
 
     def _get_fsdp_state(self) -> Any:
         return state_of(self._fairshard_unit)

@@ -9,21 +9,23 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
 from fairshard.errors import FairshardError
-from fairshard.nn import MixedPrecisionPolicy, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.utils.collectives import counters, reset_counters
 from tests.doors.fully_shard.models import torch_fully_shard
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 
-WIDTH, NUM_MICROBATCHES, NUM_STEPS = 6, 4, 2
+WIDTH, NUM_MICROBATCHES, NUM_STEPS = 5, 4, 2
 
 
 class Block(nn.Module):
-    """Two layers, with a path around them."""
+    """Two layers, one with a frozen bias, with a path around them; and a parameter that nothing uses."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
@@ -33,7 +35,7 @@ def meshes(num_stages):
     return init_device_mesh("cpu", (num_stages, dist.get_world_size() // num_stages), mesh_dim_names=("pp", "dp"))
 
 
-def train(name, mesh, shard, num_on_rank=1):
+def train(name, mesh, shard, num_on_rank=1, loss_fn=nn.functional.mse_loss, interrupt=None):
     """Losses and gradients of this rank's stages; data-parallel ranks have different batches."""
     torch.manual_seed(0)
     place, num_places = mesh.get_local_rank("pp"), mesh.size(0)
@@ -49,29 +51,44 @@ def train(name, mesh, shard, num_on_rank=1):
         PipelineStage(module, index, num_stages, torch.device("cpu"), group=group)
         for module, index in zip(modules, indexes, strict=True)
     ]
-    schedule = getattr(schedules, name)(
-        stages[0] if num_on_rank == 1 else stages, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss
-    )
+
+    def new_schedule():
+        return getattr(schedules, name)(stages[0] if num_on_rank == 1 else stages, NUM_MICROBATCHES, loss_fn=loss_fn)
+
+    schedule = new_schedule()
     optimizers = [sgd(module) for module in modules]
     found = []
-    for step in range(NUM_STEPS):
-        generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("dp"))
+
+    def step(number):
+        generator = torch.Generator().manual_seed(100 * number + mesh.get_local_rank("dp"))
         inputs, targets = torch.randn(2, 2 * NUM_MICROBATCHES, WIDTH, generator=generator)
         losses = []
         given = (inputs,) if place == 0 else ()
         wanted = {"target": targets, "losses": losses} if num_stages - 1 in indexes else {}
         schedule.step(*given, **wanted)
-        found += [loss.detach() for loss in losses]
-        for module in modules:
-            for param in module.parameters():
-                if not isinstance(param, DTensor):
-                    dist.all_reduce(param.grad, group=mesh.get_group("dp"))
-                    param.grad /= mesh.size(1)
-                found += (param.grad.full_tensor() if isinstance(param, DTensor) else param.grad.clone(),)
+        found.extend(loss.detach() for loss in losses)
+
+    for number in range(NUM_STEPS):
+        if interrupt is not None and number == NUM_STEPS - 1:
+            interrupt(lambda: step(-1))
+            schedule = new_schedule()  # torch's keeps the losses of a step that raised
+            for module in modules:
+                module.zero_grad()
+        step(number)
+        found += [grad_of(param, mesh) for module in modules for param in module.parameters()]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return found
+
+
+def grad_of(param, mesh):
+    """The whole gradient; that of an unsharded parameter is averaged over the data-parallel ranks first."""
+    if param.grad is None or isinstance(param, DTensor):
+        return None if param.grad is None else param.grad.full_tensor()
+    dist.all_reduce(param.grad, group=mesh.get_group("dp"))
+    param.grad /= mesh.size(1)
+    return param.grad.clone()
 
 
 def sharding(door, mesh, **how):
@@ -93,7 +110,7 @@ def test_stages_train_like_whole_ones(name):
     """Losses and gradients are those of unsharded stages, kept gathered between microbatches or not."""
     mesh = meshes(2)
     expected = train(name, mesh, whole)
-    for how in ({}, {"reshard_after_forward": False}):
+    for how in ({}, {"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy()}):
         assert_equal(train(name, mesh, sharding(fully_shard, mesh, **how)), expected)
 
 
@@ -123,6 +140,27 @@ def test_gradients_are_reduced_once_a_step():
     reset_counters()
     assert_equal(train("Schedule1F1B", mesh, sharding(fully_shard, mesh)), expected)
     assert counters()["reduce_scatter"][0] == NUM_STEPS
+
+
+@on_ranks(2)
+def test_after_an_exception_in_a_microbatch():
+    """A step that raised after some backwards, and whose gradients were zeroed, leaves nothing behind."""
+    mesh = meshes(1)
+    fails = []
+
+    def loss_fn(outputs, targets):
+        if fails and fails.pop():
+            raise ArithmeticError
+        return nn.functional.mse_loss(outputs, targets)
+
+    def interrupt(step):
+        fails[:] = [True, False, False]
+        with pytest.raises(ArithmeticError):
+            step()
+
+    expected = train("Schedule1F1B", mesh, whole)
+    found = train("Schedule1F1B", mesh, sharding(fully_shard, mesh), loss_fn=loss_fn, interrupt=interrupt)
+    assert_equal(found, expected)
 
 
 @pytest.mark.skipif(
@@ -157,4 +195,5 @@ def test_a_split_backward_is_refused():
 
 def assert_equal(found, expected):
     assert len(found) == len(expected)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)

@@ -56,8 +56,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
     Source: PyTorch's FSDP2, for names, arguments and defaults.
     """
 
-    _orig_cls_mro_index = 3  # torch's name for the place of the original class in the order of base classes
-
     # The names must not collide with those of a user's class.
     _fairshard_class: type[nn.Module]
     _fairshard_methods: frozenset[str]
