@@ -10,6 +10,7 @@ the optimizer's step it would be too late: a rank that skips the step would neve
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 import weakref
@@ -30,7 +31,8 @@ from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
 
-_CLIP = "_clip_grads_with_norm_"  # what `clip_grad_norm_` calls with the norm; also public, since torch 2.6
+_CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found
+_PUBLIC_CLIP = "clip_grads_with_norm_"  # the same function, for code that finds the norm itself
 _UNSCALE = "_unscale_grads_"
 _DECIDING = (_UNSCALE, "unscale_", "step", "_maybe_opt_step", "_check_inf_per_device")
 _is_installed = False
@@ -45,12 +47,16 @@ def watch_scaling() -> None:
     _is_installed = True
     clip, unscale = getattr(clip_grad, _CLIP, None), getattr(GradScaler, _UNSCALE, None)
     if clip is not None:
-        setattr(clip_grad, _CLIP, _compared_clip(clip))
+        compared = _compared_clip(clip)
+        setattr(clip_grad, _CLIP, compared)
+        if getattr(torch.nn.utils, _PUBLIC_CLIP, None) is clip:
+            setattr(torch.nn.utils, _PUBLIC_CLIP, compared)
     if unscale is not None:
         setattr(GradScaler, _UNSCALE, _compared_unscale(unscale))
 
 
 def _compared_clip(clip: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(clip)
     def compare_and_clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
         if not torch.compiler.is_compiling():
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -61,6 +67,7 @@ def _compared_clip(clip: Callable[..., None]) -> Callable[..., None]:
 
 
 def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    @functools.wraps(unscale)
     def unscale_and_compare(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = unscale(scaler, optimizer, *args, **kwargs)
         if _decides_alone(type(scaler)):
@@ -85,8 +92,9 @@ def check_clip(params: Iterable[Any], max_norm: float, total_norm: Tensor) -> No
     every = _difference(comms, min(float(max_norm) / (norm + 1e-6), 1.0) if norm == norm else norm)
     if every:
         raise LocalScalingError(
-            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
-            f"shards such as `{names[0]}`, and would scale those of each rank by the norm of that rank's part "
+            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ or "
+            f"clip_grads_with_norm_ was given flat shards such as `{names[0]}`, and would scale those of each rank by "
+            "the norm of that rank's part "
             f"({', '.join(f'by {value:.6g} on rank {rank}' for rank, value in every.items())}). Call "
             "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
         )

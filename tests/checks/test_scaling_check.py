@@ -40,6 +40,9 @@ def test_clipping_by_the_norm_of_a_part_raises_on_all_ranks(layout):
     before = grads_of(model)
     with pytest.raises(LocalScalingError, match=r"by .* on rank 1.*model\.clip_grad_norm_"):
         clip_grad_norm_(model.parameters(), 1e-3)
+    norm = torch.stack([grad.norm() for grad in before]).norm()
+    with pytest.raises(LocalScalingError, match=r"model\.clip_grad_norm_"):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm)
     assert all(torch.equal(old, new) for old, new in zip(before, grads_of(model), strict=True))
     assert model.clip_grad_norm_(1e-3) > 1e-3
     sgd(model).step()
@@ -54,8 +57,7 @@ def test_changes_that_are_equal_on_all_ranks_are_allowed():
     square = clip_grad_norm_(model.parameters(), math.inf).square()
     assert all(torch.equal(old, new) for old, new in zip(before, grads_of(model), strict=True))
     dist.all_reduce(square)
-    clip_grads = torch.nn.utils.clip_grad._clip_grads_with_norm_
-    clip_grads(list(model.parameters()), 1.0, square.sqrt())
+    torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 1.0, square.sqrt())
     factor = 1.0 / (square.sqrt() + 1e-6)
     assert all(torch.equal(old * factor, new) for old, new in zip(before, grads_of(model), strict=True))
     for param in model.parameters():
