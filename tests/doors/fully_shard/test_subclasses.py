@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fairshard import nn as fnn
 from fairshard.checkpoint import Checkpointer
-from fairshard.errors import ShardOptimizerError, StaleOptimizerError
+from fairshard.errors import FairshardError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer
@@ -99,6 +99,22 @@ def test_trains_as_a_replica():
         params = list(replica.parameters())
         expected = train(replica, before_step=functools.partial(average_grads_, params, keeps_none=True))
         assert torch.equal(train(sharded), expected)
+
+
+@on_ranks(2)
+def test_tied_weights():
+    """A weight that two modules of one unit share has one leaf; modules of two units must not share one."""
+    nets = [Net(kinds=(Int8Rows, Int8Rows)) for _ in range(2)]
+    for net in nets:
+        net.blocks[0].layers[1].weight = net.blocks[0].layers[0].weight
+    sharded, replica = shard(nets[0]), nets[1]
+    params = list(replica.parameters())
+    expected = train(replica, before_step=functools.partial(average_grads_, params, keeps_none=True))
+    assert torch.equal(train(sharded), expected)
+    net = Net(kinds=(Half,))
+    net.blocks[1].layers[0].weight = net.blocks[0].layers[0].weight
+    with pytest.raises(FairshardError, match=r"blocks\.1\.layers\.0\.weight"):
+        shard(net)(randn(3, 8))
 
 
 @on_ranks(2)
