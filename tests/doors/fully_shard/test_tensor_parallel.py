@@ -23,6 +23,7 @@ from fairshard.checkpoint import load, save
 from fairshard.errors import FairshardError, NonFiniteGradientError
 from fairshard.nn import DataParallelMeshDims, ShardPlacementResult, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from tests.doors.fully_shard.parallel import Batches, distributed, mesh_of, parallelized, sharded, train, whole
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
@@ -369,3 +370,37 @@ def test_our_checkpoints_pass_between_meshes(tmp_path):
     for name, param in model.named_parameters():
         moment = new.state[dict(other.named_parameters())[name]]["exp_avg"]
         assert torch.equal(moment.full_tensor(), optimizer.state[param]["exp_avg"].full_tensor())
+
+
+@beside_torch
+@on_ranks(2)
+def test_a_scaler_skips_a_step_on_all_tensor_parallel_ranks():
+    """An overflow in the part of one tensor-parallel rank skips the step on all; PyTorch's scaler and ours agree."""
+    mesh, dp = mesh_of(1, 2)
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), ShardedGradScaler("cpu", init_scale=4.0)):
+        model = sharded(fully_shard, parallelized(mesh), dp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            scaler.scale(Batches(0).loss(model, step)).backward()
+            if step and dist.get_rank():
+                model.blocks[0].up.weight.grad.to_local()[-1:] = float("inf")
+            before = whole(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert torch.equal(whole(model)["head.weight"], before["head.weight"]) == bool(step)
+        assert scaler.get_scale() == 2.0
+        found.append(whole(model))
+    assert_same_state(*found)
+
+
+@on_ranks(2)
+def test_our_clipping_refuses_what_it_would_count_wrongly():
+    """`CPUOptimizer` sums norms over data-parallel ranks only: for tensor-parallel parameters it names torch's."""
+    mesh, dp = mesh_of(1, 2)
+    model = sharded(fully_shard, parallelized(mesh), dp, offload_policy=OFFLOADED)
+    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, clip_grad_norm=1.0)
+    Batches(0).loss(model, 0).backward()
+    with pytest.raises(ValueError, match=r"`\S+` are also on .*torch.nn.utils.clip_grad_norm_"):
+        optimizer.step()
