@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 PREFIX = "this torch lacks "
 """The beginning of every reason: tests/test_features.py allows these skips."""
