@@ -30,7 +30,7 @@ from tests.reference import assert_same_state
 
 beside_torch = pytest.mark.skipif(
     not hasattr(DeviceMesh, "_concatenate"),
-    reason="this torch's own fully_shard and checkpoints support even tensor-parallel rows only, and offload from GPUs",
+    reason="this torch's own fully_shard does not run on CPUs, and its checkpoints support even cuts only",
 )
 
 BF16 = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
