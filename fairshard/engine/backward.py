@@ -16,7 +16,6 @@ hook reported them. A gradient that arrives after its unit was sent breaks this 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -28,31 +27,16 @@ from fairshard.engine.model import Model, is_reached, is_split_off
 from fairshard.engine.notices import create_graph_error, late_error, split_error, unseen_error
 from fairshard.engine.planner import Planner
 from fairshard.engine.schedule import Kind
+from fairshard.engine.task_end import at_end
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.params.listing import Listing
 from fairshard.params.versions import check_unchanged
-from fairshard.utils.autograd import at_end_of_task
-from fairshard.utils.dynamo import not_traced, set_tracer
 
 _MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
 
 _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
-
-
-class _Token:
-    """Held by a graph task; hides ``listings`` when the task ends, even after an exception."""
-
-    def __init__(self, listings: list[Listing]) -> None:
-        self.listings = listings
-
-    @not_traced
-    def __del__(self) -> None:
-        tracer = set_tracer(None)
-        for listing in self.listings:
-            listing.hide()
-        set_tracer(tracer)
 
 
 class Backward:
@@ -92,7 +76,7 @@ class Backward:
 
         ``is_restricted``: the backward computes only some gradients, as in ``torch.autograd.grad``.
         """
-        self.task = _at_end(self.end, self._listings)
+        self.task = at_end(self.end, self._listings)
         self._is_restricted = is_restricted
         self._first.begin_backward(self)
         self._add([model.number for model in self._others() if is_reached(model)])
@@ -334,19 +318,3 @@ class Backward:
 
 def _no_task() -> None:
     """Stand-in for a weak reference to a graph task that has ended."""
-
-
-def _at_end(end: Callable[[], None], listings: list[Listing]) -> weakref.ref[_Token]:
-    """Call ``end`` when the graph task ends; the returned reference dies with the task, even after an exception."""
-    token = _Token(listings)
-
-    @not_traced
-    def call(_held: _Token = token) -> None:
-        tracer = set_tracer(None)
-        try:
-            end()
-        finally:
-            set_tracer(tracer)
-
-    at_end_of_task(call)
-    return weakref.ref(token)
