@@ -1,16 +1,11 @@
 """Tensor subclasses for weights, as quantization libraries have them, with the extension points of sharding."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
-
-needs_fsdp2_on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch lacks FSDP2 on CPU: its streams cannot record"
-)
 
 
 def randn(*shape, key):

@@ -14,6 +14,7 @@ from fairshard.utils.collectives import counters, reset_counters
 from tests.doors.fully_shard.models import torch_fully_shard
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 WIDTH, NUM_MICROBATCHES, NUM_STEPS = 5, 4, 2
 
@@ -163,10 +164,7 @@ def test_after_an_exception_in_a_microbatch():
     assert_equal(found, expected)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"),
-    reason="this torch lacks FSDP2 on CPU: its forward raises \"'Stream' object has no attribute 'record_event'\"",
-)
+@needs_fsdp2_on_cpu
 @on_ranks(2)
 def test_a_mixed_precision_keeps_gradients_in_the_wider_dtype():
     """Microbatches in bf16 with fp32 reduction add up in fp32: equal to the same stages on PyTorch's engine."""

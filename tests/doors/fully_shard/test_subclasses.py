@@ -24,7 +24,8 @@ from fairshard.optim import CPUOptimizer
 from fairshard.utils.collectives import counters, reset_counters
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
-from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4, needs_fsdp2_on_cpu
+from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
