@@ -78,7 +78,9 @@ def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Cal
 
 
 def check_clip(params: Iterable[Any], max_norm: float, total_norm: Tensor) -> None:
-    """Raise if ranks would scale the gradients of ``params`` by different factors. **Collective** if some are cut.
+    """Raise if ``total_norm`` is of this rank's part and clipping may be needed. **Collective** if ``params`` are cut.
+
+    No norm of whole gradients exceeds the sum of the norms of their parts: up to ``max_norm`` nothing would be clipped.
 
     Raises:
         LocalScalingError: on all ranks; no gradient has changed.
@@ -89,14 +91,14 @@ def check_clip(params: Iterable[Any], max_norm: float, total_norm: Tensor) -> No
     if not comms:
         return
     norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-    every = _difference(comms, min(float(max_norm) / (norm + 1e-6), 1.0) if norm == norm else norm)
-    if every:
+    every = _difference(comms, norm)
+    is_below = len(every) > 1 and sum(every.values()) <= max_norm
+    if every and not is_below:
         raise LocalScalingError(
             "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ or "
-            f"clip_grads_with_norm_ was given flat shards such as `{names[0]}`, and would scale those of each rank by "
-            "the norm of that rank's part "
-            f"({', '.join(f'by {value:.6g} on rank {rank}' for rank, value in every.items())}). Call "
-            "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
+            f"clip_grads_with_norm_ was given flat shards such as `{names[0]}`, and would clip those of each rank by "
+            f"the norm of that rank's part ({', '.join(f'{value:.6g} on rank {rank}' for rank, value in every.items())})"
+            ". Call `model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
         )
 
 

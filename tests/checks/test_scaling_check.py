@@ -38,7 +38,7 @@ def test_clipping_by_the_norm_of_a_part_raises_on_all_ranks(layout):
     """No rank's gradients have changed, and the error names the method that clips by the whole norm."""
     model = after_backward(wrap_each(mlp(4, 9, 5), **layout))
     before = grads_of(model)
-    with pytest.raises(LocalScalingError, match=r"by .* on rank 1.*model\.clip_grad_norm_"):
+    with pytest.raises(LocalScalingError, match=r"of that rank's part.* on rank 1.*model\.clip_grad_norm_"):
         clip_grad_norm_(model.parameters(), 1e-3)
     norm = torch.stack([grad.norm() for grad in before]).norm()
     with pytest.raises(LocalScalingError, match=r"model\.clip_grad_norm_"):
@@ -46,6 +46,19 @@ def test_clipping_by_the_norm_of_a_part_raises_on_all_ranks(layout):
     assert all(torch.equal(old, new) for old, new in zip(before, grads_of(model), strict=True))
     assert model.clip_grad_norm_(1e-3) > 1e-3
     sgd(model).step()
+
+
+@on_ranks(2)
+def test_parts_below_the_limit_of_a_whole_above_it_raise():
+    """Each rank's part has a smaller norm than the limit, the whole a larger one: it would not be clipped at all."""
+    model = after_backward(wrap_each(mlp(4, 9, 5)))
+    whole = float(model.clip_grad_norm_(math.inf))
+    part = float(clip_grad_norm_(model.parameters(), math.inf))
+    largest = torch.tensor(part)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    assert largest < whole
+    with pytest.raises(LocalScalingError, match=f"{part:.6g} on rank {dist.get_rank()}"):
+        clip_grad_norm_(model.parameters(), (float(largest) + whole) / 2)
 
 
 @on_ranks(2)
