@@ -114,7 +114,7 @@ def test_tied_weights():
     assert torch.equal(train(sharded), expected)
     net = Net(kinds=(Half,))
     net.blocks[1].layers[0].weight = net.blocks[0].layers[0].weight
-    with pytest.raises(FairshardError, match=r"blocks\.1\.layers\.0\.weight"):
+    with pytest.raises(ValueError, match=r"blocks\.1\.layers\.0\.weight"):
         shard(net)(randn(3, 8))
 
 
