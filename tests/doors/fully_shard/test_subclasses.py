@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fairshard import nn as fnn
 from fairshard.checkpoint import Checkpointer
-from fairshard.errors import FairshardError, ShardOptimizerError, StaleOptimizerError
+from fairshard.errors import ShardOptimizerError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer
