@@ -94,11 +94,12 @@ def check_clip(params: Iterable[Any], max_norm: float, total_norm: Tensor) -> No
     every = _difference(comms, norm)
     is_below = len(every) > 1 and sum(every.values()) <= max_norm
     if every and not is_below:
+        norms = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in every.items())
         raise LocalScalingError(
             "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ or "
             f"clip_grads_with_norm_ was given flat shards such as `{names[0]}`, and would clip those of each rank by "
-            f"the norm of that rank's part ({', '.join(f'{value:.6g} on rank {rank}' for rank, value in every.items())})"
-            ". Call `model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
+            f"the norm of that rank's part ({norms}). Call `model.clip_grad_norm_(max_norm)` of the outermost wrapper "
+            "instead, on all ranks."
         )
 
 
