@@ -10,10 +10,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fairshard.nn import fully_shard
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
-from tests.torch_gaps import needs_fsdp2_on_cpu
+from tests.torch_gaps import PREFIX, needs_fsdp2_on_cpu
 
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed; extra `test` has it"
+    importlib.util.find_spec("torchao") is None,
+    reason=f"{PREFIX}torchao, which is in extra `dev` and needs a newer one",
 )
 
 
