@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.device import gpus_in_use
+from fairshard.utils.dynamo import breaks_graph, set_tracer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -99,9 +100,19 @@ class _Checkpointed:
 
     _offloads_inputs = False
 
+    @breaks_graph("a checkpoint of fairshard's `checkpoint_wrapper` cannot be in a graph; the module inside it can")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward, which the backward recomputes."""
+        """Run the original forward, which the backward recomputes. If compiled code calls it, only that is compiled."""
         forward = super().forward  # type: ignore[misc]
+        tracer = set_tracer(None)
+        if tracer is None:
+            return self._fairshard_checkpoint(forward, args, kwargs)
+        try:
+            return self._fairshard_checkpoint(functools.partial(_traced, tracer, forward), args, kwargs)
+        finally:
+            set_tracer(tracer)
+
+    def _fairshard_checkpoint(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _switch.is_off or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         assert isinstance(self, nn.Module)
@@ -128,6 +139,15 @@ def _checkpointed(base: Any, offloads_inputs: bool) -> type[nn.Module]:
 def _new(base: Any, offloads_inputs: bool) -> nn.Module:
     made: type[nn.Module] = _checkpointed(base, offloads_inputs)
     return made.__new__(made)
+
+
+def _traced(tracer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``forward`` compiled by ``tracer``, in the backward as well: both runs must save the same tensors."""
+    before = set_tracer(tracer)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        set_tracer(before)
 
 
 def _call(forward: Callable[..., Any], inputs: _Inputs, *_: Tensor) -> Any:

@@ -385,3 +385,42 @@ def test_units_train_alike_with_checkpointing_disabled():
 
     pairs = zip(gradients(disable_checkpointing), gradients(contextlib.nullcontext), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+class Noisy(nn.Module):
+    """A module of a user's class, with statistics and random numbers: the tracer skips frames of torch's classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.layers(x) + x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_around_a_checkpoint(backend):
+    """Results equal those without the compiler; only the module's own forward is compiled, once."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    torch.manual_seed(0)
+    plain = Noisy()
+    block = checkpoint_wrapper(copy.deepcopy(plain))
+    compiled = torch.compile(block, backend=counter)
+    for step in range(3):
+        losses = []
+        for model in (plain, compiled):
+            torch.manual_seed(step)
+            x = torch.randn(6, 4, requires_grad=True)
+            loss = model(x).square().sum()
+            loss.backward()
+            losses.append((loss.item(), x.grad))
+        assert losses[0][0] == losses[1][0]
+        assert torch.equal(losses[0][1], losses[1][1])
+    for (_, one), (_, other) in zip(plain.named_parameters(), block.named_parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for one, other in zip(plain.buffers(), block.buffers(), strict=True):
+        assert torch.equal(one, other)
+    assert counter.frame_count == 1
