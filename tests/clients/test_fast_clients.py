@@ -10,20 +10,24 @@ import torch.distributed as dist
 from fairshard.utils.testing import run_ranks
 from tests.clients.case import be_torchrun
 from tests.clients.table import Run, case_named, outcome
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
-FAST = (
+BESIDE_FSDP1 = (
     "accelerate v1, bf16, sharded state",
     "accelerate v1, no, full state",
+    "Lightning FSDP strategy, full state",
+    "PEFT, wrapper",
+)
+BESIDE_FSDP2 = (
     "accelerate v2, no, full state",
     "Trainer v1, full state",
     "Trainer v2, full state",
     "Trainer v2, LoRA",
-    "Lightning FSDP strategy, full state",
     "Lightning ModelParallelStrategy",
     "Fabric no_backward_sync",
     "PEFT, fully_shard",
-    "PEFT, wrapper",
 )
+FAST = [*BESIDE_FSDP1, *(pytest.param(name, marks=needs_fsdp2_on_cpu) for name in BESIDE_FSDP2)]
 
 
 def both_engines(name):
