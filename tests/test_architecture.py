@@ -250,18 +250,34 @@ def test_collectives_are_called_in_two_files(path):
             assert not names & COLLECTIVES, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_private_autograd_is_used_in_one_file(path):
-    """Private names of autograd appear only in ``utils/autograd.py``."""
-    if module_name(path) == f"{UTILS}.autograd":
-        return
+def check_does_not_name(path, forbidden):
+    """Check that no name, attribute, import or string in the file is one of ``forbidden``."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = {getattr(node, "attr", None), getattr(node, "id", None)}
         if isinstance(node, ast.ImportFrom):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)
-        assert not names & PRIVATE_AUTOGRAD, f"{path}:{getattr(node, 'lineno', 0)}: {names & PRIVATE_AUTOGRAD}"
+        assert not names & forbidden, f"{path}:{getattr(node, 'lineno', 0)}: {names & forbidden}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_private_autograd_is_used_in_one_file(path):
+    """Private names of autograd appear only in ``utils/autograd.py``."""
+    if module_name(path) == f"{UTILS}.autograd":
+        return
+    check_does_not_name(path, PRIVATE_AUTOGRAD)
+
+
+# What `torch.compile` reads and calls.
+PRIVATE_DYNAMO = {"eval_frame", "set_eval_frame", "set_code_exec_strategy", "skip_code", "_torchdynamo_disable"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_private_names_of_dynamo_are_used_in_one_file(path):
+    """Private names of torch's tracer appear only in ``utils/dynamo.py``."""
+    if module_name(path) != f"{UTILS}.dynamo":
+        check_does_not_name(path, PRIVATE_DYNAMO)
 
 
 # What torch's code, and that of others, looks for on sharded modules.
@@ -274,13 +290,7 @@ def test_torchs_keys_are_named_in_one_file(path):
     """State and keys that torch's code looks for on modules appear only in ``nn/data_parallel/torch_state.py``."""
     if module_name(path) == "fairshard.nn.data_parallel.torch_state":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = {getattr(node, "attr", None), getattr(node, "id", None)}
-        if isinstance(node, ast.ImportFrom):
-            names |= {alias.name for alias in node.names}
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-        assert not names & TORCHS_KEYS, f"{path}:{getattr(node, 'lineno', 0)}: {names & TORCHS_KEYS}"
+    check_does_not_name(path, TORCHS_KEYS)
 
 
 PARAMETER_NAMES = {"p", "param", "parameter", "leaf", "shard", "full", "tensor", "weight", "grad"}
