@@ -140,6 +140,8 @@ def _config(folder, steps, options):
     config.compile.backend = "aot_eager"
     config.checkpoint.enable = options.get("saves", False)
     config.checkpoint.interval = 2
+    if options.get("resumes"):
+        config.checkpoint.exclude_from_loading = ["dataloader"]  # its state is that of each data-parallel rank
     return config
 
 
@@ -172,7 +174,7 @@ def resume(engine):
     if dist.get_rank() == 0:
         run_program("torchtitan: save on 2", engine, 2, {"FAIRSHARD_CLIENTS_FOLDER": folder})
     dist.barrier()
-    return run(engine, folder, saves=True)
+    return run(engine, folder, saves=True, resumes=True)
 
 
 def save_two(engine):
