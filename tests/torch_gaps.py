@@ -17,6 +17,9 @@ needs_fsdp2_on_cpu = _needs(
     hasattr(torch.cpu.Stream, "record_event"),
 )
 needs_default_comms = _needs("FSDP2's DefaultAllGather", hasattr(_fsdp_collectives, "DefaultAllGather"))
+needs_1f1b_on_gloo = _needs(
+    "1F1B between gloo ranks: unsharded stages wait for each other forever", torch.__version__ >= "2.7"
+)
 needs_readable_saved_tensor_hooks = _needs(
     "a way to see the current saved-tensor hooks, by which checkpoints made of module hooks are recognised",
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),

@@ -92,6 +92,14 @@ def inside_a_function(model, backend):
 WAYS = {"module": compiled, "in place": compiled_in_place, "outer": inside_another, "function": inside_a_function}
 
 
+RTOL = 0.0 if torch.__version__ >= "2.9" else 1e-6  # older compilers round the steps of an optimizer in another order
+
+
+def rounded(losses):
+    """``losses``, as a compiled step with its optimizer gives them."""
+    return pytest.approx(losses, rel=RTOL, abs=0.0) if RTOL else losses
+
+
 @on_ranks(2, timeout=180.0)  # the first import of the compiler takes a while
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
 @pytest.mark.parametrize("way", ["module", "in place", in_full("outer"), "function"])
@@ -132,8 +140,9 @@ def test_a_compiled_step_does_not_trace_the_engine(door):
         losses.append(step(randn(5, 4, key=number)).item())
         if number == 1:
             num_graphs = len(backend.graphs)
-    assert losses == expected
-    assert_same_state(model.state_dict(), twin.state_dict())
+    assert losses == rounded(expected)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(whole(value), whole(twin.state_dict()[name]), rtol=RTOL, atol=RTOL)
     assert len(backend.graphs) == num_graphs
 
 
@@ -228,7 +237,7 @@ def test_a_whole_graph_is_refused(door, way):
     model, x = stack(door), randn(5, 4)
     with torch.no_grad():
         expected = model(x)
-    cure = r"compile the blocks inside units" if torch.__version__ >= "2.9" else "fairshard|disable"
+    cure = r"compile the blocks inside units" if torch.__version__ >= "2.9" else "sharded module|fairshard|disable"
     with CollectiveCounter() as counter, pytest.raises(Exception, match=cure):
         fullgraph(way, model)(x)
     only_root = way == "in place" and door == "fully_shard"  # whose call runs the compiled code
@@ -327,7 +336,7 @@ def test_a_compiled_step_may_accumulate_and_clip(door):
         run = torch.compile(step, backend=counting_backend()) if compiles else step
         return [run(randn(5, 4, key=key), randn(5, 4, key=-key)).item() for key in range(1, 4)]
 
-    assert losses_of(compiles=True) == losses_of(compiles=False)
+    assert losses_of(compiles=True) == rounded(losses_of(compiles=False))
 
 
 @pytest.mark.full

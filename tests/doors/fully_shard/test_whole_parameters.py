@@ -15,6 +15,7 @@ from tests.doors.fully_shard.beside import train_beside
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
+from tests.torch_gaps import needs_fsdp2_on_cpu
 
 WHOLE, CUT = "whole", "cut"
 
@@ -59,6 +60,7 @@ def kinds_through_a_step(engine, **how):
     return seen
 
 
+@needs_fsdp2_on_cpu
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_in_every_state_as_pytorch_does(reshard):
