@@ -4,8 +4,9 @@ Both decide from the gradients that a rank has, which is right for DTensors and 
 rank has only its part: `torch.nn.utils.clip_grad_norm_` would scale it by the norm of that part, and
 `torch.amp.GradScaler` would skip the optimizer's step only on the ranks whose part overflowed.
 
-The ranks compare their decisions inside these calls, which every rank makes, and before anything depends on them. At
-the optimizer's step it would be too late: a rank that skips the step would never arrive at the comparison.
+Clipping raises inside torch's function, without communication: a list of parameters may be empty on some ranks, and
+then not all would take part. For overflow the ranks compare what they have found inside the scaler, before any of them
+steps; at the step it would be too late, because a rank that skips it would never arrive.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
 
-_CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found
-_PUBLIC_CLIP = "clip_grads_with_norm_"  # the same function, for code that finds the norm itself
+_CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found in the list
 _UNSCALE = "_unscale_grads_"
 _DECIDING = (_UNSCALE, "unscale_", "step", "_maybe_opt_step", "_check_inf_per_device")
 _is_installed = False
@@ -40,30 +40,27 @@ _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def watch_scaling() -> None:
-    """From now on, compare the ranks' decisions when torch clips or unscales gradients of flat shards."""
+    """From now on, check calls of torch's functions that clip or unscale gradients of flat shards."""
     global _is_installed
     if _is_installed:
         return
     _is_installed = True
     clip, unscale = getattr(clip_grad, _CLIP, None), getattr(GradScaler, _UNSCALE, None)
     if clip is not None:
-        compared = _compared_clip(clip)
-        setattr(clip_grad, _CLIP, compared)
-        if getattr(torch.nn.utils, _PUBLIC_CLIP, None) is clip:
-            setattr(torch.nn.utils, _PUBLIC_CLIP, compared)
+        setattr(clip_grad, _CLIP, _checked_clip(clip))  # not the public name: there the norm is the caller's own
     if unscale is not None:
         setattr(GradScaler, _UNSCALE, _compared_unscale(unscale))
 
 
-def _compared_clip(clip: Callable[..., None]) -> Callable[..., None]:
+def _checked_clip(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
-    def compare_and_clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+    def check_and_clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
         if not torch.compiler.is_compiling():
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            check_clip(parameters, max_norm, total_norm)
+            check_clip(parameters, max_norm)
         clip(parameters, max_norm, total_norm, foreach)
 
-    return compare_and_clip
+    return check_and_clip
 
 
 def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
@@ -77,29 +74,22 @@ def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Cal
     return unscale_and_compare
 
 
-def check_clip(params: Iterable[Any], max_norm: float, total_norm: Tensor) -> None:
-    """Raise if ``total_norm`` is of this rank's part and clipping may be needed. **Collective** if ``params`` are cut.
+def check_clip(params: Iterable[Any], max_norm: float) -> None:
+    """Raise if ``params`` holds a cut flat shard, unless ``max_norm`` is infinite: then only the norm is wanted.
 
-    No norm of whole gradients exceeds the sum of the norms of their parts: up to ``max_norm`` nothing would be clipped.
+    Also raises if the norms of all parts are below ``max_norm``: that of the whole may be above it.
 
     Raises:
-        LocalScalingError: on all ranks; no gradient has changed.
+        LocalScalingError: on every rank whose list has such a shard; no gradient has changed.
     """
-    if math.isinf(max_norm):  # only the norm is wanted
+    if math.isinf(max_norm):
         return
-    comms, names = _cut(params)
-    if not comms:
-        return
-    norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-    every = _difference(comms, norm)
-    is_below = len(every) > 1 and sum(every.values()) <= max_norm
-    if every and not is_below:
-        norms = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in every.items())
+    _, names = _cut(params)
+    if names:
         raise LocalScalingError(
-            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ or "
-            f"clip_grads_with_norm_ was given flat shards such as `{names[0]}`, and would clip those of each rank by "
-            f"the norm of that rank's part ({norms}). Call `model.clip_grad_norm_(max_norm)` of the outermost wrapper "
-            "instead, on all ranks."
+            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
+            f"shards such as `{names[0]}`, and would clip those of each rank by the norm of that rank's part. Call "
+            "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,19 @@ class AcceleratedFSDP(FullyShardedDataParallel):
         policy = kwargs.get("mixed_precision")
         if policy is not None and policy.param_dtype is not None:
             _upcast(module, kwargs.get("ignored_modules") or ())
+        _clean_names_of_trainer()
         super().__init__(module, *args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Modules under the names that their parameters have, without wrappers: peft finds adapters by them."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
@@ -86,6 +99,23 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, wraps(original)(make(original)))
     _replaced.append((owner, name, original))
+
+
+def _clean_names_of_trainer() -> None:
+    """Let the ``Trainer``, if it is loaded, find parameters without weight decay by the names that wrappers yield."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    name = "get_decay_parameter_names"
+    if trainer is not None and hasattr(trainer, name) and not any(owner is trainer for owner, _, _ in _replaced):
+        _replace(trainer, name, _clean_names)
+
+
+def _clean_names(original: Any) -> Any:
+    """``Trainer.get_decay_parameter_names``, which reads names of modules, without the parts that wrappers add."""
+
+    def names(self: Any, model: nn.Module) -> list[str]:
+        return [clean_tensor_name(name) if _is_sharded(model) else name for name in original(self, model)]
+
+    return names
 
 
 def _init_on_cpu(original: Any) -> Any:

@@ -25,7 +25,20 @@ class FairshardPrecision(FSDPPrecision):  # type: ignore[misc]
         self._strategy = strategy
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
-        """Clip the gradients of the whole model. **Collective.**"""
+        """Clip the gradients of the whole model. **Collective.**
+
+        Raises:
+            ValueError: ``optimizer`` has only some of the model's trained parameters.
+        """
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        left = [name for name, p in self._strategy.model.named_parameters() if p.requires_grad and p not in own]
+        if left:
+            raise ValueError(
+                "`gradient_clip_val` must clip all trained parameters together, because the norm is that of the whole "
+                f"sharded model, but `{left[0]}` (one of {len(left)}) is not in this {type(optimizer).__name__}. Give "
+                "one optimizer all of them, freeze the others, or shard with `fully_shard` (ModelParallelStrategy), "
+                "over which torch's clip_grad_norm_ clips any list of parameters."
+            )
         self._strategy.model.clip_grad_norm_(clip_val)
 
 
