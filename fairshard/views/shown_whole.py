@@ -35,6 +35,22 @@ class ShownWhole(ShownRuns):
         """Make ``registered[index]`` a view of ``run``."""
         self.registered[index].data = self.shown_as(index, run)
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether a view no longer lies in the shard, or lost its shape."""
+        return super().has_moved or self._has_other_shapes
+
+    def adopt_assigned(self, is_fixed: bool) -> bool:
+        """See `ShownRuns.adopt_assigned`. A tensor of another shape is refused, whatever its memory."""
+        if self._has_other_shapes:
+            runs = [run for _, run in self.line.runs_of(self.shard.detach())]
+            self._check_moved(runs, runs, is_fixed)
+        return super().adopt_assigned(is_fixed)
+
+    @property
+    def _has_other_shapes(self) -> bool:
+        return any(own.shape != slot.shape for own, slot in zip(self.registered, self.slots, strict=True))
+
     def _new_grad(self, *args: Any) -> ViewedGrad:
         return WholeGrad(*args)
 
