@@ -299,7 +299,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The 1-D shards: ``<unit>.flat_param_<i>``, or original names with ``use_orig_params`` or without flattening.
 
-        With original names, a parameter that is sharded over one rank has its original shape. Inside `summon_full_params`, whole parameters under their original names.
+        With original names, a parameter that is sharded over one rank has its original shape. Inside
+        `summon_full_params`, whole parameters under their original names.
         """
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 
