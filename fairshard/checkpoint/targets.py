@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fairshard.checkpoint.contents import model_keys, whole_entry
 from fairshard.errors import CheckpointError
 from fairshard.state.full_params import spans_of
-from fairshard.state.optim_loading import is_elementwise
+from fairshard.state.optim_loading import is_elementwise, zeros_like_shard
 from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -121,8 +121,7 @@ class OptimizerTarget:
             flat_param = named.flat_param
             if flat_param is not None and tensors and is_elementwise(named, state, [e.size for e in tensors]):
                 dtype = tensors[0].properties.dtype
-                shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
-                spans = list(spans_of(flat_param, shard))
+                spans = list(spans_of(flat_param, zeros_like_shard(flat_param, dtype)))
             for name, keys, entry, span in zip(named.first_names, own, entries, spans, strict=True):
                 if entry is not None:
                     self.keys.setdefault(name, {})[state] = keys[state]

@@ -116,7 +116,7 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
     Raises:
         ShardOptimizerError: it needs the shape of a parameter, or all parameters at once.
     """
-    names = {base.__name__ for base in optimizer_class.__mro__}
+    names = _names_of(optimizer_class)
     if names & _NEEDS_SHAPES:
         raise ShardOptimizerError(
             f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is the shard of one rank. "
@@ -129,6 +129,15 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
         )
 
 
+def _check_class(optimizer_class: type, stepped: Any) -> None:
+    if not (stepped.shows.keeps_shapes and _names_of(optimizer_class).isdisjoint(_NEEDS_WHOLE)):
+        check_optimizer_class(optimizer_class, stepped.name)
+
+
+def _names_of(optimizer_class: type) -> set[str]:
+    return {base.__name__ for base in optimizer_class.__mro__}
+
+
 def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
     """Raise if `CPUOptimizer` cannot step the shards of ``units`` with ``optimizer_class``.
 
@@ -139,7 +148,7 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
     for unit in units:
         for flat_param in unit.flat_params:
             for stepped in flat_param.stepped:
-                check_optimizer_class(optimizer_class, stepped.name)
+                _check_class(optimizer_class, stepped)
                 if isinstance(flat_param.shows, ShownExtended):
                     raise ShardOptimizerError(
                         f"CPUOptimizer must step plain tensors, but `{stepped.name}` is a "
@@ -244,7 +253,7 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
     if flat_param is None:
         return
     if not isinstance(param, DTensor):  # DTensors have their true shapes, which PyTorch's optimizers support
-        check_optimizer_class(type(optimizer), flat_param.name)
+        _check_class(type(optimizer), flat_param)
     if param._backward_hooks:
         warnings.warn(
             f"A hook that `register_hook` put on `{flat_param.name}` is never called, because autograd does not reach "

@@ -113,9 +113,20 @@ def _clean_names(original: Any) -> Any:
     """``Trainer.get_decay_parameter_names``, which reads names of modules, without the parts that wrappers add."""
 
     def names(self: Any, model: nn.Module) -> list[str]:
-        return [clean_tensor_name(name) if _is_sharded(model) else name for name in original(self, model)]
+        return [_without_wrappers(model, name) for name in original(self, model)]
 
     return names
+
+
+def _without_wrappers(model: nn.Module, path: str) -> str:
+    """``path`` of a parameter through the modules of ``model``, as `named_parameters` of a wrapper yields it."""
+    parts: list[str] = []
+    holder: Any = model
+    for part in path.split("."):
+        if not (isinstance(holder, FullyShardedDataParallel) and part == "module"):
+            parts.append(part)
+        holder = None if holder is None else holder._modules.get(part)
+    return ".".join(parts)
 
 
 def _init_on_cpu(original: Any) -> Any:

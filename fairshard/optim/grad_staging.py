@@ -30,8 +30,8 @@ class GradStaging:
         self._turn = 1 - self._turn
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < grad.numel() or buffer.dtype != grad.dtype:
-            buffer = self._buffers[self._turn] = host_empty_like(grad, grad.device)
-        host = buffer[: grad.numel()]
+            buffer = self._buffers[self._turn] = host_empty_like(grad.reshape(-1), grad.device)
+        host = buffer[: grad.numel()].view(grad.shape)
         transfers = flat_param.grad.transfers
         landed = transfers.copy(grad, host)
 

@@ -125,7 +125,9 @@ class ShardStep:
 def is_moment(value: Any, param: Tensor) -> bool:
     """Whether ``value``, from the optimizer state of ``param``, has one number per element, unlike a count of steps."""
     is_alike = isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(param, DTensor)
-    return is_alike and value.shape == param.shape and value.is_floating_point()
+    if not is_alike or value.shape != param.shape or not value.is_floating_point():
+        return False
+    return value.dim() > 0 or isinstance(value, DTensor)  # a plain one without dimensions may be a count
 
 
 class _Image:

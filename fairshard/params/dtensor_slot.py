@@ -84,11 +84,15 @@ class DTensorSlot(ParamSlot):
             # `.data`: with its own version counter, like plain leaves; otherwise refilling the buffer would count as
             # a write to what `to_local()` has saved for backward.
             self._shown, self._empty, self._local = view, None, view.data
-            if leaf.dtype != view.dtype:
-                spec = self.spec_in(view.dtype)
-                leaf.data = DTensor(self._local, spec, requires_grad=False)  # only the metadata
-                leaf._spec = spec
+            self._describe(self._local)
         leaf._local_tensor = self._local
+
+    def _describe(self, local: Tensor) -> None:
+        """Give the leaf the metadata of a DTensor around ``local``: dtype, and offset, which the compiler compares."""
+        leaf: Any = self.leaf
+        spec = self.spec_in(local.dtype)
+        leaf.data = DTensor(local, spec, requires_grad=False)
+        leaf._spec = spec
 
     def clear(self) -> None:
         """Make the local tensor empty."""
@@ -149,6 +153,9 @@ class DTensorSlot(ParamSlot):
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def __getstate__(self) -> dict[str, Any]:
+        if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own
+            self._describe(self.leaf._local_tensor)  # type: ignore[attr-defined]
+            self._shown = None
         return {**super().__getstate__(), "_local": None}
 
 

@@ -85,7 +85,7 @@ def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: 
     if grad is kept and grad._version == version:
         return False
     values = grad if values is None else values
-    if values.any() or values[:1].signbit().any():
+    if values.any() or values.reshape(-1)[:1].signbit().any():
         raise FairshardError(
             f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
             "because the change would not apply to those, but it was scaled, written or replaced. Change gradients "

@@ -24,7 +24,10 @@ class ShownShard:
         versioned: tensors whose version counters together count every write to the shard.
         on_cpu: whether the shard is kept in host memory.
         holder, key: the module on which the shard itself is registered (None: it is not), and its name there.
+        keeps_shapes: whether registered parameters are whole, in the shapes of the originals.
     """
+
+    keeps_shapes = False
 
     def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
         self.slots, self.line, self.on_cpu = slots, line, on_cpu

@@ -66,9 +66,11 @@ def check_all_known(module: nn.Module) -> None:
     for holder, unit in holders:
         ignored = unit.origin.ignored.ids
         places = {(id(part), name) for part, name in unit.origin.ignored_places}
-        own = [("", holder)] if is_wrapper(holder) else []
-        for path, part in own + paths_of(holder):
-            if id(part) in ignored:
+        parts = ([("", holder)] if is_wrapper(holder) else []) + paths_of(holder)
+        # Ignored modules may change: what is inside them now is ignored too.
+        within = {id(inner) for _, part in parts if id(part) in ignored for inner in part.modules()}
+        for path, part in parts:
+            if id(part) in within:
                 continue
             for name, param in part._parameters.items():
                 place = id(part), name

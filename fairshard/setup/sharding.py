@@ -28,6 +28,7 @@ from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
 from fairshard.views.shown_placed import ShownPlaced
 from fairshard.views.shown_runs import ShownRuns
+from fairshard.views.shown_whole import ShownWhole
 
 _OTHER_ENGINES = (
     "torch.distributed.fsdp",
@@ -59,9 +60,9 @@ def shard_parameters(
     for index, group in enumerate(group_slots(slots, config)):
         name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
         line = FlatLine.among([slot.shape for slot in group], rank, world_size)
-        shown = (ShownRuns if config.use_orig_params else ShownShard)(group, line, config.master_on_cpu)
-        flat_param = FlatParam(shown, name)
-        if not config.use_orig_params:
+        kind = _kind_of(config, world_size)
+        flat_param = FlatParam(kind(group, line, config.master_on_cpu), name)
+        if kind is ShownShard:
             for slot in group:
                 slot.register(None if config.flatten_parameters else flat_param.shard)
         for slot in group:
@@ -73,6 +74,15 @@ def shard_parameters(
         flat_params.append(flat_param)
     origin.note_cut(flat_params)
     return flat_params
+
+
+def _kind_of(config: UnitConfig, world_size: int) -> type[ShownShard]:
+    """How the parameters of a unit on ``world_size`` ranks are registered."""
+    if config.flatten_parameters and not config.use_orig_params:
+        return ShownShard
+    if world_size == 1 and not config.precision.keep_low_precision_grads:
+        return ShownWhole
+    return ShownRuns if config.use_orig_params else ShownShard
 
 
 def shard_rows(

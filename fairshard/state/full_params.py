@@ -106,7 +106,7 @@ def show_spans(unit: Unit) -> Iterator[None]:
 
 
 def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTensor] | list[DTensor]:
-    """This rank's run of each parameter as views of ``values`` ``[S]`` (default: the shard); DTensors stay as is."""
+    """This rank's run of each parameter as views of ``values`` (default: the shard); DTensors stay as is."""
     values = flat_param.shard.detach() if values is None else values
     if isinstance(values, DTensor):
         return [values]
@@ -115,7 +115,7 @@ def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTens
 
 
 def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload_to_cpu: bool) -> list[Tensor]:
-    """Gather ``values`` ``[S]`` of every rank into whole parameters, each in new memory. **Collective.**
+    """Gather ``values``, shaped like the shard, of every rank into whole parameters in new memory. **Collective.**
 
     With ``first_only``, only on rank 0; other ranks return an empty list.
     """
@@ -124,6 +124,7 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
         on_device: Any = values.to(flat_param.compute_device)
         whole = on_device.full_tensor()
         return [] if first_only and flat_param.rank else [whole.to(device, copy=True)]
+    values = values.reshape(-1)
     if not first_only:
         return [part.to(device, copy=True) for part in flat_param.params_of(flat_param.gather_line(values))]
     comm, layout = flat_param.comm, flat_param.layout
@@ -144,7 +145,7 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
 
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """This rank's shard ``[S]`` of rank 0's whole parameters; other ranks pass an empty list. **Collective.**"""
+    """This rank's shard of rank 0's whole parameters; other ranks pass an empty list. **Collective.**"""
     slot = flat_param.slots[0]
     if isinstance(slot, DTensorSlot):
         raise ValueError(
@@ -158,7 +159,7 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
     row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
     line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
     flat_param.comm.scatter_rows(row, line)
-    return row[: flat_param.shard_numel]
+    return row[: flat_param.shard_numel].view(flat_param.shard.shape)
 
 
 def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:

@@ -85,6 +85,7 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict
     missing = [name for name in entries if name not in state]
     unexpected = [name for name in state if name not in entries and name != LAYOUT_KEY]
     problems = _differences(module, state)
+    state = {name: _shaped_as(entries.get(name), value) for name, value in state.items()}
     problems += [
         f"`{name}` must have shape {tuple(entry.shape)}, but has {tuple(state[name].shape)}"
         for name, entry in entries.items()
@@ -98,6 +99,12 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict
         if name in state:
             entry.copy_(state[name])
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _shaped_as(entry: Tensor | None, value: Tensor) -> Tensor:
+    """``value`` in the shape of the parameter ``entry`` if it is 1-D, as earlier versions saved it on one rank."""
+    is_flat = isinstance(entry, nn.Parameter) and value.dim() == 1 and value.numel() == entry.numel()
+    return value.view(entry.shape) if is_flat and entry is not None else value
 
 
 def local_metadata(module: nn.Module) -> dict[str, Any]:
@@ -163,7 +170,8 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
         for flat_param in unit.flat_params:
             name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
             flat_param.adopt_assigned()
-            entries[join(fqn, name)] = flat_param.shard
+            is_whole = flat_param.shows.keeps_shapes and not unit.config.flatten_parameters
+            entries[join(fqn, name)] = flat_param.registered[0] if is_whole else flat_param.shard
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

@@ -168,7 +168,7 @@ class ShardedOptimState:
         """This rank's shard ``[S]`` of ``values``, on the shard's device; missing values are zeros."""
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
-        shard = torch.zeros_like(flat_param.shard.detach(), dtype=dtype)
+        shard = zeros_like_shard(flat_param, dtype)
         if self._source is not Source.FIRST_RANK:
             for span, value in zip(spans_of(flat_param, shard), map(gathered, values), strict=True):
                 if value is not None and isinstance(span, DTensor):
@@ -209,6 +209,11 @@ class ShardedOptimState:
                 )
             made.append({**copy.deepcopy(settings[0]), "params": [keys[param] for param in params]})
         return made
+
+
+def zeros_like_shard(flat_param: Stepped, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of the shard, on its device, contiguous."""
+    return torch.zeros_like(flat_param.shard.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:

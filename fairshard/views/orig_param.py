@@ -102,9 +102,9 @@ class OrigParam:
         return self._whole.line.shaped(self._index, flat)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """The index of the first element that this rank owns, and a view of ``values`` ``[shard_numel]``."""
+        """The index of the first element that this rank owns, and a 1-D view of ``values``, shaped like ``shard``."""
         own = self.layout.pieces_of(self._whole.rank)
-        return [(own[0].source.start if own else 0, values[:])]
+        return [(own[0].source.start if own else 0, values.reshape(-1)[:])]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def by_name(name, param):
     return "bias" not in name
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("layout", [{}, {"use_orig_params": True}], ids=["flat", "orig_params"])
 def test_grouping_by_shape_warns_once(layout):
     """No shard has two dimensions, so nothing would decay: the first step says so, and what to do."""
@@ -45,6 +45,15 @@ def test_grouping_by_shape_warns_once(layout):
     assert "weight_decay=0.1 is empty" in text
     assert "have weight_decay=0.0" in text
     assert "use_orig_params=True" in text
+
+
+@on_ranks(1)
+def test_on_one_rank_grouping_by_shape_warns_for_flat_shards_only():
+    """Parameters with their own names also keep their shapes on one rank, so such groups are what the user meant."""
+    (text,) = stepped(FSDP(mlp(4, 6, 5)), by_shape)
+    assert "weight_decay=0.1 is empty" in text
+    assert not stepped(FSDP(mlp(4, 6, 5), use_orig_params=True), by_shape)
+    assert not stepped(FSDP(mlp(4, 6, 5), flatten_parameters=False), by_shape)
 
 
 @on_ranks(2)

@@ -150,3 +150,31 @@ def test_weights_of_the_first_rank_are_loaded_on_all():
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.full_tensor(), expected[name], rtol=0, atol=0)
         AcceleratorState._reset_state(True)
+
+
+@on_ranks(2, timeout=180.0)
+def test_names_of_modules_are_those_of_parameters():
+    """The Trainer exempts parameters from weight decay, and peft finds adapters, by the names of modules."""
+    model = net()
+    expected = [name for name, _ in model.named_parameters()]
+    with integration.enabled():
+        inner = [integration.AcceleratedFSDP(child, use_orig_params=True) for child in model.children()]
+        for (name, _), child in zip(list(model.named_children()), inner, strict=True):
+            setattr(model, name, child)
+        model = integration.AcceleratedFSDP(model, use_orig_params=True)
+    by_module = [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    ]
+    assert sorted(set(by_module)) == sorted(expected) == sorted(name for name, _ in model.named_parameters())
+    paths = list(paths_of(model))  # as the Trainer builds them
+    assert any("module." in path for path in paths)
+    assert sorted(integration._without_wrappers(model, path) for path in paths) == sorted(expected)
+
+
+def paths_of(module):
+    for name, child in module.named_children():
+        yield from (f"{name}.{path}" for path in paths_of(child))
+    yield from (name for name, param in module._parameters.items() if param is not None)

@@ -152,3 +152,14 @@ def test_tied_weights_and_shared_ones(layout):
     for _ in range(2):
         nn.Linear(2, 2)
         model(randn(3, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_what_is_inside_an_ignored_module_may_change():
+    """A module put into an ignored one has parameters that nobody shards: the next forwards run."""
+    kept = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    model = FSDP(nn.Sequential(nn.Linear(4, 6), kept), ignored_modules=[kept])
+    model(randn(2, 4)).sum().backward()
+    kept[0] = nn.Sequential(kept[0], nn.Linear(6, 6))
+    model(randn(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in kept.parameters())

@@ -66,13 +66,14 @@ def test_param_groups_are_those_of_the_plain_model():
 
 @on_ranks(1, 2, 3)
 def test_views_are_the_runs_that_the_rank_owns():
-    """Parameters are 1-D, one for each name (tied names share one), and each is the rank's part of the original."""
+    """One parameter for each name (tied names share one), the rank's part of the original; 1-D if that is cut."""
     plain = tiny()
     values = {name: param.detach().flatten() for name, param in plain.named_parameters()}
     wrapped = wrap_tiny(tiny(), use_orig_params=True)
     assert wrapped.head.weight is wrapped.embed.weight
-    assert all(isinstance(param, nn.Parameter) and param.dim() == 1 for param in wrapped.parameters())
-    mine = {name: param.detach().clone() for name, param in wrapped.named_parameters()}
+    assert all(isinstance(param, nn.Parameter) for param in wrapped.parameters())
+    assert dist.get_world_size() == 1 or all(param.dim() == 1 for param in wrapped.parameters())
+    mine = {name: param.detach().flatten() for name, param in wrapped.named_parameters()}
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     for name, value in values.items():

@@ -39,7 +39,7 @@ def whole_grads(model):
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, {name: param.grad for name, param in model.named_parameters()})
     return {
-        name: None if own is None else torch.cat([part[name].float() for part in every])
+        name: None if own is None else torch.cat([part[name].flatten().float() for part in every])
         for name, own in every[0].items()
     }
 
@@ -242,7 +242,7 @@ def test_hooks_on_views_see_the_reduced_gradient():
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, seen)
     for name, param in plain.named_parameters():
-        torch.testing.assert_close(torch.cat([part[name] for part in every]), param.grad.flatten())
+        torch.testing.assert_close(torch.cat([part[name].flatten() for part in every]), param.grad.flatten())
     assert wrapped.params_with_grad == []
 
 

@@ -65,7 +65,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         mixed_precision: gather and compute in ``compute_dtype``, fp16 by default, and cast floating inputs to it;
             shards, gradients of shards and optimizer state stay fp32. Also accepts a `MixedPrecision`.
         fp32_reduce_scatter: reduce gradients in fp32 under ``mixed_precision``.
-        flatten_parameters: one flat parameter for the whole unit; False: a 1-D shard per parameter.
+        flatten_parameters: one flat parameter for the whole unit; False: a 1-D shard per parameter, or the parameter
+            in its own shape if it is sharded over one rank.
         cpu_offload: keep shards and optimizer state in host memory; gather from there.
         compute_dtype: the dtype to compute in under ``mixed_precision``.
         move_grads_to_cpu: copy reduced gradients to host memory, where the optimizer steps a master copy of the
@@ -105,7 +106,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         auto_wrap_policy: policy from `fairshard.nn.wrap` or PyTorch that chooses inner modules to wrap with the same
             arguments.
         use_orig_params: register this rank's part of each original parameter under its original names, as a 1-D view
-            of the shard, for param groups by original parameter.
+            of the shard (in the original shape on one rank), for param groups by original parameter.
         order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are always compared at the start of each
             backward. All wrappers of a model need the same value.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank. All
@@ -298,7 +299,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The 1-D shards: ``<unit>.flat_param_<i>``, or original names with ``use_orig_params`` or without flattening.
 
-        Inside `summon_full_params`, whole parameters under their original names.
+        With original names, a parameter that is sharded over one rank has its original shape. Inside
+        `summon_full_params`, whole parameters under their original names.
         """
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 

@@ -258,6 +258,20 @@ def test_meta_init_equals_torch():
 
 
 @on_ranks(2)
+def test_compiled_blocks_train_like_others():
+    """Parameters that lie anywhere in the unit's memory compile: the losses are those without the compiler."""
+    mesh, dp = mesh_of(1, 2)
+    losses = []
+    for compiles in (False, True):
+        model = parallelized(mesh)
+        if compiles:
+            for block in model.blocks:
+                block.compile(backend="eager")
+        losses.append(train(sharded(fully_shard, model, dp), Batches(dp.get_local_rank()))[0])
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+@on_ranks(2)
 def test_copies():
     """A deepcopy trains like the original; pickling, and another mesh, are refused by name."""
     mesh, dp = mesh_of(2, 1)
