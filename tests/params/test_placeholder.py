@@ -142,7 +142,7 @@ def test_shards_are_not_computed_with(kwargs):
 
 @on_ranks(1, 2)
 def test_unflattened_parameters_show_the_shard():
-    """Without flattening the module shows this rank's 1-D shard, or one rank's whole parameter; both are safe to read."""
+    """Without flattening the module shows this rank's shard, 1-D unless it is whole, which is safe to read."""
     model = Model(flatten_parameters=False)
     wrapped = FSDP(model, flatten_parameters=False)
     world_size = torch.distributed.get_world_size()
