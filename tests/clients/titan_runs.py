@@ -1,4 +1,4 @@
-"""torchtitan: the llama3 debug model on CPU ranks, with its trainer, its parallelism and its checkpoints.
+"""torchtitan: debug models of llama3, and of qwen3 with experts, on CPU ranks, with its trainer and its checkpoints.
 
 torchtitan wants a GPU. `titan_on_cpu` gives `torch.cpu` what it lacks, and the model takes dense attention, a tokenizer
 and data that need no files.
