@@ -7,12 +7,14 @@ from typing import Any
 
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
+from fairshard.utils.async_tensors import waited
 
 
 def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
     root: Root = unit.root
     args, kwargs, call = root.pre_forward(unit, args, kwargs)
+    args, kwargs = waited(args, kwargs)
     listing = unit.listing
     is_nested = listing.is_computing
     try:

@@ -1,4 +1,4 @@
-"""torchtitan: the llama3 debug model on CPU ranks, with its trainer, its parallelism and its checkpoints.
+"""torchtitan: debug models of llama3, and of qwen3 with experts, on CPU ranks, with its trainer and its checkpoints.
 
 torchtitan wants a GPU. `titan_on_cpu` gives `torch.cpu` what it lacks, and the model takes dense attention, a tokenizer
 and data that need no files.
@@ -110,8 +110,9 @@ def _data():
 def _config(folder, steps, options):
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-    config = llama3_debugmodel()
+    config = qwen3_moe_debug() if options.get("ep") else llama3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[: options.get("layers", 2)]
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -133,6 +134,7 @@ def _config(folder, steps, options):
     parallel.spmd_backend = options.get("backend", "partial_dtensor")
     parallel.data_parallel_replicate_degree = options.get("replicate", 1)
     parallel.tensor_parallel_degree = options.get("tp", 1)
+    parallel.expert_parallel_degree = options.get("ep", 1)
     parallel.pipeline_parallel_degree = options.get("pp", 1)
     parallel.pipeline_parallel_schedule = "1F1B"
     config.compile.enable = options.get("compiled", False)
@@ -195,6 +197,7 @@ CASES = [
     _case("save on 2", program=save_two),
     _case("save on 2, resume on 4", 4, program=resume, **ADDITION),
     _case("TP 2", 4, tp=2, **ADDITION),
+    _case("EP 2, mixture of experts", ep=2),
     _case("PP 2", 4, pp=2, **ADDITION),
     _case("compiled blocks", compiled=True),
     _case("backend full_dtensor", backend="full_dtensor"),

@@ -56,6 +56,24 @@ def step_of(model):
 
 @on_ranks(2)
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_a_longer_profile_shows_each_call_once(door):
+    """Regions are opened once for a model, and a unit that is gathered already has none for its gather."""
+    model = sharded(door)
+    step = step_of(model)
+    step()
+    found = [name for name, _ in profiled(lambda: [step() for _ in range(3)])]
+    assert len(open_regions) == 1
+    for unit in UNITS:
+        assert found.count(f"pre_forward ({unit})") == found.count(f"reduce_scatter ({unit})") == 3
+    if door == "fully_shard":
+        with torch.no_grad():
+            model.unshard()
+        names = [name for name, _ in profiled(model.unshard)]
+        assert not any(name.startswith("all_gather (") for name in names)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
 def test_a_profile_shows_each_unit_and_phase(door):
     """Each unit is gathered ahead by the one before it, and its phases are in the order of a step."""
     step = step_of(sharded(door))

@@ -130,6 +130,27 @@ def test_torch_finds_a_state():
             _ = owner._device
 
 
+@on_ranks(2)
+def test_torchs_callback_after_a_backward_reduces_what_was_kept():
+    """It reduces gradients that waited, and frees parameters that waited for it, once."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inputs = torch.full((2, 4), 1.0 + dist.get_rank())
+    model(inputs).sum().backward()
+    expected = [mean_over_ranks(param.grad) for param in model.parameters()]
+    model.zero_grad()
+    units = [fully_shard(each)._fairshard_unit for each in (model[0], model[1], model)]
+    for waits in (True, False):
+        model.set_requires_gradient_sync(not waits)
+        model.set_reshard_after_backward(not waits)
+        if waits:
+            model(inputs).sum().backward()
+            assert any(unit.is_gathered for unit in units)
+    for _ in range(2):
+        torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback()
+        assert not any(unit.is_gathered for unit in units)
+        assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
 @on_ranks(1)
 def test_torchs_fully_shard_refuses_a_sharded_module():
     """torch's own error: an API is applied once."""

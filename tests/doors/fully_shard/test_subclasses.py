@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fairshard import nn as fnn
 from fairshard.checkpoint import Checkpointer
-from fairshard.errors import ShardOptimizerError, StaleOptimizerError
+from fairshard.errors import FairshardError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer
@@ -217,6 +219,59 @@ def test_meta_device():
             assert own.shape == whole.shape, name
             own.copy_(whole)
     assert torch.equal(train(empty), train(net))
+
+
+class Careless(Packed4):
+    """Refills the whole parameter as a change that autograd would count."""
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        whole = self.unpacked(*outputs, param_dtype)
+        return (whole, (whole,)) if out is None else out.copy_(whole)
+
+
+@on_ranks(2)
+def test_a_refill_does_not_count_as_a_change():
+    """What autograd has saved of a whole parameter is valid after the next gather."""
+    losses = []
+    for kind in (Packed4, Careless):
+        net = Net(kinds=(kind,))
+        for block in net.blocks:
+            block.layers[0].weight.requires_grad_(False)
+        losses.append(train(shard(net)))
+    assert torch.equal(*losses)
+
+
+class Growing(Half):
+    """Gathers ``extra`` more rows."""
+
+    extra = 0
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        (data,), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return (torch.cat([data, data.new_zeros(self.extra, data.size(1))]),), None
+
+
+@on_ranks(2)
+def test_sizes_that_change_after_the_first_gather_raise():
+    """The error names the parameter and both sizes, in place of a write outside its memory."""
+    net = shard(Net(kinds=(Growing,)))
+    train(net, num_steps=1)
+    Growing.extra = 1
+    try:
+        with pytest.raises(FairshardError, match=r"same sizes and dtypes each time.*.*layers.0.weight`.*\(24, .*32"):
+            net(randn(3, 8, key=0))
+    finally:
+        Growing.extra = 0
+
+
+@on_ranks(1)
+def test_the_original_parameters_are_freed():
+    """After sharding nothing refers to a parameter of before, which holds all rows."""
+    net = Net()
+    originals = [weakref.ref(layer.weight) for block in net.blocks for layer in block.layers]
+    shard(net)
+    gc.collect()
+    assert not any(original() is not None for original in originals)
 
 
 class NoExtension(Half):
