@@ -40,17 +40,6 @@ class AcceleratedFSDP(FullyShardedDataParallel):
         _clean_names_of_trainer()
         super().__init__(module, *args, **kwargs)
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules under the names that their parameters have, without wrappers: peft finds adapters by them."""
-        memo = set() if memo is None else memo
-        if self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
-            yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """An empty list: accelerate looks here for flat parameters to upcast, and they are upcast already."""
