@@ -53,7 +53,8 @@ def _problem(unit: Unit, name: str, frame: FrameType) -> str:
     kind = unit.state_dict_settings.state_dict_type
     if name in _SAVES and getattr(options, "full_state_dict", False) and kind is not StateDictType.FULL_STATE_DICT:
         return f"which it cannot gather while {kind.name} is set. Call `{_FULL_TYPE}` first"
-    is_frozen = any(flat_param.shows.holder and not flat_param.requires_grad for flat_param in unit.flat_params)
+    flat = [flat_param for flat_param in unit.flat_params if flat_param.shows.holder is not None]
+    is_frozen = any(not flat_param.shard.requires_grad for flat_param in flat)
     if name in _SAVES and is_frozen and getattr(options, "ignore_frozen_params", False):
         return "which do not have the names of its frozen parameters. Pass `use_orig_params=True` to the wrappers"
     return ""
