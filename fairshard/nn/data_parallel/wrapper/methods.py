@@ -66,7 +66,7 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
 
 @contextmanager
 def _seen(unit: Unit, module: nn.Module) -> Iterator[None]:
-    """Inside, ``module.parameters()`` yields a shard of ``unit``, which its wrapper holds; a state dict still raises."""
+    """Inside, ``module.parameters()`` yields a shard of ``unit``; a state dict of ``module`` still raises."""
     key = "flat_param"
     module._parameters[key] = unit.flat_params[0].shard
     try:

@@ -236,8 +236,8 @@ def _check_not_lost(made: Mapping[str, Any], optim: Optimizer) -> None:
     if not made["state"] and any(optim.state.values()):
         raise ValueError(
             f"An optimizer state dict to load must have state, but is empty, while this {type(optim).__name__} has "
-            "state of earlier steps, which would be lost. torch.distributed.checkpoint loads only what the dict that it "
-            "is given already has: load with fairshard.checkpoint.load or load_optimizer. To go back to the state "
+            "state of earlier steps, which would be lost. torch.distributed.checkpoint loads only what the dict that "
+            "it is given already has: load with fairshard.checkpoint.load or load_optimizer. To go back to the state "
             "before the first step, make a new optimizer."
         )
 
