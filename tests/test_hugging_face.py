@@ -129,6 +129,40 @@ def test_the_wrapper_looks_like_the_model(name, tmp_path):
         wrapped(input_ids=tokens())
 
 
+@on_ranks(2)
+@names
+def test_a_model_in_one_flat_parameter_is_saved(name, tmp_path):
+    """`save_pretrained` with the wrapper's state dict is complete, and without it still refused by name."""
+    model, _ = built(name)
+    expected = copy.deepcopy(model)
+    wrapped = FSDP(model)
+    state = wrapped.state_dict()
+    if dist.get_rank() == 0:
+        with pytest.raises(ParameterShardedError, match=r"state_dict=\.\.\."):
+            wrapped.save_pretrained(tmp_path)
+        wrapped.save_pretrained(tmp_path, state_dict=state)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert_same_state(loaded, {name: value.cpu() for name, value in expected.state_dict().items()})
+        assert not dict(model.named_parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("nested", [False, True])
+def test_adapters_are_saved(nested, tmp_path):
+    """peft writes the whole adapter from the wrapper's state dict, of one flat unit and of nested ones."""
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    model, block = built("llama")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    expected = {name.replace(".default", ""): p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}) if nested else None)
+    state = wrapped.state_dict()
+    if dist.get_rank() == 0:
+        wrapped.save_pretrained(tmp_path, state_dict=state)
+        assert_same_state(load_file(tmp_path / "adapter_model.safetensors"), {n: p.cpu() for n, p in expected.items()})
+
+
 @names
 def test_what_is_consolidated_is_loaded_by_from_pretrained(name, tmp_path):
     """Hugging Face loads what ``fairshard consolidate`` writes: logits and text equal those of the sharded model."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
 from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, rank_in
-from fairshard.checkpoint.contents import checkpoint_folder
+from fairshard.checkpoint.contents import checkpoint_folder, model_keys
 from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
 from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
@@ -57,6 +57,59 @@ def load(
     return loading.apply()
 
 
+def load_optimizer(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> None:
+    """Load ``optimizer``, which steps ``model``, from a checkpoint of an optimizer alone. **Collective.**
+
+    ``folder`` was written by ``torch.distributed.checkpoint`` with the result of ``FSDP.optim_state_dict``, sharded or
+    whole, under any key. torch's own ``load`` reads only what a new optimizer already has: no state. Here a new
+    optimizer gets all state; the state of one that was saved before its first step is empty. Each rank reads the
+    pieces that overlap its shards.
+
+    Raises:
+        CheckpointError: on every rank, if a file is missing or damaged, or it holds no optimizer of this model.
+        ValueError: on every rank, if the optimizer's state or groups do not fit.
+    """
+    group = idle_group()
+    path = os.fspath(folder)
+    reader = CheckpointReader(path)
+    params = OptimParams(model)
+    target = OptimizerTarget()
+    made: dict[str, Any] = {}
+
+    def make_room() -> None:
+        nonlocal target
+        metadata = reader.read_metadata()
+        target = OptimizerTarget.of(path, metadata, metadata.state_dict_metadata, params, _held_by(optimizer))
+
+    def make_state() -> None:
+        made.update(_made_for(optimizer, model, params, target.state_dict(target.values)))
+
+    on_all_ranks(group, make_room)
+    _read(target.values, reader, group)
+    on_all_ranks(group, make_state)
+    optimizer.load_state_dict(made)
+
+
+def _held_by(optimizer: Optimizer) -> set[nn.Parameter]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _read(values: dict[str, Any], reader: CheckpointReader, group: ProcessGroup | None) -> None:
+    """Read the entries of ``values`` in place. **Collective.**"""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns if there is no process group
+            dcp.load(values, storage_reader=reader, planner=SafePlanner(), process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(described(error)) from error
+
+
+def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved: dict[str, Any]) -> dict[str, Any]:
+    """What ``optimizer.load_state_dict`` takes for the state ``saved`` by name. **Collective.**"""
+    made = ShardedOptimState(model, adopts=True).make(saved, params.groups_of(optimizer))
+    return {"param_groups": optimizer.state_dict()["param_groups"], **made}
+
+
 class _Loading:
     """One load: verify the files, allocate memory, read into it, apply."""
 
@@ -94,17 +147,7 @@ class _Loading:
             state = model.state_dict()
         params = OptimParams(model)
         on_all_ranks(self._group, lambda: self._make_room(state, params))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns if there is no process group
-                dcp.load(
-                    self._values,
-                    storage_reader=self._reader,
-                    planner=SafePlanner(),
-                    process_group=self._group,
-                )
-        except CheckpointException as error:
-            raise CheckpointError(described(error)) from error
+        _read(self._values, self._reader, self._group)
         on_all_ranks(self._group, self._check_extra)
         if optimizer is not None:
             on_all_ranks(self._group, lambda: self._make_optimizer_state(params, optimizer))
@@ -122,8 +165,9 @@ class _Loading:
         self._model = ModelTarget.of(self._folder, state, metadata, params)
         self._values = dict(self._model.values)
         if self._training.optimizer is not None:
-            held = {param for group in self._training.optimizer.param_groups for param in group["params"]}
-            self._optimizer = OptimizerTarget.of(self._folder, metadata, params, held)
+            beside = set(known) - set(model_keys(metadata).values())
+            held = _held_by(self._training.optimizer)
+            self._optimizer = OptimizerTarget.of(self._folder, metadata, beside, params, held)
             self._values.update(self._optimizer.values)
         for name in ("scheduler", "scaler"):
             if getattr(self._training, name) is not None:
@@ -147,8 +191,7 @@ class _Loading:
     def _make_optimizer_state(self, params: OptimParams, optimizer: Optimizer) -> None:
         assert self._optimizer is not None
         saved = self._optimizer.state_dict(self._values)
-        made = ShardedOptimState(self._training.model, adopts=True).make(saved, params.groups_of(optimizer))
-        self._made = {"param_groups": optimizer.state_dict()["param_groups"], **made}
+        self._made = _made_for(optimizer, self._training.model, params, saved)
 
     def apply(self) -> int | None:
         """Apply the values read to all objects; returns the step."""

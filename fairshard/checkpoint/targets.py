@@ -5,7 +5,7 @@ Keys may be ours, or those of torch's tools for FSDP2 and plain modules, with or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,15 +83,16 @@ class OptimizerTarget:
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: str, metadata: Metadata, params: OptimParams, held: set[nn.Parameter]) -> OptimizerTarget:
-        """Target of an optimizer that steps ``held``; elementwise state is allocated shard by shard.
+    def of(
+        cls, folder: str, metadata: Metadata, keys: Collection[str], params: OptimParams, held: set[nn.Parameter]
+    ) -> OptimizerTarget:
+        """Target of an optimizer that steps ``held``, saved under ``keys``; allocates elementwise state by shards.
 
         Raises:
             CheckpointError: the checkpoint holds no optimizer.
         """
         known = metadata.state_dict_metadata
-        model = set(model_keys(metadata).values())
-        others = [key for key in known if key not in model]
+        others = [key for key in known if key in keys]
         prefix = _optimizer_prefix(others, params)
         if prefix is None:
             raise CheckpointError(

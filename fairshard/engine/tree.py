@@ -35,6 +35,19 @@ def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> I
             yield from walk(child, inside, seen)
 
 
+def attribute_paths(
+    module: nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Like `walk`, but with the path of attributes to each module, which has ``module`` in it for each wrapper."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from attribute_paths(child, join(path, name), seen)
+
+
 def is_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is a wrapper around the module that was sharded, its child ``module``."""
     unit = unit_of(module)

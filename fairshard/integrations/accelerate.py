@@ -8,23 +8,26 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fairshard.checkpoint import load_optimizer
 from fairshard.integrations.torch_names import redirect, require, restore
 from fairshard.nn import FullyShardedDataParallel, clean_tensor_name, fully_shard, register_fsdp_forward_method
 
 require("accelerate", at_least="1.4")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.utils import OPTIMIZER_NAME, DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
 PACKAGES = ("accelerate", "transformers", "peft", "trl")
+_LOAD_OPTIMIZER = "load_fsdp_optimizer"
 
-# Methods of accelerate that `enable` has replaced: class, name, original.
-_replaced: list[tuple[type, str, Any]] = []
+# What `enable` has replaced: class or module, name, original.
+_replaced: list[tuple[Any, str, Any]] = []
 
 
 class AcceleratedFSDP(FullyShardedDataParallel):
@@ -39,17 +42,6 @@ class AcceleratedFSDP(FullyShardedDataParallel):
             _upcast(module, kwargs.get("ignored_modules") or ())
         _clean_names_of_trainer()
         super().__init__(module, *args, **kwargs)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules under the names that their parameters have, without wrappers: peft finds adapters by them."""
-        memo = set() if memo is None else memo
-        if self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
-            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
@@ -75,6 +67,9 @@ def enable() -> None:
     _replace(AcceleratorState, "__init__", _init_on_cpu)
     _replace(FullyShardedDataParallelPlugin, "__post_init__", _post_init_on_cpu)
     _replace(Accelerator, "prepare", _prepare)
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]:
+        if _LOAD_OPTIMIZER in vars(module):
+            _replace(module, _LOAD_OPTIMIZER, _load_optimizer)
 
 
 def disable() -> None:
@@ -95,7 +90,7 @@ def enabled() -> Iterator[None]:
         disable()
 
 
-def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, wraps(original)(make(original)))
     _replaced.append((owner, name, original))
@@ -192,6 +187,25 @@ def _prepare(original: Any) -> Any:
         return prepared
 
     return prepare
+
+
+def _load_optimizer(original: Any) -> Any:
+    """``load_fsdp_optimizer`` that also loads a sharded state into a new optimizer, for which accelerate reads none."""
+
+    def load(
+        plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, input_dir: Any, index: int = 0, **options: Any
+    ) -> None:
+        name = f"{OPTIMIZER_NAME}_{index}"
+        folder = Path(input_dir) if Path(input_dir).name == name else Path(input_dir) / name
+        is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT" and _is_sharded(model)
+        if not (is_sharded and options.get("use_dcp", True)):
+            original(plugin, accelerator, optimizer, model, input_dir, index, **options)
+            return
+        accelerator.wait_for_everyone()
+        load_optimizer(folder, model, optimizer)
+        accelerator.wait_for_everyone()
+
+    return load
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import modules_of, paths_of, walk
+from fairshard.engine.tree import attribute_paths, modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
@@ -296,7 +296,7 @@ def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         fqns = {id(module): clean_tensor_name(fqn) for fqn, module in walk(wrapper)}
-        own = {name: metadata.get(fqns[id(module)], {}) for name, module in wrapper.named_modules()}
+        own = {name: metadata.get(fqns[id(module)], {}) for name, module in attribute_paths(wrapper)}
         copied._metadata = {name: dict(versions) for name, versions in own.items()}  # torch adds to them
     return copied
 

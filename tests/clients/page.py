@@ -18,8 +18,9 @@ engine, each run in fresh processes on CPU ranks (gloo), with the same seeds and
 `tests/clients/`.
 
 A cell has the loss of each step, and after the bar the norm of the gradients, where the client reports it. *Lines* are
-those that a user of torch's engine changes. FSDP1 cannot save a full state on CPU ranks: beside the rows of the
-wrapper that save one, torch's engine saves a sharded state, or is FSDP2 where a second Trainer resumes.
+those that a user of torch's engine changes. FSDP1 cannot save a full state on CPU ranks, and from a sharded one
+accelerate loads no optimizer state into a new optimizer of FSDP1: beside the wrapper torch's engine is FSDP2 where a
+second Trainer resumes, and saves a sharded state elsewhere.
 
 """
 COLUMNS = "| client | ranks | lines that change | fairshard: losses \\| norms | torch's engine | outcome | seconds |"

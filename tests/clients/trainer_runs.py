@@ -47,7 +47,7 @@ def run(engine, version, state="FULL_STATE_DICT", lora=False, precision="no", co
     from transformers import TrainerCallback
 
     curve = Curve()
-    if (engine, version, state) == ("torch", 1, "FULL_STATE_DICT"):
+    if (engine, version) == ("torch", 1):
         # FSDP1 cannot save a full state on CPU ranks; accelerate does not load a sharded one into a new optimizer.
         version, state = (2, state) if resumes else (1, "SHARDED_STATE_DICT")
 

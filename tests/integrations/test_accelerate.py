@@ -6,10 +6,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from tests.checkpoint.compared import assert_same
+from tests.clients.accelerate_runs import engine_chosen, shared_folder
 from tests.clients.case import be_torchrun, engine_of
 from tests.clients.loops import net, next_token_loss, tokens
+from tests.clients.trainer_runs import _trainer
 from tests.on_ranks import on_ranks
+from tests.reference import assert_same_state
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -18,6 +23,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from fairshard.integrations import accelerate as integration
 from fairshard.nn import FullyShardedDataParallel
+from fairshard.nn.wrap import ModuleWrapPolicy
 
 pytestmark = pytest.mark.cpu_only
 
@@ -157,11 +163,7 @@ def test_names_of_modules_are_those_of_parameters():
     """The Trainer exempts parameters from weight decay, and peft finds adapters, by the names of modules."""
     model = net()
     expected = [name for name, _ in model.named_parameters()]
-    with integration.enabled():
-        inner = [integration.AcceleratedFSDP(child, use_orig_params=True) for child in model.children()]
-        for (name, _), child in zip(list(model.named_children()), inner, strict=True):
-            setattr(model, name, child)
-        model = integration.AcceleratedFSDP(model, use_orig_params=True)
+    model = integration.AcceleratedFSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
     by_module = [
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
@@ -178,3 +180,62 @@ def paths_of(module):
     for name, child in module.named_children():
         yield from (f"{name}.{path}" for path in paths_of(child))
     yield from (name for name, param in module._parameters.items() if param is not None)
+
+
+@on_ranks(2, timeout=180.0)
+@pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_new_optimizer_resumes_with_the_state_that_was_saved(state):
+    """Version 1: a second run that loads what a first has saved before, or after, a step has its optimizer's state."""
+    folder = shared_folder()
+    for steps in (0, 1):
+        with mock.patch.dict(os.environ), integration.enabled():
+            expected, first = first_run(state, steps, f"{folder}/{steps}")
+            made, model, optimizer = prepared(state)
+            made.load_state(f"{folder}/{steps}")
+            found = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+            assert bool(expected["state"]) == bool(steps)
+            assert_same((model.state_dict(), found), (first, expected))
+            AcceleratorState._reset_state(True)
+
+
+def prepared(state):
+    """An accelerator with a new model and AdamW."""
+    options = {"auto_wrap_policy": "transformer_based_wrap", "use_orig_params": True, "state_dict_type": state}
+    made = accelerator(**options)
+    model = net()
+    return made, *made.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def first_run(state, steps, folder):
+    """Train and save; the whole state of optimizer and model."""
+    made, model, optimizer = prepared(state)
+    for step in range(steps):
+        given = tokens(step, dist.get_rank())
+        made.backward(next_token_loss(model(given), given))
+        optimizer.step()
+    made.save_state(folder)
+    return FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False), model.state_dict()
+
+
+@on_ranks(2, timeout=180.0)
+@pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_the_trainer_saves_and_resumes_adapters(state):
+    """Version 1 with LoRA: the adapter's file has the model's values, a second Trainer goes on as if unbroken."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    with mock.patch.dict(os.environ):
+        be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
+        with engine_chosen("fairshard"):
+            folder = shared_folder()
+            first, resumed = (_trainer(folder, 1, state, True, "no", False) for _ in range(2))
+            first.train()
+            resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2"))
+            whole = first.model.state_dict()
+            assert_same_state(resumed.model.state_dict(), whole)
+            adapter = {name.replace(".default", ""): value for name, value in whole.items() if "lora_" in name}
+            assert len(adapter) == 8  # A and B of two projections in two layers
+            if state == "FULL_STATE_DICT" and dist.get_rank() == 0:
+                assert_same_state(load_file(os.path.join(folder, "checkpoint-4", "adapter_model.safetensors")), adapter)
+            dist.barrier()

@@ -301,3 +301,27 @@ def test_memory_is_adopted_only_if_it_lies_as_the_shard_does(weight_at):
     made = state["momentum_buffer"]
     assert torch.equal(made, torch.cat([base[weight_at : weight_at + 20], base[:5] if weight_at else base[20:]]))
     assert (made.data_ptr() == base.data_ptr()) == (weight_at == 0)
+
+
+@on_ranks(1, 2)
+def test_state_of_earlier_steps_is_not_lost_silently():
+    """A dict without state, such as torch's loader returns for a new optimizer, raises if the optimizer has stepped.
+
+    Saved before the first step, it loads into an optimizer that has not stepped; into SGD, which has no state, always.
+    """
+    model, optimizer = stepped()
+    new = torch.optim.AdamW(model.parameters(), lr=0.5)
+    empty = FSDP.optim_state_dict(model, new)
+    expected = full_of(model, optimizer)
+    for rank0_only in (False, True):
+        config = FullOptimStateDictConfig(rank0_only=rank0_only)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
+            given = empty if dist.get_rank() == 0 or not rank0_only else {}
+            with pytest.raises(ValueError, match=r"AdamW has state of earlier steps.*load_optimizer"):
+                FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+            other = torch.optim.AdamW(model.parameters(), lr=0.1)
+            FSDP.optim_state_dict_to_load(model, other, given, load_directly=True)
+            assert other.param_groups[0]["lr"] == 0.5
+    assert_same_state(full_of(model, optimizer)["state"]["0.weight"], expected["state"]["0.weight"])
+    model, optimizer = stepped(torch.optim.SGD, lr=0.1)
+    FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer), load_directly=True)

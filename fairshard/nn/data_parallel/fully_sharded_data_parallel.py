@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
 from fairshard.nn.data_parallel.wrapper.methods import PLACEMENT, explaining, gathering, placement_of
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
+from fairshard.nn.data_parallel.wrapper.torch_functions import refuse_torch_functions
 from fairshard.plan.units import auto_wrap_children
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
@@ -302,6 +304,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         With original names, a parameter that is sharded over one rank has its original shape. Inside
         `summon_full_params`, whole parameters under their original names.
         """
+        if not recurse:
+            refuse_torch_functions(self._unit, sys._getframe(1))
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -309,6 +313,20 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     ) -> Iterator[tuple[str, Tensor]]:
         """The buffers under their unwrapped names."""
         return self._named("_buffers", prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules under the names that their parameters have: a wrapper and its module share one name.
+
+        peft, for instance, builds names of parameters from those of modules.
+        """
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         """Check that this unit is in ``state``, or in one of several states.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,7 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
     """Attribute ``name`` of ``module``, which ``unit`` wraps, with errors that explain missing parameters.
 
     If reading or calling it fails because ``module`` has no parameters, or has shards in their place, the error says
-    how to gather them.
+    how to gather them. Methods that save a given state dict find a shard, from which they read the dtype.
     """
     try:
         found = getattr(module, name)
@@ -45,7 +46,8 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return found(*args, **kwargs)
+            with nullcontext() if has_shards or name not in _SAVING else _seen(unit, module):
+                return found(*args, **kwargs)
         except StopIteration as error:
             raise _explained(module, name, error) from error
         except FairshardError:
@@ -62,6 +64,18 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
     return call
 
 
+@contextmanager
+def _seen(unit: Unit, module: nn.Module) -> Iterator[None]:
+    """Inside, ``module.parameters()`` yields a shard of ``unit``; a state dict of ``module`` still raises."""
+    key = "flat_param"
+    module._parameters[key] = unit.flat_params[0].shard
+    try:
+        yield
+    finally:
+        del module._parameters[key]
+
+
+_SAVING = ("save_pretrained", "push_to_hub")
 PLACEMENT = ("device", "dtype")
 """Properties of Hugging Face's models, which look at a parameter."""
 

@@ -75,6 +75,10 @@ class OptimStateMethods(UnitAttributes):
         With ``FullOptimStateDictConfig(rank0_only=True)`` rank 0 passes the state, and other ranks pass ``{}``.
         The order ``(optim_state_dict, model, optim)`` of older examples is also accepted. ``load_directly`` also loads
         the result.
+
+        Raises:
+            ValueError: ``optim_state_dict`` has no state, but ``optim`` has, which would be lost; or its entries do not
+                combine into the state of one shard.
         """
         arguments: Any = (model, optim, optim_state_dict)
         if isinstance(model, Mapping):
@@ -90,6 +94,7 @@ class OptimStateMethods(UnitAttributes):
             keys = {param: name for name, param in model.named_parameters()} if is_named_optimizer else None
             source = Source.FIRST_RANK if from_first else Source.EVERY_RANK
             made = ShardedOptimState(model, source).make(optim_state_dict, groups, keys)
+        _check_not_lost(made, optim)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -224,6 +229,17 @@ def _look_at_input(model: nn.Module, optim_input: Any) -> None:
     """Check ``optim_input``, which is otherwise ignored because the optimizer has its own groups."""
     if optim_input is not None:
         OptimParams(model).groups_of(None, optim_input)
+
+
+def _check_not_lost(made: Mapping[str, Any], optim: Optimizer) -> None:
+    """Raise if loading ``made`` would discard the state that ``optim`` has; alike on all ranks."""
+    if not made["state"] and any(optim.state.values()):
+        raise ValueError(
+            f"An optimizer state dict to load must have state, but is empty, while this {type(optim).__name__} has "
+            "state of earlier steps, which would be lost. torch.distributed.checkpoint loads only what the dict that "
+            "it is given already has: load with fairshard.checkpoint.load or load_optimizer. To go back to the state "
+            "before the first step, make a new optimizer."
+        )
 
 
 def _check_group(model: nn.Module, group: ProcessGroup | None) -> None:
