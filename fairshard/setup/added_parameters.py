@@ -8,6 +8,8 @@ only after a change.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,18 +26,22 @@ from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.utils.names import join
 
 _num_changes = 0
-_is_installed = False
+_watching: set[Callable[..., Any]] = set()
 # By `id` of a module: the names of its sharded parameters that were replaced.
 _replaced: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
 
 
 def watch_additions() -> None:
     """From now on, count parameters and modules that are registered anywhere in this process."""
-    global _is_installed
-    if not _is_installed:
-        register_module_parameter_registration_hook(_on_parameter)
-        register_module_module_registration_hook(_on_module)
-        _is_installed = True
+    call_on_registration(_on_parameter, _on_module)
+
+
+def call_on_registration(on_parameter: Callable[..., Any], on_module: Callable[..., Any]) -> None:
+    """From now on, call these functions for each parameter and submodule that a module of this process gets."""
+    if on_parameter not in _watching:
+        register_module_parameter_registration_hook(on_parameter)
+        register_module_module_registration_hook(on_module)
+        _watching.add(on_parameter)
 
 
 def check_added(module: nn.Module, unit: Unit) -> None:
@@ -67,8 +73,10 @@ def check_all_known(module: nn.Module) -> None:
         ignored = unit.origin.ignored.ids
         places = {(id(part), name) for part, name in unit.origin.ignored_places}
         parts = ([("", holder)] if is_wrapper(holder) else []) + paths_of(holder)
-        # Ignored modules may change: what is inside them now is ignored too.
-        within = {id(inner) for _, part in parts if id(part) in ignored for inner in part.modules()}
+        # Ignored modules may be changed and replaced: what is in their places now is ignored too.
+        free = [part for _, part in parts if id(part) in ignored]
+        free += [part for owner, name in unit.origin.ignored_places if (part := owner._modules.get(name)) is not None]
+        within = {id(inner) for part in free for inner in part.modules()}
         for path, part in parts:
             if id(part) in within:
                 continue

@@ -163,3 +163,31 @@ def test_what_is_inside_an_ignored_module_may_change():
     kept[0] = nn.Sequential(kept[0], nn.Linear(6, 6))
     model(randn(2, 4)).sum().backward()
     assert all(param.grad is not None for param in kept.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [FSDP, fully_shard])
+@WHEN
+def test_an_ignored_module_may_be_replaced(door, has_run):
+    """Another module, or another parameter, in the place of an ignored one is ignored too, also in an inner unit."""
+    net = nn.Sequential(Net(), nn.Linear(4, 4))
+    for part in net:
+        part.extra = nn.Linear(4, 4)
+    ignored = [param for part in net for param in part.extra.parameters()] + [net[1].bias]
+    if door is FSDP:
+        net[0] = FSDP(net[0], ignored_states=[net[0].extra])
+        model = FSDP(net, ignored_states=[net[1].extra, net[1].bias])
+    else:
+        fully_shard(net[0], ignored_params=set(ignored))
+        model = fully_shard(net, ignored_params=set(ignored))
+    if has_run:
+        model(randn(3, 4)).sum().backward()
+    parts = (net[0].module if door is FSDP else net[0], net[1])
+    for _ in range(2):
+        for part in parts:
+            part.extra = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        net[1].bias = nn.Parameter(torch.zeros(4))
+        model(randn(3, 4)).sum().backward()
+    net[1].other = nn.Linear(4, 4)
+    with pytest.raises(FairshardError, match=r"`1\.other\.(weight|bias)` was added later"):
+        model(randn(3, 4))
