@@ -31,6 +31,7 @@ from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
+from fairshard.utils.watchdog import reported
 
 _CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found in the list
 _UNSCALE = "_unscale_grads_"
@@ -86,11 +87,12 @@ def check_clip(params: Iterable[Any], max_norm: float) -> None:
         return
     _, names = _cut(params)
     if names:
-        raise LocalScalingError(
+        text = (
             "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
             f"shards such as `{names[0]}`, and would clip those of each rank by the norm of that rank's part. Call "
             "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
         )
+        raise reported(LocalScalingError(text))
 
 
 def check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> None:
@@ -105,7 +107,7 @@ def check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> N
     _warn_once(optimizer, names[0])
     every = _difference(comms, any(bool(value.item()) for value in found.values()))
     if every:
-        found_on = ", ".join(f"rank {rank} has {'' if has_found else 'no '}overflow" for rank, has_found in every.items())
+        found_on = ", ".join(f"rank {rank} has {'' if found else 'no '}overflow" for rank, found in every.items())
         raise LocalScalingError(
             "All ranks must skip a step or none, but torch's GradScaler looks only at the gradients of its own rank, "
             f"and would step the parts of flat shards such as `{names[0]}` on some ranks alone: {found_on}. Use "

@@ -24,6 +24,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.utils.names import join
+from fairshard.utils.watchdog import reported
 
 _num_changes = 0
 _watching: set[Callable[..., Any]] = set()
@@ -51,7 +52,10 @@ def check_added(module: nn.Module, unit: Unit) -> None:
         FairshardError: a parameter was added to a unit, or replaces a sharded one.
     """
     if unit.origin.num_changes != _num_changes:
-        check_all_known(module)
+        try:
+            check_all_known(module)
+        except FairshardError as error:
+            raise reported(error) from None
         unit.origin.num_changes = _num_changes
 
 

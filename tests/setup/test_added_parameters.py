@@ -1,18 +1,21 @@
 """Parameters added to a wrapped model, or put in the place of sharded ones, are refused by name at the next forward."""
 
 import copy
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from fairshard.errors import FairshardError
+from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
+from tests.waiting import told_about
 
 LAYOUTS = pytest.mark.parametrize(
     "layout", [{}, {"flatten_parameters": False}, {"use_orig_params": True}], ids=["flat", "unflattened", "orig_params"]
@@ -191,3 +194,35 @@ def test_an_ignored_module_may_be_replaced(door, has_run):
     net[1].other = nn.Linear(4, 4)
     with pytest.raises(FairshardError, match=r"`1\.other\.(weight|bias)` was added later"):
         model(randn(3, 4))
+
+
+@on_ranks(2)
+@LAYOUTS
+def test_what_one_rank_adds_before_the_first_forward_raises_on_all(layout):
+    """The ranks compare their models then: the rank without the parameter raises too, and names it."""
+    model = FSDP(Net(), **layout)
+    if dist.get_rank():
+        add_parameter(model.module)
+    for _ in range(2):
+        with pytest.raises(RanksDisagreeError, match=r"rank 1 has a model that raises: .*`body\.1\.slope` was added"):
+            model(randn(3, 4))
+    if dist.get_rank():
+        del model.module.body[1].slope
+    model(randn(3, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_what_one_rank_adds_later_is_named_to_ranks_that_wait():
+    """That rank raises alone, as later forwards compare nothing; if a collective of the other fails, it is told."""
+    model = FSDP(Net())
+    model(randn(3, 4)).sum().backward()
+
+    def add():
+        add_parameter(model.module)
+        with pytest.raises(FairshardError, match=r"`body\.1\.slope` was added later"):
+            model(randn(3, 4))
+        del model.module.body[1].slope
+
+    place = r"rank 1: after the backward of step 1.* has raised FairshardError: .*`body\.1\.slope` was added later"
+    assert re.search(place, told_about(add))
+    model(randn(3, 4)).sum().backward()
