@@ -71,10 +71,15 @@ class Listing:
                     "steps: inside `summon_full_params`, or to the DTensor of `fully_shard`."
                 )
 
-    def warn_if_written(self) -> None:
-        """Warn if a user has written to a leaf since the modules last computed, and its memory is freed or refilled."""
+    def warn_if_written(self, is_pass: bool) -> None:
+        """Warn if a user has written to a leaf since the modules last computed, and its memory is freed or refilled.
+
+        Looks for assignments to ``.data`` only where a new pass begins (``is_pass``): a backward undoes them.
+        """
         left, self._left = self._left, None
-        fqn = None if left is None else self.written_since(left)
+        if left is None or not (is_pass or self.versions() != left):
+            return
+        fqn = self.written_since(left)
         if fqn is not None:
             warnings.warn(
                 f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the change "
