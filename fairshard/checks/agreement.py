@@ -21,13 +21,18 @@ from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
 
 
-def check_agreement(comm: Communicator, units: list[Unit], device: torch.device) -> None:
+def check_agreement(
+    comm: Communicator, units: list[Unit], device: torch.device, refused: Exception | None = None
+) -> None:
     """Compare names, shapes and settings of ``units`` across the ranks of ``comm``. **Collective.**
+
+    ``refused``: the error with which this rank refuses its model; the caller raises it if all ranks have the same one.
 
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
     """
-    check_same(comm, [line for unit in units for line in (*_describe(unit), *_describe_place(unit, comm))], device)
+    own = [line for unit in units for line in (*_describe(unit), *_describe_place(unit, comm))]
+    check_same(comm, own if refused is None else [f"a model that raises: {refused}"], device)
 
 
 def check_same(comm: Communicator, own: list[str], device: torch.device) -> None:

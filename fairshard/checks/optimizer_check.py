@@ -220,32 +220,41 @@ def _check(optimizer: Optimizer) -> None:
 def _warn_of_shape_groups(optimizer: Optimizer) -> None:
     """Warn if parameters were probably grouped by ``p.dim() >= 2``, or by names, that flat shards do not have.
 
-    It warns if one group is empty, another holds flat shards, their weight decay differs, and the shards of the
-    optimizer were cut from matrices as well as from vectors.
+    Grouped so, all 1-D shards, of matrices and of vectors, have one weight decay. If `p.dim()` decided, groups that
+    decay more hold nothing of fewer than two dimensions; if names did, a group that decays less is empty.
     """
-    empty = [group for group in optimizer.param_groups if not group["params"]]
-    if not empty:
-        return
-    dims: set[bool] = set()
-    filled = []
+    shards: dict[float, list[Any]] = {}
     for group in optimizer.param_groups:
-        found = [stepped for param in group["params"] if (stepped := _watched(param)[0]) is not None]
-        slots = [slot for stepped in found if stepped.shard.dim() == 1 for slot in stepped.slots]
-        dims |= {len(slot.shape) >= 2 for slot in slots}
-        if slots:
-            filled.append((group, found[0].name))
-    decays = [(group.get("weight_decay"), name) for group, name in filled]
-    others = [(decay, name) for decay, name in decays if decay != empty[0].get("weight_decay")]
-    if len(dims) == 2 and others:
-        decay, name = others[0]
-        warnings.warn(
-            f"A parameter group of {type(optimizer).__name__} with weight_decay={empty[0].get('weight_decay')} is "
-            f"empty, and the shards of matrices and vectors alike, such as `{name}`, have weight_decay={decay}: flat "
-            "shards have one dimension and not the original names, so neither `p.dim()` nor a name can group them. "
-            "Wrap with `use_orig_params=True` and group by the names in `named_parameters()`, or use `fully_shard`, "
-            "whose parameters keep their shapes.",
-            stacklevel=level_of_user(),
-        )
+        found = [_watched(param)[0] for param in group["params"]]
+        flat = [stepped for stepped in found if stepped is not None and stepped.shard.dim() == 1]
+        if flat:
+            shards.setdefault(group.get("weight_decay", 0), []).extend(flat)
+    if len(shards) != 1:
+        return
+    ((decay, flat),) = shards.items()
+    if len({len(slot.shape) >= 2 for stepped in flat for slot in stepped.slots}) < 2:
+        return
+    has_names = all(stepped.slots[0].registered is not None for stepped in flat)
+    more = [group for group in optimizer.param_groups if group.get("weight_decay", 0) > decay]
+    less = [group for group in optimizer.param_groups if group.get("weight_decay", 0) < decay and not group["params"]]
+    if more and all(param.dim() >= 2 for group in more for param in group["params"]):
+        other = more[0]
+    elif less and not has_names:
+        other = less[0]
+    else:
+        return
+    cure = (
+        "a shard has one dimension, so `p.dim()` cannot group them. Group by the names in `named_parameters()`"
+        if has_names
+        else "flat shards have one dimension and not the original names, so neither `p.dim()` nor a name can group "
+        "them. Wrap with `use_orig_params=True` and group by the names in `named_parameters()`"
+    )
+    warnings.warn(
+        f"A parameter group of {type(optimizer).__name__} has weight_decay={other['weight_decay']} but no shards, and "
+        f"the shards of matrices and vectors alike, such as `{flat[0].name}`, have weight_decay={decay}: {cure}, or "
+        "use `fully_shard`, whose parameters keep their shapes.",
+        stacklevel=level_of_user(),
+    )
 
 
 def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:

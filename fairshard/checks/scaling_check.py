@@ -31,6 +31,7 @@ from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
+from fairshard.utils.watchdog import reported
 
 _CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found in the list
 _UNSCALE = "_unscale_grads_"
@@ -86,11 +87,12 @@ def check_clip(params: Iterable[Any], max_norm: float) -> None:
         return
     _, names = _cut(params)
     if names:
-        raise LocalScalingError(
+        text = (
             "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
             f"shards such as `{names[0]}`, and would clip those of each rank by the norm of that rank's part. Call "
             "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
         )
+        raise reported(LocalScalingError(text))
 
 
 def check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> None:
@@ -103,9 +105,9 @@ def check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> N
     if not comms:
         return
     _warn_once(optimizer, names[0])
-    every = _difference(comms, float(any(bool(value.item()) for value in found.values())))
+    every = _difference(comms, any(bool(value.item()) for value in found.values()))
     if every:
-        found_on = ", ".join(f"rank {rank} has {'' if value else 'no '}overflow" for rank, value in every.items())
+        found_on = ", ".join(f"rank {rank} has {'' if found else 'no '}overflow" for rank, found in every.items())
         raise LocalScalingError(
             "All ranks must skip a step or none, but torch's GradScaler looks only at the gradients of its own rank, "
             f"and would step the parts of flat shards such as `{names[0]}` on some ranks alone: {found_on}. Use "
@@ -136,23 +138,19 @@ def _cut(params: Iterable[Any]) -> tuple[list[Communicator], list[str]]:
     return list(comms), names
 
 
-def _difference(comms: Iterable[Communicator], value: float) -> dict[int, float]:
-    """``value`` of each rank of the first group whose ranks differ; empty if none do. **Collective.**"""
-    found: dict[int, float] = {}
+def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, bool]:
+    """``has_found`` of each rank of the first group whose ranks differ; empty if none do. **Collective.**"""
+    found: dict[int, bool] = {}
     for comm in comms:  # all of them, also after a difference: the groups of other ranks may overlap
         own = [root for root in roots if comm in root.comms]
         if not comm.is_real or not own:
             continue
         if any(root.join is not None for root in own):
-            return {comm.rank: value}  # ranks that have run out of batches would not take part
-        every = [values[0] for values in gather_scalars([value], comm.group, own[0].device)]
-        if not found and not all(_is_close(each, every[0]) for each in every):
+            return {comm.rank: has_found}  # ranks that have run out of batches would not take part
+        every = [bool(values[0]) for values in gather_scalars([float(has_found)], comm.group, own[0].device)]
+        if len(set(every)) > 1 and not found:
             found = dict(enumerate(every))
     return found
-
-
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
 def _decides_alone(scaler_class: type) -> bool:

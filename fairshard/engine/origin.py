@@ -40,9 +40,9 @@ class Origin:
 
     ``is_placed``: the user chose the device. ``moves_inputs``: a forward moves its inputs there. ``sums``: if ranks
     may have begun with different values, a checksum of each parameter until they are compared. ``shared``: the
-    `SharedParams` of other units that its modules use. ``ignored_places``: modules with ignored parameters, and
-    the names there. ``num_changes``: how many modules and parameters had been registered in this process when the
-    model was last checked for new ones.
+    `SharedParams` of other units that its modules use. ``ignored_places``: modules that hold ignored parameters and
+    modules, and the names there. ``num_changes``: how many modules and parameters had been registered in this process
+    when the model was last checked for new ones.
     """
 
     device: torch.device

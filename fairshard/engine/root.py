@@ -91,7 +91,7 @@ class Root:
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
         """Gather, prefetch, and cast the inputs; returns the inputs and, with grad enabled, the `Call`."""
         if self.shared.depth == 0 and (self.backward is None or self.backward.task() is None):
-            self._begin_pass()
+            self._begin_pass(unit)
         self.shared.depth += 1
         try:
             unit.state = TrainingState.FORWARD
@@ -205,15 +205,17 @@ class Root:
         if not self.shared.depth:
             self._end_pass(completed)
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, unit: Unit) -> None:
+        """A pass begins at ``unit``."""
         if self.backward is not None:  # it raised, and has not ended properly
             self.reset()
-        assert_none_summoned(self.units, "forward")
+        is_inner = unit is not self.units[0] and not torch.is_grad_enabled()  # then the outermost may be summoned
+        assert_none_summoned(self.units[is_inner:], "forward")
         if self.join is not None:
             self.join.begin_pass()
         self.has_begun = True
-        for unit in self.units:
-            unit.begin_pass()
+        for each in self.units:
+            each.begin_pass()
         self.order.begin()
         self._is_trained = torch.is_grad_enabled()
         if self._is_trained:

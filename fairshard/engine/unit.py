@@ -162,6 +162,7 @@ class Unit:
     def reshard(self) -> None:
         """Free the whole parameters and keep the shards, unless this rank holds the unit (``is_held``)."""
         listing = self.listing
+        listing.warn_if_written(is_pass=False)
         if self.is_held:
             listing.hide()
         else:
@@ -225,6 +226,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.begin_pass()
         if self.is_gathered:
+            self.listing.warn_if_written(is_pass=True)
             serves = self.is_kept or self.config.late.keeps_across_passes
             if not serves or self.stamp != (num_steps(), versions_of(self.flat_params)):
                 self.stamp = None
@@ -243,6 +245,7 @@ class Unit:
         else:
             if self.parts is not None:
                 self.parts.end_forward(self.is_gathered and is_trained)
+            self.listing.forget_left()
             self.reshard()
 
     def begin_backward(self) -> None:

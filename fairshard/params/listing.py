@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.user_line import level_of_user
 
 # Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
 _Params = dict[str, nn.Parameter | None]
@@ -27,11 +29,13 @@ class Listing:
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_places", "_slots", "is_at_rest", "is_on")
+    __slots__ = ("_is_shard", "_left", "_places", "_slots", "is_at_rest", "is_on")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.is_on = self.is_at_rest = False
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
+        self._is_shard = [flat_param.computes_on_shard for flat_param in flat_params for _ in flat_param.slots]
+        self._left: list[int] | None = None  # `versions` when the modules left off computing, if the unit stays whole
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for flat_param in flat_params
@@ -57,6 +61,7 @@ class Listing:
         """
         if not self.is_on:
             return
+        self._left = before
         for slot, version in zip(self._slots, before):  # noqa: B905 (host time)
             if slot.leaf._version != version or slot.shows_other:
                 raise ShardChangedError(
@@ -65,6 +70,37 @@ class Listing:
                     "freed. Compute with a changed value instead (`torch.nn.utils.parametrize`), or write between "
                     "steps: inside `summon_full_params`, or to the DTensor of `fully_shard`."
                 )
+
+    def warn_if_written(self, is_pass: bool) -> None:
+        """Warn if a user has written to a leaf since the modules last computed, and its memory is freed or refilled.
+
+        Looks for assignments to ``.data`` only where a new pass begins (``is_pass``): a backward undoes them.
+        """
+        left, self._left = self._left, None
+        if left is None or not (is_pass or self.versions() != left):
+            return
+        fqn = self.written_since(left)
+        if fqn is not None:
+            warnings.warn(
+                f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the change "
+                "is lost when they are freed. Write inside `summon_full_params`, or to the shards that `parameters()` "
+                "yields after the backward, or, with `fully_shard`, after `reshard()`.",
+                stacklevel=level_of_user(),
+            )
+
+    def written_since(self, before: list[int]) -> str | None:
+        """The name of a leaf that was written to, or whose ``.data`` was assigned, since `versions`; None if none was.
+
+        Skips leaves that lie in the shard itself, which keep what is written.
+        """
+        for slot, version, is_shard in zip(self._slots, before, self._is_shard):  # noqa: B905 (host time)
+            if (slot.leaf._version != version or slot.shows_other) and not is_shard:
+                return slot.fqn
+        return None
+
+    def forget_left(self) -> None:
+        """Nothing can be written any more: the unit is freed now."""
+        self._left = None
 
     @property
     def is_computing(self) -> bool:

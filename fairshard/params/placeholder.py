@@ -124,7 +124,7 @@ class ShardedParameter:
             f"forward and backward: `{self.fqn.rpartition('.')[0] or 'the root'}` was not reached through its wrapper. "
             "Call the wrapped module itself; or make its method gather the parameters, with "
             '`fairshard.nn.register_forward_method(wrapper, "name")`; or read the parameter inside '
-            "`with FullyShardedDataParallel.summon_full_params(model):`."
+            "`with FullyShardedDataParallel.summon_full_params(model):`. Resize or tie parameters before wrapping."
         )
 
 

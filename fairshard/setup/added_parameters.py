@@ -8,6 +8,8 @@ only after a change.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,20 +24,25 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.utils.names import join
+from fairshard.utils.watchdog import reported
 
 _num_changes = 0
-_is_installed = False
+_watching: set[Callable[..., Any]] = set()
 # By `id` of a module: the names of its sharded parameters that were replaced.
 _replaced: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
 
 
 def watch_additions() -> None:
     """From now on, count parameters and modules that are registered anywhere in this process."""
-    global _is_installed
-    if not _is_installed:
-        register_module_parameter_registration_hook(_on_parameter)
-        register_module_module_registration_hook(_on_module)
-        _is_installed = True
+    call_on_registration(_on_parameter, _on_module)
+
+
+def call_on_registration(on_parameter: Callable[..., Any], on_module: Callable[..., Any]) -> None:
+    """From now on, call these functions for each parameter and submodule that a module of this process gets."""
+    if on_parameter not in _watching:
+        register_module_parameter_registration_hook(on_parameter)
+        register_module_module_registration_hook(on_module)
+        _watching.add(on_parameter)
 
 
 def check_added(module: nn.Module, unit: Unit) -> None:
@@ -45,7 +52,10 @@ def check_added(module: nn.Module, unit: Unit) -> None:
         FairshardError: a parameter was added to a unit, or replaces a sharded one.
     """
     if unit.origin.num_changes != _num_changes:
-        check_all_known(module)
+        try:
+            check_all_known(module)
+        except FairshardError as error:
+            raise reported(error) from None
         unit.origin.num_changes = _num_changes
 
 
@@ -67,8 +77,10 @@ def check_all_known(module: nn.Module) -> None:
         ignored = unit.origin.ignored.ids
         places = {(id(part), name) for part, name in unit.origin.ignored_places}
         parts = ([("", holder)] if is_wrapper(holder) else []) + paths_of(holder)
-        # Ignored modules may change: what is inside them now is ignored too.
-        within = {id(inner) for _, part in parts if id(part) in ignored for inner in part.modules()}
+        # Ignored modules may be changed and replaced: what is in their places now is ignored too.
+        free = [part for _, part in parts if id(part) in ignored]
+        free += [part for owner, name in unit.origin.ignored_places if (part := owner._modules.get(name)) is not None]
+        within = {id(inner) for part in free for inner in part.modules()}
         for path, part in parts:
             if id(part) in within:
                 continue

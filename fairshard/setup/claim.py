@@ -14,6 +14,7 @@ from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError
 from fairshard.observe.profile_regions import follow_profiler
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.groups import check_pairs
@@ -33,6 +34,8 @@ def claim(module: nn.Module) -> Root:
 
     Raises:
         ValueError: a unit is also in another model that still exists.
+        FairshardError: parameters have no memory, or were added or replaced; if only on some ranks, a
+            `RanksDisagreeError` on all.
     """
     found = units_below(module)
     for _, unit in found:
@@ -44,7 +47,11 @@ def claim(module: nn.Module) -> Root:
             unit.reshard()
         unit.place(fqn)
     units = [unit for _, unit in found]
-    adopt_all_changes(module, units)
+    refused = None
+    try:
+        adopt_all_changes(module, units)
+    except FairshardError as error:
+        refused = error  # raised after the ranks have compared their models, because it may concern this rank alone
     for unit in units:
         unit.origin.shared.find_owners(unit, units)
     check_settings(units)
@@ -53,10 +60,14 @@ def claim(module: nn.Module) -> Root:
         connect(unit)
     check_pairs(unit.groups for unit in units)
     device = compute_device(units)
+    if refused is not None and device.type == "meta":
+        raise refused
     for own in dict.fromkeys(comms.values()):
         for comm in (own.shard, own.replicas):
             if comm is not None:
-                check_agreement(comm, [unit for unit in units if comms[unit] == own], device)
+                check_agreement(comm, [unit for unit in units if comms[unit] == own], device, refused)
+    if refused is not None:
+        raise refused
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]

@@ -88,9 +88,23 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
             sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
-    ids = own.ignored.ids
-    places = [(part, name) for _, part in walk(module) for name, param in part._parameters.items() if id(param) in ids]
+    places = _places_of(own.ignored, module)
     return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, SharedParams(), places)
+
+
+def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where ``module`` holds ignored parameters, and modules that are ignored or whose parameters all are."""
+    ids = ignored.ids
+
+    def is_ignored(item: nn.Module) -> bool:
+        params = [id(param) for param in item.parameters()]
+        return id(item) in ids or (bool(params) and ids.issuperset(params))
+
+    found = []
+    for _, part in walk(module) if ids else ():
+        found += [(part, name) for name, param in part._parameters.items() if id(param) in ids]
+        found += [(part, name) for name, inner in part._modules.items() if inner is not None and is_ignored(inner)]
+    return found
 
 
 def _initialize(own: OwnTensors, how: Construction, groups: list[ProcessGroup], has_values: bool) -> torch.device:

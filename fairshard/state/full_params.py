@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.span_tensor import SpanTensor
@@ -223,6 +224,12 @@ class _Whole:
     def _write_back(self, had_grads: bool) -> None:
         flat_param = self._flat_param
         values = [param.detach() for param in self._params]
+        for slot, value in zip(flat_param.slots, values, strict=bool(values)):
+            if value.shape != slot.shape:
+                raise FairshardError(
+                    f"Parameter `{slot.fqn}` must keep its shape {tuple(slot.shape)} while its full value is shown, "
+                    f"but has {tuple(value.shape)}. Resize parameters before sharding the model."
+                )
         if self._how.from_first:
             _update(flat_param.shard, scatter_params(flat_param, values, flat_param.shard.dtype))
         else:

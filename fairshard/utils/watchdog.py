@@ -87,6 +87,7 @@ class Watchdog:
         self._is_asking = False
         self._is_lost = False
         self._last_word: Place | None = None
+        self._raised: tuple[Hashable, str] = None, ""
         self._num_answered = 0
         self._places: dict[int, Place] = {}
         self._thread = threading.Thread(target=self._serve, name="fairshard watchdog", daemon=True)
@@ -96,6 +97,12 @@ class Watchdog:
         """Report the position of ``training``, which runs on the calling thread, as long as it lives."""
         self._training = weakref.ref(training)
         self._thread_id = threading.get_ident()
+
+    def note_raised(self, error: Exception) -> None:
+        """Report ``error`` with this rank's position, as long as its training stays there."""
+        training = self._training()
+        if training is not None:
+            self._raised = training.progress(), f", has raised {type(error).__name__}: {_first_line(error)}"
 
     def explain(self, error: Exception) -> FairshardError:
         """The error to raise for a collective that failed with ``error``; takes a few seconds, once."""
@@ -125,6 +132,8 @@ class Watchdog:
         training = self._training()
         place = Place("not training") if training is None else training.place()
         line = _user_line(sys._current_frames().get(self._thread_id)) if with_line else ""
+        if with_line and training is not None and training.progress() == self._raised[0]:
+            line += self._raised[1]
         return replace(place, text=f"{place.text}{line}", entered=place.entered[:_MAX_ENTERED])
 
     # ---- on the thread
@@ -283,6 +292,15 @@ def explain(error: Exception) -> FairshardError:
     if watchdog is None:
         return CollectiveFailedError(f"A collective failed: {error}")
     return watchdog.explain(error)
+
+
+def reported(error: FairshardError) -> FairshardError:
+    """``error``, which this rank may raise alone: ranks that wait for it until a collective fails are told of it."""
+    world = dist.group.WORLD
+    watchdog = _watchdogs.get(world) if world is not None else None
+    if watchdog is not None:
+        watchdog.note_raised(error)
+    return error
 
 
 def explained(collective: Callable[Args, Result]) -> Callable[Args, Result]:

@@ -1,6 +1,7 @@
 """torch's clipping and loss scaling over flat shards: right by luck or refused on all ranks, never silently wrong."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fairshard.optim import ShardedGradScaler
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd
+from tests.waiting import told_about
 
 LAYOUTS = pytest.mark.parametrize(
     "layout",
@@ -65,6 +67,21 @@ def test_no_rank_waits_for_one_whose_list_is_empty():
             clip_grad_norm_(own, 1.0)
     else:
         assert clip_grad_norm_(own, 1.0) == 0
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_one_that_raised_is_told_why():
+    """A rank whose list is empty goes on; when its next collective fails, it names the error of the other rank."""
+    model = after_backward(wrap_each(mlp(4, 9, 5)))
+
+    def clip():
+        with pytest.raises(LocalScalingError):
+            clip_grad_norm_(model.parameters(), 1.0)
+
+    place = r"rank 1: after the backward of step 1.* has raised LocalScalingError: .*clip_grad_norm_"
+    assert re.search(place, told_about(clip))
+    sgd(model).step()
+    after_backward(model)
 
 
 @on_ranks(2)

@@ -1,9 +1,11 @@
 """A forward that writes to its own gathered parameters raises, by name, because the write would be lost."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -107,3 +109,60 @@ def test_parameters_that_a_backward_inside_the_forward_freed_are_unwritten(door)
     for step in range(2):
         x = randn(3, 4, key=step)
         assert torch.equal(model(x), plain(x))
+
+
+def lost_writes(act):
+    """The warnings of ``act()`` about writes between passes."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act()
+    return [str(warning.message) for warning in found if "stays gathered" in str(warning.message)]
+
+
+DOORS = pytest.mark.parametrize("door", ["wrapper", "no_flatten", "orig_params", "fully_shard"])
+
+
+@on_ranks(1, 2)
+@DOORS
+@pytest.mark.parametrize("how", ["copy_", "data"])
+def test_a_lost_write_to_a_unit_that_stays_gathered_warns(door, how):
+    """After a forward the outermost unit stays whole: the next forward names what was written, once.
+
+    On one rank it computes on the shard itself, which keeps what is written in place.
+    """
+    model = build(lambda: nn.Linear(4, 4), door)
+    layer = next(part for part in model.modules() if isinstance(part, nn.Linear) and part.out_features == 2)
+    for _ in range(2):
+        model(randn(3, 4))
+        if how == "copy_":
+            with torch.no_grad():
+                layer.weight.zero_()
+        else:
+            layer.weight.data = torch.zeros_like(layer.weight)
+        found = lost_writes(lambda: model(randn(3, 4)))
+        if dist.get_world_size() > 1:
+            (text,) = found
+            assert "`1.weight`" in text
+        elif how == "copy_":
+            assert not found
+        assert not lost_writes(lambda: model(randn(3, 4)).sum().backward())
+
+
+@on_ranks(1, 2)
+@DOORS
+def test_steps_that_write_to_shards_do_not_warn(door):
+    """Steps, a forward without a backward, evaluation, loading a state dict, writes to whole parameters shown."""
+    model = build(lambda: nn.Linear(4, 4), door, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        for _ in range(2):
+            model(randn(3, 4)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(randn(3, 4))
+            model(randn(3, 4))
+            model.load_state_dict(model.state_dict())
+            optimizer.zero_grad()
+
+    assert not lost_writes(train)

@@ -1,18 +1,21 @@
 """Parameters added to a wrapped model, or put in the place of sharded ones, are refused by name at the next forward."""
 
 import copy
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from fairshard.errors import FairshardError
+from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
+from tests.waiting import told_about
 
 LAYOUTS = pytest.mark.parametrize(
     "layout", [{}, {"flatten_parameters": False}, {"use_orig_params": True}], ids=["flat", "unflattened", "orig_params"]
@@ -163,3 +166,63 @@ def test_what_is_inside_an_ignored_module_may_change():
     kept[0] = nn.Sequential(kept[0], nn.Linear(6, 6))
     model(randn(2, 4)).sum().backward()
     assert all(param.grad is not None for param in kept.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [FSDP, fully_shard])
+@WHEN
+def test_an_ignored_module_may_be_replaced(door, has_run):
+    """Another module, or another parameter, in the place of an ignored one is ignored too, also in an inner unit."""
+    net = nn.Sequential(Net(), nn.Linear(4, 4))
+    for part in net:
+        part.extra = nn.Linear(4, 4)
+    ignored = [param for part in net for param in part.extra.parameters()] + [net[1].bias]
+    if door is FSDP:
+        net[0] = FSDP(net[0], ignored_states=[net[0].extra])
+        model = FSDP(net, ignored_states=[net[1].extra, net[1].bias])
+    else:
+        fully_shard(net[0], ignored_params=set(ignored))
+        model = fully_shard(net, ignored_params=set(ignored))
+    if has_run:
+        model(randn(3, 4)).sum().backward()
+    parts = (net[0].module if door is FSDP else net[0], net[1])
+    for _ in range(2):
+        for part in parts:
+            part.extra = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        net[1].bias = nn.Parameter(torch.zeros(4))
+        model(randn(3, 4)).sum().backward()
+    net[1].other = nn.Linear(4, 4)
+    with pytest.raises(FairshardError, match=r"`1\.other\.(weight|bias)` was added later"):
+        model(randn(3, 4))
+
+
+@on_ranks(2)
+@LAYOUTS
+def test_what_one_rank_adds_before_the_first_forward_raises_on_all(layout):
+    """The ranks compare their models then: the rank without the parameter raises too, and names it."""
+    model = FSDP(Net(), **layout)
+    if dist.get_rank():
+        add_parameter(model.module)
+    for _ in range(2):
+        with pytest.raises(RanksDisagreeError, match=r"rank 1 has a model that raises: .*`body\.1\.slope` was added"):
+            model(randn(3, 4))
+    if dist.get_rank():
+        del model.module.body[1].slope
+    model(randn(3, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_what_one_rank_adds_later_is_named_to_ranks_that_wait():
+    """That rank raises alone, as later forwards compare nothing; if a collective of the other fails, it is told."""
+    model = FSDP(Net())
+    model(randn(3, 4)).sum().backward()
+
+    def add():
+        add_parameter(model.module)
+        with pytest.raises(FairshardError, match=r"`body\.1\.slope` was added later"):
+            model(randn(3, 4))
+        del model.module.body[1].slope
+
+    place = r"rank 1: after the backward of step 1.* has raised FairshardError: .*`body\.1\.slope` was added later"
+    assert re.search(place, told_about(add))
+    model(randn(3, 4)).sum().backward()

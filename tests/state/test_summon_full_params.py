@@ -225,3 +225,39 @@ def test_apply_sees_whole_parameters(flatten):
     assert wrapped.apply(init) is wrapped
     assert [name for name in seen if name != "FullyShardedDataParallel"] == of_plain
     assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
+class Generator(nn.Module):
+    """Its method calls its blocks, as `generate` of Hugging Face's models does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.block(self.first(x)))
+
+    def generate(self, x):
+        for _ in range(3):
+            x = self(x)
+        return x
+
+
+@on_ranks(1, 2)
+@flattened
+def test_inner_units_run_while_the_outermost_alone_is_summoned(flatten):
+    """Without gradients a method of the model gives what the plain model gives; otherwise the error names the cure."""
+    plain = Generator()
+    net = copy.deepcopy(plain)
+    net.block = FSDP(net.block, flatten_parameters=flatten)
+    model = FSDP(net, flatten_parameters=flatten)
+    for _ in range(2):
+        with FSDP.summon_full_params(model, recurse=False):
+            with torch.no_grad():
+                assert torch.equal(model.generate(randn(2, 4)), plain.generate(randn(2, 4)))
+            with pytest.raises(FairshardError, match=r"unit `root` is summoned.*no_grad.*recurse=False"):
+                model.generate(randn(2, 4))
+        with FSDP.summon_full_params(model), torch.no_grad():
+            with pytest.raises(FairshardError, match=r"unit `block` is summoned.*recurse=False"):
+                model.generate(randn(2, 4))
+        model(randn(2, 4)).sum().backward()

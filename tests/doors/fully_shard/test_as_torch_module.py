@@ -1,5 +1,6 @@
 """A module that `fully_shard` has sharded is torch's FSDPModule, without any of torch's behaviour."""
 
+import contextlib
 import copy
 import importlib
 import io
@@ -176,14 +177,20 @@ def test_copies_are_registered_and_pickles_hold_no_key_of_torch():
 REPLICATES = ["torch.distributed._composable.replicate", "torch.distributed._composable.replicate_with_fsdp"]
 
 
+def replicate_of(place):
+    """The function ``replicate`` in the module ``place``; None in torch 2.6, which has only the first."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(place).replicate
+    return None
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("place", REPLICATES)
 def test_replicas_around_sharded_blocks(place):
     """``replicate`` leaves sharded blocks alone: weights after some steps are those of a whole replica."""
-    try:
-        replicate = importlib.import_module(place).replicate
-    except ImportError:
-        return  # torch 2.6 has only the first
+    replicate = replicate_of(place)
+    if replicate is None:
+        return
     plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     model = copy.deepcopy(plain)
     fully_shard(model[1])
@@ -207,9 +214,8 @@ def test_replicas_around_sharded_blocks(place):
 @pytest.mark.parametrize("place", REPLICATES)
 def test_a_sharded_module_is_not_replicated(place):
     """torch's own error."""
-    try:
-        replicate = importlib.import_module(place).replicate
-    except ImportError:
+    replicate = replicate_of(place)
+    if replicate is None:
         return
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(fully_shard(nn.Linear(4, 4)))

@@ -12,6 +12,7 @@ from torch import nn
 
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError, ParameterShardedError
+from fairshard.nn.data_parallel.late_methods import CURES, refusing
 from fairshard.utils.dynamo import not_traced
 
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -73,6 +74,9 @@ def _explaining(name: str, function: FunctionType) -> Callable[..., Any]:
     @not_traced  # if it starts a graph, the frame of `function` does: each function has compiled code of its own
     @functools.wraps(function)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit = unit_of(self)
+        if name in CURES and unit is not None:
+            return refusing(unit, self, name, functools.partial(function, self))(*args, **kwargs)
         try:
             return function(self, *args, **kwargs)
         except FairshardError:

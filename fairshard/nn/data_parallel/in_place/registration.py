@@ -10,29 +10,19 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.tree import unit_of, walk
 from fairshard.errors import FairshardError
 from fairshard.params.slot import sharded_param_of, slot_of
-from fairshard.setup.added_parameters import refusal_of_new
+from fairshard.setup.added_parameters import call_on_registration, refusal_of_new
 from fairshard.utils.names import join
 from fairshard.views.orig_param import OrigParam
-
-_is_installed = False
 
 
 def watch_registrations() -> None:
     """From now on, check parameters and modules that are registered in units of `fully_shard`."""
-    global _is_installed
-    if not _is_installed:
-        register_module_parameter_registration_hook(_on_parameter)
-        register_module_module_registration_hook(_on_module)
-        _is_installed = True
+    call_on_registration(_on_parameter, _on_module)
 
 
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
@@ -47,6 +37,8 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
     slot = None if old is None else slot_of(old)  # inside a forward, `_parameters` holds the leaf
     old = old if slot is None else slot.registered
     stepped = stepped_of(old)
+    if old is not None and stepped is None:
+        return None  # it replaces an ignored parameter
     if isinstance(stepped, OrigParam) and isinstance(old, DTensor):
         if isinstance(param, DTensor):
             return stepped.adopt(param)
@@ -81,6 +73,8 @@ def _is_dtensor(param: nn.Parameter) -> bool:
 def _on_module(module: nn.Module, name: str, submodule: nn.Module) -> None:
     unit = unit_of(module)
     if unit is None or unit.members is None or unit.root is None or submodule is None:
+        return
+    if any(part is module and place == name for part, place in unit.origin.ignored_places):
         return
     known = unit.origin.ignored.ids
     for fqn, part in walk(submodule):

@@ -13,6 +13,7 @@ from torch import nn
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError
+from fairshard.nn.data_parallel.late_methods import CURES, refusing
 
 
 def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +40,8 @@ def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
         raise _explained(module, name, error) from error
     if not inspect.ismethod(found) or found.__self__ is not module:
         return found
+    if name in CURES:
+        return refusing(unit, module, name, found)
     has_shards = any(slot.registered is not None for flat_param in unit.flat_params for slot in flat_param.slots)
     if not has_shards and next(module.parameters(), None) is not None:
         return found
