@@ -93,7 +93,7 @@ class FlatParam(Leaves):
         The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
         """
         shows: Any = self.shows  # DTensors
-        part = FlatParam(shows.split(indexes), f"{self.name}_{indexes[0]}", replace(self.route))
+        part = FlatParam(shows.split(indexes), self.slots[indexes[0]].fqn, replace(self.route))
         part._own_division = self._own_division
         part._trained = [self._trained[index] for index in indexes]
         part.requires_grad = any(part._trained)

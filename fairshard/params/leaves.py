@@ -344,7 +344,7 @@ class Leaves:
         if not self._is_zeroed(self._partial):
             raise PartialGradientError(
                 f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
-                "part of it had been added, or after gradients accumulated under no_sync had been changed. Call "
+                "part of it had been added, or after gradients that wait to be reduced had been changed. Call "
                 "zero_grad() and repeat the backwards of this step."
             )
         self._partial = None

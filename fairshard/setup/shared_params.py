@@ -94,7 +94,7 @@ class SharedParams:
             if not pairs:
                 raise ValueError(
                     f"A unit that shares a parameter must be in one model with the unit that owns it, but `{slot.fqn}` "
-                    f"is outside the wrapper through which unit `{unit.fqn or 'root'}` was called. Wrap a module "
+                    f"is outside the module through which unit `{unit.fqn or 'root'}` was called. Shard a module "
                     "around both, and call that."
                 )
             owner, flat_param = pairs[0]
@@ -107,7 +107,7 @@ class SharedParams:
                 raise ValueError(
                     f"Units that share a parameter must compute in one dtype and cast inputs to one dtype, but for "
                     f"`{slot.fqn}` it is {ours[0]}, inputs to {ours[1]}, in unit `{unit.fqn}`, and {theirs[0]}, inputs "
-                    f"to {theirs[1]}, in `{owner.fqn}`. Wrap both with the same `mixed_precision`."
+                    f"to {theirs[1]}, in `{owner.fqn}`. Give both the same mixed precision."
                 )
             owners[owner] = None
         self.owners = tuple(owners)
@@ -125,9 +125,10 @@ class SharedParams:
 def refusal(fqn: str, owner_fqn: str) -> str:
     """The error message for parameter ``fqn``, which a second unit would shard."""
     return (
-        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is wrapped "
-        "already. Wrap the two modules together in one unit, or wrap neither on its own; or, if neither is inside the "
-        "other, wrap both and call `append_shared_param(parameter)` on the second."
+        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is sharded "
+        "already. Make the two modules one unit (`fully_shard([first, second])`, or one wrapper around both), or make "
+        "neither a unit of its own; or, if neither is inside the other, wrap both with FullyShardedDataParallel and "
+        "call `append_shared_param(parameter)` on the second."
     )
 
 
