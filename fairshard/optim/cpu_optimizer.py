@@ -343,8 +343,8 @@ class CPUOptimizer(Optimizer):
             flat_param.forget_zeroed()
             if flat_param.has_accumulated:
                 raise FairshardError(
-                    f"Gradients must be reduced before a step, but those of `{flat_param.name}` were kept by no_sync() or "
-                    "set_requires_gradient_sync(False). Run the last micro-batch of a step without these."
+                    f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
+                    "no_sync or set_requires_gradient_sync(False). Run the last micro-batch of a step without these."
                 )
 
     def __getstate__(self) -> dict[str, Any]:

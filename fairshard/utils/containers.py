@@ -56,7 +56,8 @@ def is_transparent(container: Any) -> bool:
 def plain_objects(container: Any) -> list[Any] | None:
     """The objects in ``container`` that keep all they hold in ``__dict__``, such as Hugging Face's caches.
 
-    They are not callable (a module is); their classes are written in Python, and have no base that is not. None: some other object cannot be looked into.
+    They are not callable, as modules are, and their classes and all bases are written in Python.
+    None: some other object cannot be looked into.
     """
     if is_transparent(container):
         return []
