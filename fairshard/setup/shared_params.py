@@ -94,7 +94,7 @@ class SharedParams:
             if not pairs:
                 raise ValueError(
                     f"A unit that shares a parameter must be in one model with the unit that owns it, but `{slot.fqn}` "
-                    f"is outside the module through which unit `{unit.fqn or 'root'}` was called. Shard a module "
+                    f"is outside the wrapper through which unit `{unit.fqn or 'root'}` was called. Wrap a module "
                     "around both, and call that."
                 )
             owner, flat_param = pairs[0]
@@ -107,7 +107,7 @@ class SharedParams:
                 raise ValueError(
                     f"Units that share a parameter must compute in one dtype and cast inputs to one dtype, but for "
                     f"`{slot.fqn}` it is {ours[0]}, inputs to {ours[1]}, in unit `{unit.fqn}`, and {theirs[0]}, inputs "
-                    f"to {theirs[1]}, in `{owner.fqn}`. Give both the same mixed precision."
+                    f"to {theirs[1]}, in `{owner.fqn}`. Wrap both with the same `mixed_precision`."
                 )
             owners[owner] = None
         self.owners = tuple(owners)
