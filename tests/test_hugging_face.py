@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fairshard.checkpoint import save
 from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, ParameterShardedError
-from fairshard.nn import FSDP, fully_shard
+from fairshard.nn import FSDP, fully_shard, register_forward_method
 from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.on_ranks import on_ranks
@@ -128,6 +128,7 @@ def _train_and_save(name, folder):
     """Train sharded and save; return the sharded model's logits for a prompt and the tokens it generates."""
     model, block = built(name)
     wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}))
+    register_forward_method(wrapped, "generate")
     train(wrapped)
     save(f"{folder}/step", wrapped)
     if dist.get_rank() == 0:
@@ -135,7 +136,7 @@ def _train_and_save(name, folder):
     prompt = tokens("prompt")
     with torch.no_grad():
         logits = wrapped.eval()(input_ids=prompt).logits
-        text = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
+        text = wrapped.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
     return logits.cpu(), text.cpu()
 
 
