@@ -39,7 +39,7 @@ def means_of(grads, mean):
 
 def average_grads_(params, group=None, keeps_none=False):
     """Replace every gradient by its `mean_over_ranks`; a missing one is zeros, or None with ``keeps_none``."""
-    params = [param for param in params if param.requires_grad and not (keeps_none and param.grad is None)]
+    params = [param for param in params if param.grad is not None or (param.requires_grad and not keeps_none)]
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     means = means_of(grads, functools.partial(mean_over_ranks, group=group))
     for param, mean in zip(params, means, strict=True):

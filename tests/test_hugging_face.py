@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 import zlib
 
 import pytest
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.checkpoint import save
+from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, ParameterShardedError
-from fairshard.nn import FSDP
+from fairshard.nn import FSDP, fully_shard, register_forward_method
 from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.on_ranks import on_ranks
@@ -91,10 +93,42 @@ def test_it_trains_as_under_ddp(name, options):
     assert losses[-1] < losses[0]
 
 
+@on_ranks(2)
+@names
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_caches_are_looked_into(name, door):
+    """Outputs with a key-value cache leave nothing gathered and warn of nothing; a backward through a cache works."""
+    model, block = built(name)
+    plain = copy.deepcopy(model)
+    if door == "wrapper":
+        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}))
+    else:
+        for part in [part for part in model.modules() if isinstance(part, block)]:
+            fully_shard(part)
+        fully_shard(model)
+    ids = tokens(dist.get_rank())
+    losses = []
+    for net in (model, plain):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*cannot look into")
+            output = net(input_ids=ids, labels=ids, use_cache=True)
+        loss = output.loss + output.past_key_values.layers[0].keys.square().sum()
+        loss.backward()
+        losses.append(loss.detach())
+        with torch.no_grad():
+            cache = net(input_ids=ids, use_cache=True).past_key_values
+            losses.append(net(input_ids=ids[:, :1], past_key_values=cache).logits)
+            assert cache.get_seq_length() == ids.shape[1] + 1
+    assert not any(unit.is_gathered or unit.is_held for _, unit in units_below(model))
+    for own, expected in zip(losses[:2], losses[2:], strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
 def _train_and_save(name, folder):
     """Train sharded and save; return the sharded model's logits for a prompt and the tokens it generates."""
     model, block = built(name)
     wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}))
+    register_forward_method(wrapped, "generate")
     train(wrapped)
     save(f"{folder}/step", wrapped)
     if dist.get_rank() == 0:
@@ -102,7 +136,7 @@ def _train_and_save(name, folder):
     prompt = tokens("prompt")
     with torch.no_grad():
         logits = wrapped.eval()(input_ids=prompt).logits
-        text = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
+        text = wrapped.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
     return logits.cpu(), text.cpu()
 
 

@@ -76,8 +76,8 @@ def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
             if None not in (value, theirs.get(fqn)) and value != theirs[fqn]:
                 warnings.warn(
                     f"All ranks should begin with the same weights, but `{fqn}` differed between ranks 0 and {rank} "
-                    "when it was wrapped: the model now has parts of both. Seed all ranks alike, load a state dict, or "
-                    "pass `sync_module_states=True` to every wrapper.",
+                    "when it was sharded: the model now has parts of both. Seed all ranks alike, load a state dict, or "
+                    "pass `sync_module_states=True` to every FullyShardedDataParallel.",
                     stacklevel=level_of_user(),
                 )
                 return

@@ -120,7 +120,7 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
     if names & _NEEDS_SHAPES:
         raise ShardOptimizerError(
             f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is the shard of one rank. "
-            "Use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or train that module unwrapped."
+            "Use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or leave that module unsharded."
         )
     if names & _NEEDS_WHOLE:
         raise ShardOptimizerError(
@@ -208,9 +208,9 @@ def _check(optimizer: Optimizer) -> None:
                 known = slot()
                 name = known.fqn if known else "of a model that no longer exists"
                 raise StaleOptimizerError(
-                    f"An optimizer must be built after wrapping, but {type(optimizer).__name__} holds the original "
+                    f"An optimizer must be built after sharding, but {type(optimizer).__name__} holds the original "
                     f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
-                    "optimizer from `model.parameters()` of the wrapped model, before `unshard()` and not between a "
+                    "optimizer from `model.parameters()` of the sharded model, before `unshard()` and not between a "
                     "forward and its backward."
                 )
             _check_shard(optimizer, param)
@@ -267,7 +267,7 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
         warnings.warn(
             f"A hook that `register_hook` put on `{flat_param.name}` is never called, because autograd does not reach "
             "shards. Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
-            "original parameter before wrapping, where it sees this rank's whole gradient.",
+            "original parameter before sharding, where it sees this rank's whole gradient.",
             stacklevel=5,
         )
     if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):

@@ -104,6 +104,7 @@ class Backward:
                 assert_none_summoned(model.units, "backward")
                 for unit in model.units:
                     for flat_param in unit.flat_params:
+                        flat_param.follow_requires_grad()
                         flat_param.forget_zeroed()
             if begins and torch.is_grad_enabled():
                 raise create_graph_error(self._first.units[0].fqn)

@@ -25,8 +25,8 @@ def create_graph_error(fqn: str) -> GradRequiresGradError:
     """Error for ``create_graph=True`` in a backward through unit ``fqn``."""
     return GradRequiresGradError(
         f"Gradients of a sharded unit must not require grad, but the backward of `{fqn or 'the root'}` was started "
-        "with create_graph=True. Sharded gradients cannot be differentiated again; compute such terms on an unwrapped "
-        "module."
+        "with create_graph=True. Sharded gradients cannot be differentiated again; compute such terms on a module that "
+        "is not sharded."
     )
 
 
@@ -52,7 +52,7 @@ def warn_opaque_outputs(fqn: str, outputs: Any) -> None:
     warnings.warn(
         f"Unit `{fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard cannot look "
         "into. It stays gathered from now on, because a backward through them would be noticed too late. Return "
-        "tensors in tuples, lists, dicts or dataclasses.",
+        "tensors in tuples, lists, dicts, dataclasses or objects of Python classes without `__slots__`.",
         stacklevel=level_of_user(),
     )
 
@@ -65,8 +65,9 @@ def warn_autocast(units: Sequence[_Gathers], device: torch.device) -> bool:
         return False
     warnings.warn(
         "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
-        "low-precision copy of every weight alive. `mixed_precision=True, compute_dtype=torch.bfloat16` "
-        "gathers half the bytes and keeps no such copy.",
+        "low-precision copy of every weight alive. Gathering in torch.bfloat16 sends half the bytes and keeps no such "
+        "copy: `FullyShardedDataParallel(module, mixed_precision=True, compute_dtype=torch.bfloat16)`, or "
+        "`fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`.",
         stacklevel=level_of_user(),
     )
     return True

@@ -22,7 +22,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, is_transparent
+from fairshard.utils.containers import apply_to_all, apply_to_tensors, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.device import Event, now
 from fairshard.utils.watchdog import watch
 
@@ -129,10 +129,11 @@ class Root:
                 if call is not None:
                     outputs = call.watch_output(outputs)
             else:
-                is_seen = unit.is_pinned or is_transparent(outputs)
-                outputs = apply_to_tensors(unit.copied_out, outputs)
+                objects = [] if unit.is_pinned else plain_objects(outputs)
+                is_seen = objects is not None
+                outputs = apply_to_all(unit.copied_out, outputs, objects)
                 if call is not None:
-                    outputs = apply_to_tensors(call.watch_output, outputs)
+                    outputs = apply_to_all(call.watch_output, outputs, objects)
             if call is not None:
                 is_unseen = call.end() or (not call.probes and any(fp.requires_grad for fp in unit.flat_params))
                 if is_unseen or not is_seen:

@@ -46,7 +46,9 @@ class FairshardStrategy(FSDPStrategy):  # type: ignore[misc]
     """``Trainer(strategy=FairshardStrategy(...))`` wraps the model with `FullyShardedDataParallel`.
 
     Takes the arguments of ``FSDPStrategy``; others are those of `FullyShardedDataParallel`. ``use_orig_params`` is
-    always True. Checkpoints are in the formats of ``FSDPStrategy``. ``Trainer(gradient_clip_val=...)`` works.
+    always True. Checkpoints are in the formats of ``FSDPStrategy``. ``Trainer(gradient_clip_val=...)`` works. A module
+    is wrapped once: later calls of ``fit``, ``validate``, ``test`` and ``predict``, of other Trainers too, use the
+    first strategy's wrapper.
 
     Raises:
         ValueError: ``use_orig_params`` is False.
@@ -81,8 +83,14 @@ class FairshardStrategy(FSDPStrategy):  # type: ignore[misc]
         FSDPStrategy.precision_plugin.fset(self, plugin)
 
     def _setup_model(self, model: Any) -> Any:
+        for hook in model._forward_pre_hooks.values():
+            if isinstance(hook, _Keeper):
+                return hook.wrapper
         with _ours():
-            return super()._setup_model(model)
+            wrapper = super()._setup_model(model)
+        if wrapper is not model:
+            model.register_forward_pre_hook(_Keeper(wrapper))
+        return wrapper
 
     def model_sharded_context(self) -> Any:
         """Lightning's context of ``configure_model``: ``wrap`` makes fairshard's wrappers."""
@@ -103,6 +111,16 @@ class FairshardStrategy(FSDPStrategy):  # type: ignore[misc]
         """Load model and optimizers from a checkpoint of either form. **Collective.**"""
         with _ours():
             return super().load_checkpoint(*args, **kwargs)
+
+
+class _Keeper:
+    """Hook without effect: a module keeps its wrapper, which Lightning drops, for the next ``fit`` or ``validate``."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, _module: Any, _args: Any) -> None:
+        """Do nothing."""
 
 
 def _ours() -> AbstractContextManager[None]:

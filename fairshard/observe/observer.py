@@ -68,7 +68,7 @@ def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
     units = [unit for _, unit in units_below(model)]
     if not units:
         raise ValueError(
-            f"`model` must contain wrapped modules to be observed, but {type(model).__name__} has none. Wrap it first."
+            f"`model` must contain sharded modules to be observed, but {type(model).__name__} has none. Shard it first."
         )
     return Observation(units, fn)
 

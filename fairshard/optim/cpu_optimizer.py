@@ -326,8 +326,8 @@ class CPUOptimizer(Optimizer):
         unit = None if model is None else unit_of(model)
         if model is None or unit is None or unit.is_inner:
             raise ValueError(
-                "Clipping and `last_backward` need the outermost FullyShardedDataParallel as `model`, but it is "
-                f"{type(model).__name__}{' inside another' if unit else ''}. Pass that wrapper to CPUOptimizer."
+                "Clipping and `last_backward` need the outermost sharded module as `model`, but it is "
+                f"{type(model).__name__}{' inside another' if unit else ''}. Pass that one to CPUOptimizer."
             )
         return unit.root or claim(model)
 
@@ -344,7 +344,7 @@ class CPUOptimizer(Optimizer):
             if flat_param.has_accumulated:
                 raise FairshardError(
                     f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
-                    "no_sync() without a later backward outside it. Run the last micro-batch without no_sync()."
+                    "no_sync or set_requires_gradient_sync(False). Run the last micro-batch of a step without these."
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class FlatParam(Leaves):
         The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
         """
         shows: Any = self.shows  # DTensors
-        part = FlatParam(shows.split(indexes), f"{self.name}_{indexes[0]}", replace(self.route))
+        part = FlatParam(shows.split(indexes), self.slots[indexes[0]].fqn, replace(self.route))
         part._own_division = self._own_division
         part._trained = [self._trained[index] for index in indexes]
         part.requires_grad = any(part._trained)
@@ -153,8 +153,7 @@ class FlatParam(Leaves):
         """
         self.adopt_assigned()
         check_param_dtype(config, self.shard.dtype, self.name)  # the user may have called `.half()` since
-        self._check_leaves()
-        self._follow_requires_grad()
+        self.follow_requires_grad()
         self.comms = comms
         comm = self.comm = comms.shard
         self.tag_id = comm.new_id()
@@ -247,10 +246,7 @@ class FlatParam(Leaves):
         self._is_updated = True
         if self.shows.has_moved:
             self.adopt_assigned()
-        self._check_leaves()  # first: `_follow_requires_grad` changes the expected values
-        if self.shows.wanted() != self._trained:
-            self._follow_requires_grad()
-            self._hook_leaves()
+        self.follow_requires_grad()
         self.grad.forget_dropped()
         self.route.kept.added = None
 

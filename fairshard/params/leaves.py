@@ -57,6 +57,7 @@ class Leaves:
         """Reset everything that `materialize` creates; pickle and deepcopy leave it out."""
         self.grad: Any = None
         self.nodes: list[Any] = []  # graph nodes of the leaves; None for those not trained
+        self._nodes: list[Any] = []  # ... and of those trained earlier, which a graph may still use
         self.has_frozen = False
         self.is_gathered = False
         self.is_owed = False  # some rank has a gradient, from its backward or kept by `no_sync`, ...
@@ -92,11 +93,27 @@ class Leaves:
         """The objects whose ``shard`` optimizers step: this flat param, or one `OrigParam` per parameter."""
         return self.shows.stepped_by(self)
 
-    def _follow_requires_grad(self) -> None:
-        self._trained = self.shows.wanted()
-        self.requires_grad = any(self._trained)
-        for index in self.shows.follow(self._trained):
-            self._drop_accumulated(index)
+    def follow_requires_grad(self) -> None:
+        """Adopt the user's changes of ``requires_grad``.
+
+        As in autograd, a leaf gets a gradient from a graph that was recorded while it was trained, if it is trained
+        again when the backward runs.
+
+        Raises:
+            FairshardError: one leaf was changed, but one flat parameter is registered for several.
+        """
+        trained = self._trained
+        for index, slot in enumerate(self.slots):
+            if slot.leaf.requires_grad != trained[index]:
+                self.shows.adopt_requires_grad(index, self.name)
+        wanted = self.shows.wanted()
+        if wanted == trained:
+            return
+        self._trained = wanted
+        self.requires_grad = any(wanted)
+        self.shows.follow(wanted)
+        if self._nodes:
+            self._hook_trained()
 
     def _drop_accumulated(self, index: int) -> None:
         self.slots[index].leaf.grad = None
@@ -105,27 +122,24 @@ class Leaves:
             span = self.line.layout.param_span(index)
             self._accumulated[span.start : span.stop].zero_()
 
-    def _check_leaves(self) -> None:
-        for slot, trains in zip(self.slots, self._trained, strict=True):
-            if slot.leaf.requires_grad != trains:
-                raise FairshardError(
-                    f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after "
-                    f"wrapping, but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{self.name}` in "
-                    "named_parameters()), or before wrapping."
-                )
-
     def _hook_leaves(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.nodes = [], []
-        for slot, view, trains in zip(self.slots, self.gathered.views, self._trained, strict=True):
-            slot.leaf.requires_grad_(trains)
+        self._hooks = []
+        self._nodes = [None] * len(self.slots)
+        self._hook_trained()
+
+    def _hook_trained(self) -> None:
+        """Hook leaves that are trained for the first time; those frozen now keep their hooks for earlier graphs."""
+        for index, (slot, view) in enumerate(zip(self.slots, self.gathered.views, strict=True)):
+            slot.leaf.requires_grad_(self._trained[index])
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
-            self.nodes.append(accumulate_node(slot.leaf) if trains else None)
-            if trains:
+            if self._trained[index] and self._nodes[index] is None:
+                self._nodes[index] = accumulate_node(slot.leaf)
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
             if not self.is_gathered:
                 slot.detach()
+        self.nodes = [node if trains else None for node, trains in zip(self._nodes, self._trained, strict=True)]
         self.has_frozen = None in self.nodes
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
@@ -330,7 +344,7 @@ class Leaves:
         if not self._is_zeroed(self._partial):
             raise PartialGradientError(
                 f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
-                "part of it had been added, or after gradients accumulated under no_sync had been changed. Call "
+                "part of it had been added, or after gradients that wait to be reduced had been changed. Call "
                 "zero_grad() and repeat the backwards of this step."
             )
         self._partial = None

@@ -29,10 +29,11 @@ class Listing:
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_is_shard", "_left", "_places", "_slots", "is_at_rest", "is_on")
+    __slots__ = ("_flat_params", "_is_shard", "_left", "_places", "_slots", "is_at_rest", "is_on")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.is_on = self.is_at_rest = False
+        self._flat_params = flat_params
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._is_shard = [flat_param.computes_on_shard for flat_param in flat_params for _ in flat_param.slots]
         self._left: list[int] | None = None  # `versions` when the modules left off computing, if the unit stays whole
@@ -110,6 +111,7 @@ class Listing:
     def rest(self) -> None:
         """Turn on, or stay on, while the modules do not compute."""
         if not self.is_on:
+            self._follow_requires_grad()
             self.show()
         self.is_at_rest = True
 
@@ -136,7 +138,7 @@ class Listing:
     def hide(self) -> None:
         """Register the shards again, and make the leaves attributes; no-op if off."""
         if self.is_on:
-            self.is_on = self.is_at_rest = False
+            self._end_show()
             for params, attributes, name, registered, leaf, _ in self._places:
                 if name in params and params[name] is leaf:
                     params[name] = registered
@@ -144,9 +146,19 @@ class Listing:
 
     def show_placeholders(self) -> None:
         """As `hide`, but the attributes are the placeholders, not the leaves."""
-        self.is_on = self.is_at_rest = False
+        self._end_show()
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
                 params[name] = registered
                 if placeholder is not None:
                     attributes[name] = placeholder
+
+    def _end_show(self) -> None:
+        if self.is_at_rest:
+            self._follow_requires_grad()
+        self.is_on = self.is_at_rest = False
+
+    def _follow_requires_grad(self) -> None:
+        """Adopt changes before users see the other of leaf and registered parameter."""
+        for flat_param in self._flat_params:
+            flat_param.follow_requires_grad()

@@ -89,7 +89,8 @@ def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: 
         raise FairshardError(
             f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
             "because the change would not apply to those, but it was scaled, written or replaced. Change gradients "
-            "(clip or unscale them) after a backward outside of no_sync, or drop all of them with zero_grad()."
+            "(clip or unscale them) after a backward that reduces (outside of no_sync, or after "
+            "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
         )
     return True
 

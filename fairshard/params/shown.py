@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairshard.errors import FairshardError
 from fairshard.params.line import FlatLine
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
@@ -53,9 +54,21 @@ class ShownShard:
         """Which parameters the user wants gradients of."""
         return [self.shard.requires_grad] * len(self.slots)
 
-    def follow(self, trained: Sequence[bool]) -> Sequence[int]:
-        """Set ``requires_grad`` of leaves and shard to ``trained``; returns indexes whose kept gradients are void."""
-        return ()
+    def follow(self, trained: Sequence[bool]) -> None:
+        """Set ``requires_grad`` of the shard, if some parameter is ``trained``."""
+
+    def adopt_requires_grad(self, index: int, name: str) -> None:
+        """Adopt a change of ``requires_grad`` of the leaf ``index``; ``name``: the name of the flat param.
+
+        Raises:
+            FairshardError: no parameter is registered for this leaf alone.
+        """
+        slot = self.slots[index]
+        raise FairshardError(
+            f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after wrapping, "
+            f"but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{name}` in named_parameters()), or "
+            "before wrapping, or wrap with `use_orig_params=True` and set it on that parameter of the wrapped model."
+        )
 
     @property
     def has_moved(self) -> bool:

@@ -72,7 +72,8 @@ def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
             raise TypeError(
                 f"Dtype and device must be fixed before the first forward, but `{flat_param.name}` would "
                 f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
-                "the module before sharding it, or use mixed precision (`mixed_precision`, `mp_policy`)."
+                "the module before sharding it, or use mixed precision (`mixed_precision=True` of "
+                "FullyShardedDataParallel, `mp_policy` of fully_shard)."
             )
 
 

@@ -120,7 +120,7 @@ class OwnTensors:
             if value in _gone:
                 raise ValueError(
                     f"A parameter must belong to one unit, but `{fqn}` is shared with `{_gone[value]}` of a unit that "
-                    "is wrapped already. Wrap the two modules together in one unit, or wrap neither on its own."
+                    "is sharded already. Make the two modules one unit, or make neither a unit of its own."
                 )
 
     def _check_resets(self, waiting: list[tuple[str, nn.Module]]) -> None:

@@ -111,18 +111,18 @@ def shard_rows(
     for slot in extended:
         _check_extended(slot, dims[slot], config, data.mesh)
     flat_params: list[FlatParam] = []
-    for index, group in enumerate(group_slots([slot for slot in slots if slot not in extended], config)):
+    for group in group_slots([slot for slot in slots if slot not in extended], config):
         for slot in group:
             if not slot.leaf.is_meta and not isinstance(slot, DTensorSlot):
                 slot.leaf.data = slot.leaf.data.to(origin.device)
         shown = _shown(group, data, [dims[slot] for slot in group], config.master_on_cpu)
-        flat_params.append(FlatParam(shown, f"flat_param_{index}"))
+        flat_params.append(FlatParam(shown, shown.slots[0].fqn))
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)
     for slot in extended:
         shows = ShownExtended(ExtendedSlot(slot), data.mesh, config.master_on_cpu, origin.device)
-        flat_params.append(ExtendedParam(shows, f"flat_param_{len(flat_params)}", policy))
+        flat_params.append(ExtendedParam(shows, shows.slots[0].fqn, policy))
     origin.note_cut(flat_params)
     return flat_params
 

@@ -125,9 +125,10 @@ class SharedParams:
 def refusal(fqn: str, owner_fqn: str) -> str:
     """The error message for parameter ``fqn``, which a second unit would shard."""
     return (
-        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is wrapped "
-        "already. Wrap the two modules together in one unit, or wrap neither on its own; or, if neither is inside the "
-        "other, wrap both and call `append_shared_param(parameter)` on the second."
+        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is sharded "
+        "already. Make the two modules one unit (`fully_shard([first, second])`, or one wrapper around both), or make "
+        "neither a unit of its own; or, if neither is inside the other, wrap both with FullyShardedDataParallel and "
+        "call `append_shared_param(parameter)` on the second."
     )
 
 

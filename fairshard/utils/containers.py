@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_IS_PYTHON_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
+_MAX_WALKED = 10_000  # objects and containers of an output that are looked into; a cache has some for each layer
 _SEEN = (Tensor, PackedSequence, *_PLAIN)
 
 
@@ -49,6 +51,66 @@ def is_transparent(container: Any) -> bool:
     if dataclasses.is_dataclass(container) and not isinstance(container, type):
         return all(is_transparent(getattr(container, f.name, None)) for f in dataclasses.fields(container))
     return False
+
+
+def plain_objects(container: Any) -> list[Any] | None:
+    """The objects in ``container`` that keep all they hold in ``__dict__``, such as Hugging Face's caches.
+
+    They are not callable, as modules are, and their classes and all bases are written in Python.
+    None: some other object cannot be looked into.
+    """
+    if is_transparent(container):
+        return []
+    found: dict[int, Any] = {}
+    waiting, seen = [container], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (*_SEEN, type)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, (tuple, list, set, frozenset)):
+            waiting += one
+        elif dataclasses.is_dataclass(one):
+            waiting += [getattr(one, field.name, None) for field in dataclasses.fields(one)]
+        elif _is_plain_object(one):
+            found[id(one)] = one
+            waiting += vars(one).values()
+        else:
+            return None
+        if len(seen) > _MAX_WALKED:
+            return None
+    return list(found.values())
+
+
+def apply_to_all(fn: Callable[[Tensor], Any], container: Any, objects: list[Any] | None) -> Any:
+    """`apply_to_tensors`, and in place to attributes of ``objects``, found by `plain_objects`."""
+    for one in objects or ():
+        for name, value in list(vars(one).items()):
+            changed: list[Tensor] = []
+
+            def note(tensor: Tensor, changed: list[Tensor] = changed) -> Any:
+                result = fn(tensor)
+                if result is not tensor:
+                    changed += (tensor,)
+                return result
+
+            mapped = apply_to_tensors(note, value)
+            if changed:
+                vars(one)[name] = mapped
+    return apply_to_tensors(fn, container)
+
+
+def _is_plain_object(one: Any) -> bool:
+    return (
+        hasattr(one, "__dict__")
+        and not callable(one)
+        and all(
+            cls is object or (cls.__flags__ & _IS_PYTHON_CLASS and not vars(cls).get("__slots__"))
+            for cls in type(one).__mro__
+        )
+    )
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:

@@ -138,7 +138,7 @@ def default_group() -> ProcessGroup:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "torch.distributed must be initialised before a module is wrapped, but there is no default process "
+            "torch.distributed must be initialised before a module is sharded, but there is no default process "
             "group. Call torch.distributed.init_process_group(...) first (torchrun sets its environment)."
         )
     group = dist.group.WORLD

@@ -82,12 +82,13 @@ class ShownRuns(ShownShard):
         """Which parameters the user wants gradients of."""
         return [view.requires_grad for view in self.registered]
 
-    def follow(self, trained: Sequence[bool]) -> Sequence[int]:
-        """Set ``requires_grad`` of each leaf to ``trained``; returns indexes whose kept gradients are void."""
+    def follow(self, trained: Sequence[bool]) -> None:
+        """See `ShownShard.follow`."""
         self.shard.requires_grad_(any(trained))
-        for slot, trains in zip(self.slots, trained, strict=True):
-            slot.leaf.requires_grad_(trains)
-        return [index for index, trains in enumerate(trained) if not trains]
+
+    def adopt_requires_grad(self, index: int, name: str) -> None:
+        """Set ``requires_grad`` of a registered parameter to that of its leaf."""
+        self.registered[index].requires_grad_(self.slots[index].leaf.requires_grad)
 
     @property
     def has_moved(self) -> bool:

@@ -73,6 +73,7 @@ def test_restoring_one_package_leaves_another(package, monkeypatch):
 
 def test_reading_ends_with_its_block(package):
     """Inside `reading` the package reads fairshard's, after it what it read before, also if the block raises."""
+
     def use_and_raise():
         with reading(["some_client"], NAMES):
             assert package.imported() is FullyShardedDataParallel

@@ -211,7 +211,7 @@ def test_the_cpu_optimizer_steps_once(overlap):
 @on_ranks(1)
 def test_what_cannot_be_observed_is_refused():
     """A model without units is refused, and so is anything that is not a function."""
-    with pytest.raises(ValueError, match="must contain wrapped modules to be observed, but Linear"):
+    with pytest.raises(ValueError, match="must contain sharded modules to be observed, but Linear"):
         observe(nn.Linear(2, 2), print)
     with pytest.raises(TypeError, match="`fn` must be a function of one event, but is a NoneType"):
         observe(FSDP(nn.Linear(2, 2)), None)

@@ -262,7 +262,7 @@ def test_a_model_without_units_is_refused():
     outer = nn.Sequential(FSDP(mlp(4, 2)))
     optimizer = CPUOptimizer(outer, torch.optim.SGD, lr=0.1, clip_grad_norm=1.0)
     backward(outer, 0)
-    with pytest.raises(ValueError, match="need the outermost FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="need the outermost sharded module"):
         optimizer.step()
 
 

@@ -80,7 +80,7 @@ def test_a_weight_shared_with_a_unit_beside_is_refused(flatten):
     model = Tied()
     model.first = FSDP(model.first, flatten_parameters=flatten)
     for tied in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match=r"`third\.bias` is shared with `bias` of a unit that is wrapped already"):
+        with pytest.raises(ValueError, match=r"`third\.bias` is shared with `bias` of a unit that is sharded already"):
             FSDP(nn.ModuleDict({"third": tied.third}), flatten_parameters=flatten).state_dict()
         tied.second = FSDP(tied.second, flatten_parameters=flatten)
         with pytest.raises(ValueError, match=r"`weight` is shared with `weight`.*append_shared_param"):

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, pack_kwargs, unpack_kwargs
+from fairshard.utils.containers import (
+    apply_to_all,
+    apply_to_tensors,
+    cast_inputs_to_fp16,
+    pack_kwargs,
+    plain_objects,
+    unpack_kwargs,
+)
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -194,3 +201,44 @@ def test_cast_inputs_is_differentiable():
     cast.sum().backward()
     assert x.grad.dtype == torch.float32
     assert x.grad.tolist() == [1, 1, 1]
+
+
+class Cache:
+    """Keeps tensors in attributes, as Hugging Face's caches do."""
+
+    def __init__(self, *layers):
+        self.layers, self.kind = list(layers), Cache
+
+
+class Slotted:
+    """Keeps a tensor outside of ``__dict__``."""
+
+    __slots__ = ("value",)
+
+
+def test_tensors_in_attributes_are_replaced_in_place():
+    """Objects of Python classes keep their identity; a function is applied to each of their tensors once."""
+    inner = Cache(torch.tensor(2.0), {"a": torch.tensor(3.0)})
+    outer = Cache(inner, "name", inner)
+    outer.own = outer  # refers to itself
+    objects = plain_objects((torch.tensor(1.0), [outer]))
+    assert {id(one) for one in objects} == {id(inner), id(outer)}
+    mapped = apply_to_all(lambda tensor: tensor * 10, (torch.tensor(1.0), [outer]), objects)
+    assert mapped[0] == 10
+    assert mapped[1][0] is outer
+    assert outer.layers[0] is outer.layers[2] is inner
+    assert inner.layers == [torch.tensor(20.0), {"a": torch.tensor(30.0)}]
+    layers = inner.layers
+    apply_to_all(lambda tensor: tensor, outer, objects)
+    assert inner.layers is layers
+
+
+UNKNOWN = {"iterator": iter([1]), "slots": Slotted(), "module": torch.nn.Linear(1, 1), "function": lambda: None}
+
+
+@pytest.mark.parametrize("unknown", UNKNOWN.values(), ids=UNKNOWN)
+def test_other_objects_cannot_be_looked_into(unknown):
+    """Iterators, objects with slots, functions and modules may hold tensors that are not found."""
+    assert plain_objects(Cache(unknown)) is None
+    assert plain_objects([{"a": unknown}]) is None
+    assert plain_objects([{"a": torch.ones(1)}]) == []
