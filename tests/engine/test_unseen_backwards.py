@@ -15,6 +15,8 @@ from tests.on_ranks import on_ranks
 class Box:
     """An object that container functions do not look into."""
 
+    __slots__ = ("tensor",)
+
     def __init__(self, tensor):
         self.tensor = tensor
 
