@@ -7,7 +7,15 @@ from typing import Any
 
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
+from fairshard.errors import ParameterShardedError
 from fairshard.utils.async_tensors import waited
+
+_FREED = (
+    "A forward must not read its unit's parameters after a backward has freed them, but a backward has run inside the "
+    "forward of unit `{}`, which then reads one (Lightning's `manual_backward` runs inside the forward of the "
+    "outermost wrapper). Call `backward` outside of the forward, or shard each network that is called again after the "
+    "backward as a unit of its own."
+)
 
 
 def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -23,7 +31,10 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
         versions = listing.versions()
         outputs = function(*args, **kwargs)
         listing.check_unwritten(versions)
-    except BaseException:
+    except BaseException as error:
+        is_freed = isinstance(error, ParameterShardedError) and not listing.is_on
         root.abort_forward(unit, is_nested)
+        if is_freed:
+            raise ParameterShardedError(_FREED.format(unit.fqn or "root")) from error
         raise
     return root.post_forward(unit, outputs, call, is_nested)

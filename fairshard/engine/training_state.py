@@ -44,6 +44,6 @@ def assert_none_summoned(units: Iterable[_HasState], what: str) -> None:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             raise TrainingStateError(
                 f"A {what} must not run inside summon_full_params, but unit `{unit.fqn or 'root'}` is summoned. "
-                "Leave the `with` block first; only under `torch.no_grad()` inner wrappers may be called, for example "
-                "by `generate`, inside `summon_full_params(model, recurse=False)`."
+                "Leave the `with` block first. Only a forward under `torch.no_grad()`, such as that of `generate`, may "
+                "run inside, if all units or the outermost alone (`recurse=False`) are summoned, on all ranks."
             )

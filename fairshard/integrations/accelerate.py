@@ -16,7 +16,13 @@ from torch import nn
 
 from fairshard.checkpoint import load_optimizer
 from fairshard.integrations.torch_names import redirect, require, restore
-from fairshard.nn import FullyShardedDataParallel, clean_tensor_name, fully_shard, register_fsdp_forward_method
+from fairshard.nn import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    clean_tensor_name,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 require("accelerate", at_least="1.4")
 from accelerate import Accelerator  # noqa: E402
@@ -25,6 +31,7 @@ from accelerate.utils import OPTIMIZER_NAME, DistributedType, FullyShardedDataPa
 
 PACKAGES = ("accelerate", "transformers", "peft", "trl")
 _LOAD_OPTIMIZER = "load_fsdp_optimizer"
+_OF_MODELS = ("extract_model_from_parallel", "save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer")
 
 # What `enable` has replaced: class or module, name, original.
 _replaced: list[tuple[Any, str, Any]] = []
@@ -40,7 +47,7 @@ class AcceleratedFSDP(FullyShardedDataParallel):
         policy = kwargs.get("mixed_precision")
         if policy is not None and policy.param_dtype is not None:
             _upcast(module, kwargs.get("ignored_modules") or ())
-        _clean_names_of_trainer()
+        _repair_trainer()
         super().__init__(module, *args, **kwargs)
 
     @staticmethod
@@ -67,9 +74,12 @@ def enable() -> None:
     _replace(AcceleratorState, "__init__", _init_on_cpu)
     _replace(FullyShardedDataParallelPlugin, "__post_init__", _post_init_on_cpu)
     _replace(Accelerator, "prepare", _prepare)
+    _replace(Accelerator, "get_state_dict", _without_compiled)
+    _replace(FSDPModule, "_get_name", _name_for_packages)
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]:
-        if _LOAD_OPTIMIZER in vars(module):
-            _replace(module, _LOAD_OPTIMIZER, _load_optimizer)
+        for name in (_LOAD_OPTIMIZER, *_OF_MODELS):
+            if name in vars(module):
+                _replace(module, name, _load_optimizer if name == _LOAD_OPTIMIZER else _without_compiled)
 
 
 def disable() -> None:
@@ -96,12 +106,25 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     _replaced.append((owner, name, original))
 
 
-def _clean_names_of_trainer() -> None:
-    """Let the ``Trainer``, if it is loaded, find parameters without weight decay by the names that wrappers yield."""
+def _repair_trainer() -> None:
+    """Replace methods of the ``Trainer``, if it is loaded, that do not expect the wrapper."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    name = "get_decay_parameter_names"
-    if trainer is not None and hasattr(trainer, name) and not any(owner is trainer for owner, _, _ in _replaced):
-        _replace(trainer, name, _clean_names)
+    if trainer is None or any(owner is trainer for owner, _, _ in _replaced):
+        return
+    for name, make in (("get_decay_parameter_names", _clean_names), ("train", _train)):
+        if hasattr(trainer, name):
+            _replace(trainer, name, make)
+
+
+def _train(original: Any) -> Any:
+    """``Trainer.train`` that trains the wrapper made by ``evaluate`` or ``predict``, and not the module in it."""
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.model, FullyShardedDataParallel) and self.model_wrapped is self.model.module:
+            self.model_wrapped = self.model
+        return original(self, *args, **kwargs)
+
+    return train
 
 
 def _clean_names(original: Any) -> Any:
@@ -189,12 +212,41 @@ def _prepare(original: Any) -> Any:
     return prepare
 
 
+def _name_for_packages(original: Any) -> Any:
+    """``_get_name`` of sharded modules, by which the ``Trainer`` knows whether to shift labels: that of their class."""
+
+    def name(self: Any) -> str:
+        reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return self._fairshard_class.__name__ if reader in PACKAGES else str(original(self))
+
+    return name
+
+
+def _without_compiled(original: Any) -> Any:
+    """``original``, given the wrapper in place of a compiled model around it.
+
+    accelerate takes the wrapper out of the compiled model, which then has no parameters, and saves the compiled model's
+    names.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(_uncompiled, args), **{name: _uncompiled(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _uncompiled(given: Any) -> Any:
+    inside = given._modules.get("_orig_mod") if isinstance(given, nn.Module) else None
+    return inside if isinstance(inside, FullyShardedDataParallel) else given
+
+
 def _load_optimizer(original: Any) -> Any:
     """``load_fsdp_optimizer`` that also loads a sharded state into a new optimizer, for which accelerate reads none."""
 
     def load(
         plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, input_dir: Any, index: int = 0, **options: Any
     ) -> None:
+        model = _uncompiled(model)
         name = f"{OPTIMIZER_NAME}_{index}"
         folder = Path(input_dir) if Path(input_dir).name == name else Path(input_dir) / name
         is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT" and _is_sharded(model)

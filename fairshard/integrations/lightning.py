@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fairshard.integrations.torch_names import reading, require
 from fairshard.nn import FullyShardedDataParallel
 
 require("lightning", at_least="2.5")
+from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
+
+_AVERAGING = getattr(callbacks, "WeightAveraging", ())  # not in older versions
 
 
 class FairshardPrecision(FSDPPrecision):  # type: ignore[misc]
@@ -82,6 +86,22 @@ class FairshardStrategy(FSDPStrategy):  # type: ignore[misc]
             plugin = FairshardPrecision(plugin, self)
         FSDPStrategy.precision_plugin.fset(self, plugin)
 
+    def setup(self, trainer: Any) -> None:
+        """Wrap the model, and set up its optimizers for a fit. **Collective.**
+
+        Raises:
+            ValueError: a callback of the Trainer averages weights.
+        """
+        for callback in trainer.callbacks:
+            if isinstance(callback, _AVERAGING):
+                raise ValueError(
+                    "Callbacks must not average weights with FairshardStrategy, but the Trainer has a "
+                    f"{type(callback).__name__}, which copies whole weights before wrapping and then averages them "
+                    "with shards. Leave it out and average in the module what `self.parameters()` yields from "
+                    "`on_train_start` on (shards), or use DDPStrategy."
+                )
+        super().setup(trainer)
+
     def _setup_model(self, model: Any) -> Any:
         for hook in model._forward_pre_hooks.values():
             if isinstance(hook, _Keeper):
@@ -92,10 +112,11 @@ class FairshardStrategy(FSDPStrategy):  # type: ignore[misc]
             model.register_forward_pre_hook(_Keeper(wrapper))
         return wrapper
 
-    def model_sharded_context(self) -> Any:
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
         """Lightning's context of ``configure_model``: ``wrap`` makes fairshard's wrappers."""
-        with _ours():
-            return super().model_sharded_context()
+        with _ours(), super().model_sharded_context():
+            yield
 
     def lightning_module_state_dict(self) -> Any:
         """The model's state, in the form set by ``state_dict_type``. **Collective.**"""

@@ -52,8 +52,7 @@ def shard_parameters(
         TypeError: a parameter's dtype cannot be sharded.
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
-    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
-    slots = collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
+    slots = _slots_in(module, origin)
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
     flat_params = []
@@ -74,6 +73,15 @@ def shard_parameters(
         flat_params.append(flat_param)
     origin.note_cut(flat_params)
     return flat_params
+
+
+def _slots_in(module: nn.Module, origin: Origin) -> list[ParamSlot]:
+    """The parameters of ``module`` that no inner unit has; inner units get the names that they have in ``module``."""
+    inner: list[FlatParam] = []
+    for fqn, unit in units_below(module):
+        unit.place(fqn)  # messages name its parameters
+        inner += unit.flat_params
+    return collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
 
 
 def _kind_of(config: UnitConfig, world_size: int) -> type[ShownShard]:
@@ -101,8 +109,7 @@ def shard_rows(
     Raises:
         TypeError, ValueError: see `shard_parameters`.
     """
-    inner = [flat_param for _, unit in units_below(module) for flat_param in unit.flat_params]
-    slots = collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
+    slots = _slots_in(module, origin)
     dims: dict[ParamSlot, int | None] = {}
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)

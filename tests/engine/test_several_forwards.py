@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fairshard.engine.tree import units_below
-from fairshard.errors import ShardChangedError
+from fairshard.errors import ParameterShardedError, ShardChangedError
 from fairshard.nn import BackwardPrefetch, observe
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
@@ -196,3 +196,28 @@ def test_a_unit_and_the_next_are_gathered_and_no_more(num_forwards):
             sum(outputs).sum().backward()
     assert most == 2
     assert not layers
+
+
+class Steps(nn.Module):
+    """Calls a net again after a backward in its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(4, 4, 4)
+
+    def forward(self, x):
+        self.net(x).square().sum().backward()
+        return self.net(x).square().sum()
+
+
+@on_ranks(2)
+def test_a_backward_inside_the_forward_needs_units_of_their_own():
+    """A backward frees what it went through, so the rest of the forward raises; a net in a unit is gathered again."""
+    with pytest.raises(ParameterShardedError, match=r"inside the forward of unit `root`.*as a unit of its own"):
+        FSDP(Steps())(randn(2, 4))
+
+    def wrap(model):
+        model.net = FSDP(model.net)
+        return FSDP(model)
+
+    train_alike(Steps(), wrap, lambda model, key: model(randn(3, 4, key=key)))

@@ -28,12 +28,12 @@ from fairshard.nn.wrap import ModuleWrapPolicy
 pytestmark = pytest.mark.cpu_only
 
 
-def accelerator(version=1, **plugin_options):
-    """A new Accelerator with an FSDP plugin, on this rank of several CPU ranks."""
+def accelerator(version=1, backend=None, **plugin_options):
+    """A new Accelerator with an FSDP plugin, on this rank of several CPU ranks; ``backend`` of torch.compile."""
     be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
     AcceleratorState._reset_state(True)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **plugin_options)
-    return Accelerator(cpu=True, fsdp_plugin=plugin)
+    return Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend=backend)
 
 
 def test_disable_leaves_accelerate_as_it_was():
@@ -239,3 +239,68 @@ def test_the_trainer_saves_and_resumes_adapters(state):
             if state == "FULL_STATE_DICT" and dist.get_rank() == 0:
                 assert_same_state(load_file(os.path.join(folder, "checkpoint-4", "adapter_model.safetensors")), adapter)
             dist.barrier()
+
+
+@on_ranks(2, timeout=180.0)
+def test_a_compiled_wrapper_is_saved_as_an_uncompiled_one():
+    """Version 1: unwrapping leaves it whole, states have plain names, and a checkpoint loads without torch.compile."""
+    states = []
+    folder = shared_folder()
+    for backend in ("eager", "no"):
+        with mock.patch.dict(os.environ), integration.enabled():
+            options = {"auto_wrap_policy": "transformer_based_wrap", "use_orig_params": True}
+            made = accelerator(backend=backend, state_dict_type="FULL_STATE_DICT", **options)
+            plain = net(seed=len(states))
+            model, optimizer = made.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+            if backend == "eager":
+                given = tokens(dist.get_rank())
+                assert made.unwrap_model(model) is plain
+                made.backward(next_token_loss(model(given), given))
+                optimizer.step()
+                made.save_state(folder)
+            else:
+                made.load_state(folder)
+            states.append((made.get_state_dict(model), optimizer.optimizer.state_dict()))
+            AcceleratorState._reset_state(True)
+    assert set(states[0][0]) == (set() if dist.get_rank() else set(net().state_dict()))
+    assert_same(*states)
+
+
+@on_ranks(2, timeout=180.0)
+def test_the_trainer_trains_after_evaluating():
+    """Version 1: evaluating first changes nothing in the training."""
+    pytest.importorskip("transformers")
+    with mock.patch.dict(os.environ):
+        be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
+        with engine_chosen("fairshard"):
+            trained = []
+            for evaluates in (False, True):
+                trainer = _trainer(shared_folder(), 1, "FULL_STATE_DICT", False, "no", False)
+                trainer.args.max_steps = 1
+                if evaluates:
+                    trainer.evaluate(trainer.train_dataset)
+                trainer.train()
+                trained.append(trainer.model.state_dict())
+    assert_same_state(*trained)
+
+
+@on_ranks(2, timeout=180.0)
+def test_the_trainer_shifts_labels_of_a_sharded_model():
+    """Version 2: the loss with label smoothing is the plain model's; the Trainer knows by its name to shift labels."""
+    pytest.importorskip("transformers")
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    from tests.clients.trainer_runs import llama
+
+    with mock.patch.dict(os.environ):
+        be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
+        with engine_chosen("fairshard"):
+            trainer = _trainer(shared_folder(), 2, "FULL_STATE_DICT", False, "no", False)
+            smooth = trainer.label_smoother = LabelSmoother(epsilon=0.1)
+            model, _ = trainer.accelerator.prepare(trainer.model, torch.optim.SGD(trainer.model.parameters()))
+            row = {name: ids.unsqueeze(0) for name, ids in trainer.train_dataset[0].items()}
+            assert trainer.label_names == ["labels"]
+            loss = trainer.compute_loss(model, dict(row))
+    expected = smooth(llama()(**row), row["labels"], shift_labels=True)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+    assert model._get_name() == "FSDPLlamaForCausalLM"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel, fully_shard
 from fairshard.utils.testing import run_ranks
 from tests.clients.case import be_torchrun
@@ -96,6 +97,45 @@ def clip_a_part():
     torch.testing.assert_close(squares.sqrt().item(), 0.01, rtol=1e-3, atol=0)
 
 
+def networks(how):
+    """A LightningModule that calls a net again after a backward in the same step; it may ``wrap`` or shard the net."""
+    from torch.distributed.fsdp.wrap import wrap
+
+    class Lit(type(module(shards=how == "shard"))):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_model(self):
+            super().configure_model()
+            if how == "wrap":
+                self.net = wrap(self.net)
+
+        def training_step(self, given, index):
+            for _ in range(2):
+                loss = next_token_loss(self.net(given), given)
+                self.losses.append(loss.item())
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    return Lit()
+
+
+def step_twice():
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
+    with mock.patch.dict(os.environ), mock.patch.object(dist, "destroy_process_group"):
+        be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
+        with pytest.raises(FairshardError, match=r"inside the forward of unit `root`.*as a unit of its own"):
+            trainer("ours").fit(networks(""), loader)
+        wrapped, sharded = networks("wrap"), networks("shard")
+        trainer("ours").fit(wrapped, loader)
+        assert isinstance(wrapped.net, FullyShardedDataParallel)
+        trainer("model parallel").fit(sharded, loader)
+        assert len(wrapped.losses) == 4
+        assert wrapped.losses == sharded.losses
+
+
 def test_a_module_is_trained_and_validated_again():
     """Fit, validate, fit, and a fit by another Trainer give the losses of ``ModelParallelStrategy``, to the bit."""
     run_ranks(2, compare, timeout=240.0)
@@ -104,3 +144,20 @@ def test_a_module_is_trained_and_validated_again():
 def test_an_optimizer_of_some_parameters_is_not_clipped():
     """Clipping by a norm over more parameters than the optimizer has raises; freezing the others is the cure."""
     run_ranks(2, clip_a_part, timeout=240.0)
+
+
+def test_networks_wrapped_apart_are_called_after_a_backward():
+    """With manual optimization, ``wrap`` in ``configure_model`` allows it; without, the error names this cure."""
+    run_ranks(2, step_twice, timeout=240.0)
+
+
+def test_averaging_callbacks_are_refused():
+    """Lightning's averages have whole shapes, which shards do not."""
+    from lightning.pytorch import callbacks
+
+    from fairshard.integrations.lightning import FairshardStrategy
+
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("Lightning is too old to average weights")
+    with pytest.raises(ValueError, match=r"must not average weights.*EMAWeightAveraging"):
+        FairshardStrategy().setup(SimpleNamespace(callbacks=[callbacks.EMAWeightAveraging()]))

@@ -9,6 +9,7 @@ from torch import nn
 
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import register_forward_method
 from fairshard.nn.data_parallel import TrainingState
 from tests.models import mlp, tiny, tiny_batch, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
@@ -245,19 +246,48 @@ class Generator(nn.Module):
 
 @on_ranks(1, 2)
 @flattened
-def test_inner_units_run_while_the_outermost_alone_is_summoned(flatten):
-    """Without gradients a method of the model gives what the plain model gives; otherwise the error names the cure."""
+@pytest.mark.parametrize("recurse", [True, False])
+def test_a_summoned_model_runs_without_gradients(flatten, recurse):
+    """A method of the model gives what the plain model gives; with gradients the error names the cure."""
     plain = Generator()
     net = copy.deepcopy(plain)
     net.block = FSDP(net.block, flatten_parameters=flatten)
     model = FSDP(net, flatten_parameters=flatten)
     for _ in range(2):
-        with FSDP.summon_full_params(model, recurse=False):
+        with FSDP.summon_full_params(model, recurse=recurse):
             with torch.no_grad():
-                assert torch.equal(model.generate(randn(2, 4)), plain.generate(randn(2, 4)))
-            with pytest.raises(FairshardError, match=r"unit `root` is summoned.*no_grad.*recurse=False"):
-                model.generate(randn(2, 4))
-        with FSDP.summon_full_params(model), torch.no_grad():
-            with pytest.raises(FairshardError, match=r"unit `block` is summoned.*recurse=False"):
+                for method in ("generate", "__call__"):
+                    given = randn(2, 4)
+                    assert torch.equal(getattr(model, method)(given), getattr(plain, method)(given))
+            summoned = "block" if recurse else "root"
+            with pytest.raises(FairshardError, match=rf"unit `{summoned}` is summoned.*no_grad.*recurse=False"):
                 model.generate(randn(2, 4))
         model(randn(2, 4)).sum().backward()
+        with FSDP.summon_full_params(model.block), torch.no_grad():
+            with pytest.raises(FairshardError, match=r"unit `block` is summoned.*recurse=False"):
+                model(randn(2, 4))
+
+
+@on_ranks(2)
+def test_a_summoned_model_computes_with_what_is_written():
+    """Under mixed precision it computes in fp32, on each rank as often as that rank wants; what is written stays."""
+    plain = Generator()
+    net = copy.deepcopy(plain)
+    net.block = FSDP(net.block, mixed_precision=True)
+    model = FSDP(net, mixed_precision=True)
+    register_forward_method(model, "generate")
+    given = randn(2, 4)
+    with FSDP.summon_full_params(model):
+        with torch.no_grad():
+            for shown in (plain, net):
+                for param in shown.parameters():
+                    param.mul_(2)
+            for _ in range(1 + dist.get_rank()):
+                output = model.generate(given)
+        with pytest.raises(FairshardError, match=r"is summoned.*no_grad"):
+            model.generate(given)
+    assert torch.equal(output, plain.generate(given))
+    assert_same_state(model.state_dict(), plain.state_dict())
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True), torch.no_grad():
+        with pytest.raises(FairshardError, match=r"is summoned.*on all ranks"):
+            model(given)

@@ -8,17 +8,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd import profiler
 
 from fairshard.checks.agreement import warn_of_other_values
 from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
+from fairshard.engine.training_state import assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
+from fairshard.state.full_params import is_shown, is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
 from fairshard.utils.user_line import level_of_user
 
@@ -37,10 +40,12 @@ def run(
 ) -> Any:
     """Call ``function(*args, **kwargs)`` as a forward of ``unit``, the unit of ``holder``. **Collective.**
 
-    If compiled code calls it, only ``function`` is compiled.
+    If compiled code calls it, only ``function`` is compiled. A unit that `summon_full_params` shows on all ranks
+    computes with the shown parameters, without communication and without casts.
 
     Raises:
         FairshardError: code compiled with ``fullgraph=True`` calls it.
+        TrainingStateError: the unit is shown, and gradients are enabled.
     """
     tracer = set_tracer(None)
     if tracer is not None:
@@ -56,6 +61,10 @@ def run(
         follow_profiler(unit.root)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
+    if is_shown(unit) and not is_shown_on_first(unit):
+        if torch.is_grad_enabled():
+            assert_none_summoned([unit], "forward")
+        return function(*args, **kwargs)
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
     return call_in(unit, function, args, kwargs)

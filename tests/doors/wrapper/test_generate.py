@@ -58,3 +58,23 @@ def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
         losses[1].backward()
         assert all(param.grad is not None for param in wrapped.parameters())
         wrapped.zero_grad()
+
+
+@on_ranks(2, timeout=180.0)
+def test_greedy_text_inside_summon_is_that_of_the_plain_model():
+    """``Seq2SeqTrainer`` generates inside ``summon_full_params``, where ranks need not generate equally long texts."""
+    model, blocks = language_model("gpt2")
+    plain = copy.deepcopy(model)
+    for index in range(2):
+        blocks[index] = FSDP(blocks[index], use_orig_params=True)
+    wrapped = FSDP(model, use_orig_params=True)
+    register_forward_method(wrapped, "generate")
+    rank = dist.get_rank()
+    prompt = torch.randint(3, 32, (2, 3), generator=torch.Generator().manual_seed(rank)).to(rank_device())
+    new = {"max_new_tokens": 2 + 5 * rank, "do_sample": False}
+    for _ in range(2):
+        with FSDP.summon_full_params(wrapped):
+            assert torch.equal(wrapped.generate(prompt, **new), plain.generate(prompt, **new))
+        losses = [m(input_ids=prompt, labels=prompt).loss for m in (plain, wrapped)]
+        assert torch.equal(*losses)
+        losses[1].backward()

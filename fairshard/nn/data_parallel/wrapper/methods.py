@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fairshard.engine.training_state import TrainingState
+from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn.data_parallel.late_methods import CURES, refusing
+from fairshard.state.full_params import is_shown, is_shown_on_first
+from fairshard.utils.containers import apply_to_all, plain_objects
 
 
 def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,9 +26,25 @@ def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return method(*args, **kwargs)
+        if is_shown(unit) and not is_shown_on_first(unit):
+            return _without_graph(unit, method(*args, **kwargs))  # `generate` itself disables gradients
         return run(method, args, kwargs)
 
     return call
+
+
+def _without_graph(unit: Unit, outputs: Any) -> Any:
+    """``outputs`` of a method of the shown ``unit``; raises if a backward could follow, which would change nothing."""
+
+    def check(output: Tensor) -> Tensor:
+        if output.requires_grad:
+            assert_none_summoned([unit], "forward")
+        return output
+
+    objects = plain_objects(outputs)
+    if objects is None and torch.is_grad_enabled():  # tensors may be anywhere in them
+        assert_none_summoned([unit], "forward")
+    return apply_to_all(check, outputs, objects)
 
 
 def explaining(unit: Unit, module: nn.Module, name: str) -> Any:
