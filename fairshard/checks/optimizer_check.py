@@ -263,13 +263,6 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
         return
     if not isinstance(param, DTensor):  # DTensors have their true shapes, which PyTorch's optimizers support
         _check_class(type(optimizer), flat_param)
-    if param._backward_hooks:
-        warnings.warn(
-            f"A hook that `register_hook` put on `{flat_param.name}` is never called, because autograd does not reach "
-            "shards. Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
-            "original parameter before sharding, where it sees this rank's whole gradient.",
-            stacklevel=5,
-        )
     if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
         _refuse_low_precision(flat_param.name, param)
     if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:

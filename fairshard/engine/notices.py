@@ -85,3 +85,28 @@ def late_error(fqn: str) -> BackwardOrderError:
 def other_rank_error(problems: Sequence[str]) -> FairshardError:
     """Error for ranks whose own backward could begin, when that of another rank cannot."""
     return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see its log'}")
+
+
+def warn_of_hooks(units: Sequence[_Gathers], turn: int) -> bool:
+    """Warn if a user has put a hook on a shard with ``register_hook``; returns whether there is one.
+
+    Looks at one parameter of each flat param, another one in each ``turn``, to save host time; in turn 0 at all.
+    """
+    for unit in units:
+        for flat_param in unit.flat_params:
+            registered = flat_param.registered
+            looked_at = (registered[turn % len(registered)],) if turn else registered
+            for param in looked_at:
+                if param._backward_hooks:
+                    _warn_of_hook(next(one.name for one in flat_param.stepped if one.shard is param))
+                    return True
+    return False
+
+
+def _warn_of_hook(name: str) -> None:
+    warnings.warn(
+        f"A hook that `register_hook` put on `{name}` is never called, because autograd does not reach shards. Use "
+        "`register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the original "
+        "parameter before sharding, where it sees this rank's whole gradient.",
+        stacklevel=level_of_user(),
+    )

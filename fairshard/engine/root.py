@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from fairshard.engine.backward import Backward
 from fairshard.engine.call import Call, Probe
 from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
 from fairshard.engine.listener import GradListener, JoinListener, OrderListener
-from fairshard.engine.notices import warn_autocast, warn_opaque_outputs
+from fairshard.engine.notices import warn_autocast, warn_of_hooks, warn_opaque_outputs
 from fairshard.engine.planner import Last
 from fairshard.engine.segments import current_segment
 from fairshard.engine.shared import Shared
@@ -66,7 +67,8 @@ class Root:
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
         self._ahead: set[Unit] = set()
         self._is_trained = False
-        self._warned_autocast = False
+        self._warned_autocast = self._warned_hooks = False
+        self._turns = count()
         self._last_output: Callable[[], Tensor | None] = _none
         self.note: Callable[[Unit], None] = order_check.note  # called before a unit runs, is gathered or sent
         roots.add(self)
@@ -214,6 +216,7 @@ class Root:
         assert_none_summoned(self.units[is_inner:], "forward")
         if self.join is not None:
             self.join.begin_pass()
+        self._warned_hooks = self._warned_hooks or warn_of_hooks(self.units, next(self._turns))
         self.has_begun = True
         for each in self.units:
             each.begin_pass()

@@ -92,10 +92,10 @@ class Listing:
     def written_since(self, before: list[int]) -> str | None:
         """The name of a leaf that was written to, or whose ``.data`` was assigned, since `versions`; None if none was.
 
-        Skips leaves that lie in the shard itself, which keep what is written.
+        Skips writes to leaves that lie in the shard itself, which are kept.
         """
         for slot, version, is_shard in zip(self._slots, before, self._is_shard):  # noqa: B905 (host time)
-            if (slot.leaf._version != version or slot.shows_other) and not is_shard:
+            if slot.shows_other or (slot.leaf._version != version and not is_shard):
                 return slot.fqn
         return None
 

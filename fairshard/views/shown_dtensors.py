@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.mesh import SavedMesh
 from fairshard.utils.device import current_device
@@ -40,8 +41,11 @@ class ShownDTensors(ShownRuns):
         cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, cut_dims, strict=True)]
         super().__init__(slots, Rows(cuts, rank, world_size), on_cpu)
         self.versioned = (self.shard, *self.registered)  # only a DTensor counts writes through it
+        self._watch()
 
-    per_param: tuple[str, ...] = ("slots", "dims", "_stepped")
+    _next = 0
+
+    per_param: tuple[str, ...] = ("slots", "dims", "_stepped", "_watched")
     """Attributes that are lists with one entry for each parameter."""
     kept: tuple[str, ...] = ()
     """More attributes that copies keep."""
@@ -111,6 +115,49 @@ class ShownDTensors(ShownRuns):
         view, shown = self.registered[index], self.shown_as(index, run)
         assert isinstance(view, DTensor)
         view._local_tensor, view._spec = shown._local_tensor, shown._spec
+
+    def link(self) -> None:
+        """Make the registered parameters DTensors of the shard's current memory."""
+        super().link()
+        self._watch()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a DTensor no longer lies in the shard, or its ``.data`` was assigned."""
+        return super().has_moved or self._is_next_assigned()
+
+    def _watch(self) -> None:
+        self._watched = [_Wrapper(param) for param in self.registered]
+
+    def _is_next_assigned(self) -> bool:
+        """Whether the ``.data`` of one parameter was assigned; of the next one in the next call, to save host time."""
+        self._next = (self._next + 1) % len(self.registered)
+        return self._watched[self._next].is_assigned(self.registered[self._next])
+
+    def adopt_assigned(self, is_fixed: bool) -> bool:
+        """See `ShownRuns.adopt_assigned`; only modules assign tensors that can be adopted, when they are converted.
+
+        Raises:
+            FairshardError: a tensor was assigned to ``.data`` of a DTensor, which changes nothing.
+        """
+        self.check_not_assigned()
+        return super().adopt_assigned(is_fixed)
+
+    def check_not_assigned(self) -> None:
+        """Raise if a tensor was assigned to ``.data`` of a DTensor, which keeps its local tensor then; raises once.
+
+        Raises:
+            FairshardError: names the first such parameter.
+        """
+        assigned = [watched.is_assigned(param) for watched, param in zip(self._watched, self.registered, strict=True)]
+        if not any(assigned):
+            return
+        self._watch()
+        raise FairshardError(
+            f"A tensor must not be assigned to `.data` of a DTensor, because that does not change its values, but was "
+            f"for parameter `{self.slots[assigned.index(True)].fqn}`. Copy the values (`with torch.no_grad(): "
+            "param.copy_(tensor)`; keep the old ones with `param.detach().clone()`), or load a state dict."
+        )
 
     def _own_addresses(self) -> list[int]:
         return [view._local_tensor.data_ptr() for view in self.registered]  # type: ignore[attr-defined]
@@ -192,3 +239,26 @@ class ShownDTensors(ShownRuns):
         self.shard = nn.Parameter(shard, requires_grad=self.shard.requires_grad)
         self._make_specs(shard.dtype)
         super().__setstate__({"shard": self.shard})
+
+
+class _Wrapper:
+    """The parts of a DTensor from which one can see that a tensor was assigned to its ``.data``.
+
+    That gives it the other's storage, which is empty, and nothing else. `torch.utils.swap_tensors`, with which modules
+    convert DTensors, swaps the local tensors and attributes too.
+    """
+
+    __slots__ = ("_attributes", "_local", "_storage")
+
+    def __init__(self, param: Any) -> None:
+        self._look_at(param)
+
+    def _look_at(self, param: Any) -> None:
+        self._storage, self._local, self._attributes = param.untyped_storage(), param._local_tensor, param.__dict__
+
+    def is_assigned(self, param: Any) -> bool:
+        """Whether a tensor was assigned to ``param.data``."""
+        is_same = param._local_tensor is self._local and param.__dict__ is self._attributes
+        if not is_same:
+            self._look_at(param)
+        return is_same and param.untyped_storage() is not self._storage

@@ -56,6 +56,7 @@ class ShownExtended(ShownDTensors):
         self.shard = nn.Parameter(line, requires_grad=self.registered[0].requires_grad)
         self._make_specs(local.dtype)
         self.versioned = (self.shard, *self.registered)
+        self._watch()
 
     def memory(self) -> list[Tensor]:
         """The plain tensors that hold the values."""
@@ -69,7 +70,11 @@ class ShownExtended(ShownDTensors):
 
     @property
     def has_moved(self) -> bool:
-        """Whether the local tensor has another dtype or device than before."""
+        """Whether the local tensor has another dtype or device than before, or ``.data`` was assigned."""
+        return self._is_converted or self._is_next_assigned()
+
+    @property
+    def _is_converted(self) -> bool:
         local, shard = self.local, self.shard
         return local.dtype != shard.dtype or local.device != shard.device
 
@@ -78,8 +83,10 @@ class ShownExtended(ShownDTensors):
 
         Raises:
             TypeError: ``is_fixed``, and one has changed.
+            FairshardError: see `check_not_assigned`.
         """
-        if not self.has_moved:
+        self.check_not_assigned()
+        if not self._is_converted:
             return False
         local, shard = self.local, self.shard
         if is_fixed:

@@ -23,6 +23,7 @@ from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome
+from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
 from fairshard.views.orig_param import OrigParam
@@ -108,17 +109,22 @@ class ShownRuns(ShownShard):
         if all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True)):
             return False
         self._check_moved(values, runs, is_fixed)
-        values = [value.clone() for value in values]
-        if values[0].dtype != self.shard.dtype or values[0].device != self.shard.device:
-            self._renew_shard(values[0].new_zeros(self.line.shard_numel))
-        for index, (_, run) in enumerate(self.line.runs_of(self.shard.detach())):
-            if run.numel():
-                run.copy_(values[index])
-        self.link()
+        # New memory, because the user may hold what the shard was: `backup = p.data; p.data = other; p.data = backup`.
+        with torch.inference_mode(False):
+            self._renew_shard(self._zeros_like(values[0], is_fixed))
+            for value, (_, run) in zip(values, self.line.runs_of(self.shard.detach()), strict=True):
+                run.copy_(value)  # counts as a write to the shard
+            self.link()
         return True
 
+    def _zeros_like(self, value: Tensor, is_fixed: bool) -> Tensor:
+        """Memory ``[S]`` of the dtype and device of ``value``; pinned if ``is_fixed`` and a GPU reads it."""
+        if is_fixed and self.on_cpu:
+            return host_empty_like(self.shard, self.slots[0].leaf.device).zero_()
+        return value.new_zeros(self.line.shard_numel)
+
     def _renew_shard(self, shard: Tensor) -> None:
-        """Use ``shard``, of another dtype or device, as the shard."""
+        """Use ``shard`` as the memory of the shard."""
         self.shard.data = shard
 
     def link(self) -> None:

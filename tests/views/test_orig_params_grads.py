@@ -20,6 +20,7 @@ SETTINGS = {
     "offload": {"cpu_offload": True},
     "wide": {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True},
 }
+SHOWN = {"use_orig_params": True}
 
 
 def build(widths=(4, 9, 7, 5), wrap=FSDP, **settings):
@@ -287,6 +288,32 @@ def test_a_written_view_is_seen_by_the_next_forward(how, settings):
         optimizer.step()
     if dist.get_world_size() < 3:
         assert_same_state(wrapped.state_dict(), plain.state_dict())
+
+
+@on_ranks(1, in_full(2), 3)
+@pytest.mark.parametrize("settings", [*SETTINGS, "own shapes"])
+def test_weights_swapped_for_an_evaluation_come_back(settings):
+    """``backup = p.data; p.data = average``, evaluate, ``p.data = backup`` leaves training as if not done."""
+    options = {"flatten_parameters": False} if settings == "own shapes" else SETTINGS[settings] | SHOWN
+    models = [FSDP(mlp(4, 9, 7, 5), **options) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    zeros = {name: torch.zeros_like(param) for name, param in models[0].named_parameters()}
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 1)
+        before, backup = models[0].state_dict(), {}
+        for name, param in models[0].named_parameters():
+            backup[name] = param.data
+            param.data = zeros[name]
+        with torch.inference_mode(step == 1), torch.no_grad():
+            assert not models[0](randn(3, 4)).any()
+        assert not any(value.any() for value in models[0].state_dict().values())
+        for name, param in models[0].named_parameters():
+            param.data = backup[name]
+        assert_same_state(models[0].state_dict(), before)
+        assert_same_state(*(model.state_dict() for model in models))
 
 
 @on_ranks(2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fairshard.errors import ShardChangedError
+from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import FullyShardedDataParallel, fully_shard
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import in_full, on_ranks
@@ -110,3 +110,40 @@ def test_gradients_placed_otherwise_are_refused():
             model(randn(3, 4, key=3)).square().sum().backward()
         model.zero_grad()
         model(randn(3, 4, key=3)).square().sum().backward()
+
+
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("seen_by", ["first forward", "forward", "state dict"])
+def test_data_assigned_to_dtensors_is_refused(seen_by):
+    """``param.data = tensor`` changes nothing in a DTensor: it raises by name, once, and copying works."""
+    plain, x = plain_model(), randn(3, 4)
+    model = in_place(copy.deepcopy(plain))
+    look = model.state_dict if seen_by == "state dict" else lambda: model(x)
+    with torch.no_grad():
+        if seen_by == "forward":
+            model(x)
+        zeros = torch.zeros_like(model[2].weight)
+        model[2].weight.data = zeros
+        with pytest.raises(FairshardError, match=r"must not be assigned to `.data` of a DTensor.*`2\.weight`. Copy"):
+            [look() for _ in model.parameters()]  # a forward looks at one parameter of each unit
+        assert torch.equal(model(x), plain(x))
+        model[2].weight.copy_(zeros)
+        assert torch.equal(model(x), plain[2].bias.expand(3, 4))
+
+
+@on_ranks(in_full(1), 2)
+def test_conversions_of_submodules_are_not_refused():
+    """`module.to` swaps DTensors for others, which a later forward, state dict and assignment see as they are."""
+    plain, x = plain_model(), randn(3, 4)
+    model = fully_shard(copy.deepcopy(plain))
+    for net in (model, plain):
+        net(x).sum().backward()
+    for _ in range(2):
+        model[2].to(rank_device())
+        for _ in model.parameters():
+            with torch.no_grad():
+                assert torch.equal(model(x), plain(x))
+        model.state_dict()
+    model[2].weight.data = torch.zeros_like(model[2].weight)
+    with pytest.raises(FairshardError, match=r"`2\.weight`"):
+        model.state_dict()

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -183,21 +185,27 @@ def test_other_optimizers_are_left_alone():
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("kwargs", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
-def test_hooks_that_are_never_called_warn_at_the_first_step(kwargs):
-    """Hooks from before wrapping run; a hook on a shard, which autograd never reaches, warns at the next step."""
-    layer = nn.Linear(4, 5).to(rank_device())
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "later"])
+@pytest.mark.parametrize("door", [FSDP, partial(FSDP, use_orig_params=True), fairshard.nn.fully_shard], ids=range(3))
+def test_hooks_that_are_never_called_warn_in_a_forward(door, is_late):
+    """Hooks from before sharding run; a hook on a shard, which autograd never reaches, warns in a forward, once."""
+    layer, x = nn.Linear(4, 5).to(rank_device()), randn(3, 4)
     layer.weight.register_hook(torch.zeros_like)
-    wrapped = FSDP(layer, **kwargs)
-    optimizer = sgd(wrapped)
-    wrapped(randn(3, 4)).sum().backward()
-    optimizer.step()
-    with FSDP.summon_full_params(wrapped, with_grads=True):
-        assert not layer.weight.grad.any()
-        assert layer.bias.grad.all()
-    wrapped.params[0].register_hook(torch.zeros_like)
-    with pytest.warns(UserWarning, match="A hook that `register_hook` put on `.*` is never called"):
-        sgd(wrapped).step()
+    model = door(layer)
+    if is_late:
+        model(x).sum().backward()
+        grads = [getattr(param.grad, "_local_tensor", param.grad) for param in model.parameters()]
+        assert sum(grad.count_nonzero() for grad in grads) == layer.out_features  # the bias's
+    shards = list(model.parameters())
+    shards[-1].register_hook(torch.zeros_like)
+    forwards = shards if is_late else [None]  # later forwards look at one parameter of each unit
+    with pytest.warns(UserWarning, match="A hook that `register_hook` put on `.*` is never called") as caught:
+        [model(x).sum().backward() for _ in forwards]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in shards:
+            model(x).sum().backward()
 
 
 @on_ranks(2)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fairshard.nn import FSDP as ALIAS
+from fairshard.nn import FlattenParamsWrapper, data_parallel
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import data_parallel
 from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
@@ -46,6 +46,63 @@ def test_attributes_of_the_module():
     with pytest.raises(AttributeError, match="missing"):
         wrapped.missing  # noqa: B018
     assert not hasattr(wrapped, "missing")
+
+
+class Scaled(nn.Module):
+    """A module whose forward reads its attributes."""
+
+    power = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = 1.0
+        self.register_buffer("shift", torch.zeros(1))
+        self._offset = 0.0
+
+    @property
+    def offset(self):
+        return self._offset
+
+    @offset.setter
+    def offset(self, value):
+        self._offset = value
+
+    def forward(self, x):
+        return self.layer(x) * 0 + self.scale**self.power * self.shift + self.offset
+
+
+def wrap_twice(module):
+    return FSDP(FSDP(module))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("wrap", [FSDP, wrap_twice, FlattenParamsWrapper])
+def test_attributes_set_on_a_wrapper_reach_the_forward(wrap):
+    """Data that the module alone has, buffers, class attributes and properties too, is set there; the rest is not."""
+    module = Scaled().to(rank_device())
+    wrapped = wrap(module)
+    wrapped.scale, wrapped.shift, wrapped.power, wrapped.offset = 3.0, torch.full((1,), 2.0, device=rank_device()), 2, 1
+    assert wrapped(randn(3, 4)).eq(3**2 * 2 + 1).all()
+    assert (module.scale, module.power, module.offset) == (3.0, 2, 1)
+    assert wrapped.state_dict()["shift"] == 2
+    wrapped.note, wrapped.forward, wrapped._offset = "mine", wrapped.forward, 7
+    wrapped.eval()
+    assert not hasattr(module, "note")
+    assert "forward" not in module.__dict__
+    assert (wrapped._offset, module._offset) == (7, 1)
+    module.note = "its own"
+    wrapped.note = "mine again"
+    assert module.note == "its own"
+
+
+@on_ranks(1)
+def test_attributes_set_on_a_wrapper_of_a_compiled_module():
+    """They reach the module inside ``torch.compile``'s."""
+    module = Scaled().to(rank_device())
+    wrapped = FSDP(torch.compile(module, backend="eager"))
+    wrapped.scale = 3.0
+    assert module.scale == 3.0
 
 
 @on_ranks(2)

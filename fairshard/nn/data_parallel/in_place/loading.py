@@ -22,6 +22,7 @@ from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
 from fairshard.utils.dynamo import untraced
+from fairshard.views.shown_dtensors import ShownDTensors
 
 
 class _ShardsShown:
@@ -34,6 +35,18 @@ class _ShardsShown:
         self._unit.listing.end_rest()
 
 
+class _AssignedRefused:
+    """A hook before ``state_dict``: raises if a tensor was assigned to ``.data`` of a DTensor of ``unit``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *_: Any) -> None:
+        for flat_param in self._unit.flat_params:
+            if isinstance(flat_param.shows, ShownDTensors):
+                flat_param.shows.check_not_assigned()
+
+
 def serve_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Make state dicts of ``modules`` of ``unit`` hold DTensors, and load whole tensors as well as DTensors.
 
@@ -41,8 +54,10 @@ def serve_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
     including those of ignored parameters, because optimizers hold the existing parameters, and shards share one buffer.
     """
     shards_shown = _ShardsShown(unit)
+    assigned_refused = _AssignedRefused(unit)
     for module in modules:
         module.register_state_dict_pre_hook(shards_shown)
+        module.register_state_dict_pre_hook(assigned_refused)
         module.register_load_state_dict_pre_hook(shards_shown)
         module.register_load_state_dict_pre_hook(_take_parts)
 

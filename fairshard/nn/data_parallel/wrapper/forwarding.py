@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
+
+_NOTHING = object()
 
 
 class Forwarding(nn.Module):
@@ -23,6 +26,18 @@ class Forwarding(nn.Module):
         """The module's attribute ``name``, or its replacement."""
         return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the attribute on the wrapped module, where its forward reads it, if only that has it, and as data.
+
+        Methods, submodules, parameters, and names that begin with an underscore are set on the wrapper.
+        """
+        keeps = name.startswith("_") or isinstance(value, (nn.Module, nn.Parameter))
+        holder = None if keeps else _holder_of(self, name)
+        if holder is None or holder is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(holder, name, value)
+
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
         return self.module[key]
@@ -34,3 +49,21 @@ class Forwarding(nn.Module):
     def __bool__(self) -> bool:
         """Truth value of the wrapped module, which need not have a length."""
         return bool(self.module)
+
+
+def _holder_of(wrapper: Forwarding, name: str) -> nn.Module | None:
+    """The outermost of ``wrapper`` and the modules that it wraps that has an attribute ``name``, if that is data."""
+    module: nn.Module | None = wrapper
+    while module is not None:
+        own = module.__dict__
+        if name in own or any(name in own.get(kind, ()) for kind in ("_buffers", "_parameters", "_modules")):
+            is_data = name in own or name in module._buffers
+            return module if is_data else None
+        inherited = inspect.getattr_static(type(module), name, _NOTHING)
+        if inherited is not _NOTHING:
+            is_set = isinstance(inherited, property) and inherited.fset is not None
+            is_data = is_set or not (callable(inherited) or hasattr(inherited, "__get__"))
+            return module if is_data else None
+        key = "module" if isinstance(module, Forwarding) else "_orig_mod"  # of what torch.compile has made
+        module = own.get("_modules", {}).get(key)
+    return None
