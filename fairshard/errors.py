@@ -12,7 +12,7 @@ Wrong arguments raise plain ``ValueError`` / ``TypeError``, before any collectiv
     |-- ShardChangedError                                     weights edited between forward and backward
     |-- BackwardOrderError                                    gradients arrived after their unit's bucket was sent
     |-- PartialGradientError                                  gradients that an exception left incomplete
-    |-- StaleOptimizerError                                   an optimizer built before wrapping
+    |-- StaleOptimizerError                                   an optimizer that holds no shards
     |-- HeldGradientError                                     an optimizer that would silently skip gradients
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
     |-- LocalScalingError                                   ranks would clip or skip by their own gradients alone
@@ -69,7 +69,7 @@ class PartialGradientError(FairshardError):
 
 
 class StaleOptimizerError(FairshardError):
-    """An optimizer holds parameters from before wrapping, or steps before the backward has ended."""
+    """An optimizer holds whole parameters instead of shards, or steps before the backward has ended."""
 
 
 class HeldGradientError(FairshardError):

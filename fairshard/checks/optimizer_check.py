@@ -1,10 +1,13 @@
-"""Checks optimizers at their first step: raises if one would step nothing, wrong values, or partial gradients."""
+"""Checks optimizers at their first step: raises if one would step nothing, wrong values, or partial gradients.
+
+In every step, hides the zeros that stand for gradients kept by ``no_sync``, so that the step skips these parameters.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.engine.root import roots
@@ -20,6 +23,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
+from fairshard.params.shard_grad import marked
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome, UnitConfig
 from fairshard.utils.dynamo import untraced
@@ -34,6 +38,8 @@ _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
 # shards that hold its DTensors.
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[Tensor]]] = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# The gradients hidden from optimizers that are stepping, or whose last step has raised.
+_hidden: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units made by deepcopy or unpickling that are not watched yet
 _num_sharded = 0
 _is_installed = False
@@ -84,6 +90,7 @@ def _install() -> None:
     global _is_installed
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _is_installed = True
 
 
@@ -162,7 +169,8 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
 
 
 @untraced
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    _show_zeros(optimizer)
     _watch_copies()
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _clean or _clean[optimizer][0] != seen:
@@ -172,6 +180,59 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_whole_gradients(optimizer)
     for shard in _clean[optimizer][1]:
         increment_version(shard)
+    if optimizer in _fetchers:  # they refuse to step while gradients are kept
+        return None
+    if len(args) > 1 and callable(args[1]):  # a closure; `args[0]` is the optimizer
+        return (args[0], _hiding(optimizer, args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _hiding(optimizer, kwargs["closure"])}
+    _hide_zeros(optimizer)
+    return None
+
+
+@untraced
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    _show_zeros(optimizer)
+
+
+def _hiding(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """``closure``, after which zeros are hidden; inside they are shown, so that its ``zero_grad`` works."""
+
+    def call() -> Any:
+        _show_zeros(optimizer)
+        loss = closure()
+        _hide_zeros(optimizer)
+        return loss
+
+    return call
+
+
+def _hide_zeros(optimizer: Optimizer) -> None:
+    """Hide gradients of ``optimizer`` that are only zeros, in place of gradients that wait to be reduced.
+
+    A step with zeros would decay weights and move them by their momentum.
+    """
+    if not marked:
+        return
+    for grad in list(marked):
+        if not grad.has_zeros:
+            marked.discard(grad)
+    if not marked:
+        return
+    hidden = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            stepped = _watched(param)[0] if param.grad is not None else None
+            if stepped is not None and stepped.grad is not None and (grad := stepped.grad).hide_zeros():
+                hidden.append(grad)
+    if hidden:
+        _hidden[optimizer] = hidden
+
+
+def _show_zeros(optimizer: Optimizer) -> None:
+    if _hidden:
+        for grad in _hidden.pop(optimizer, ()):
+            grad.show_zeros()
 
 
 def check_whole_gradients(optimizer: Optimizer) -> None:
@@ -208,10 +269,11 @@ def _check(optimizer: Optimizer) -> None:
                 known = slot()
                 name = known.fqn if known else "of a model that no longer exists"
                 raise StaleOptimizerError(
-                    f"An optimizer must be built after sharding, but {type(optimizer).__name__} holds the original "
-                    f"parameter `{name}`, which has become a shard: stepping it would change nothing. Build the "
-                    "optimizer from `model.parameters()` of the sharded model, before `unshard()` and not between a "
-                    "forward and its backward."
+                    "An optimizer must hold the shards that `model.parameters()` yields after sharding, but "
+                    f"{type(optimizer).__name__} holds the original parameter `{name}`, whole: stepping it would "
+                    "change nothing. Either the optimizer was built before sharding: build it afterwards. Or the "
+                    "module was gathered at that moment (by `unshard()`, or between a forward and its backward): call "
+                    "`reshard()` before you build the optimizer."
                 )
             _check_shard(optimizer, param)
     _warn_of_shape_groups(optimizer)

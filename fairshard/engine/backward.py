@@ -143,6 +143,9 @@ class Backward:
         position = at[bracket.index] if bracket.plan is plan.mark and bracket.index in at else -1
         if position > self._passed:
             self._walk(self._until_recomputed(bracket, position) if plan.own_segments else position)
+            for other in plan.take_entered(self._passed) if plan.unannounced else ():
+                check_unchanged(other.unit.flat_params, other.versions)
+                self._use(other.unit)
         elif unit in self._used:
             return
         elif unit in self._sent and not unit.is_whole:

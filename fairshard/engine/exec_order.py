@@ -58,10 +58,11 @@ class Bracket(Generic[UnitT]):
         is_unseen: neither ``call`` nor ``node`` shows whether a backward reaches it.
         reaches_inputs: whether a backward continues from it to its inputs; True until the call has ended.
         began: no graph node of the call has a smaller sequence number.
+        versions: see `Call`.
         index: its place among all calls of the last backward that it was part of; ``plan`` identifies that backward.
     """
 
-    __slots__ = ("began", "call", "index", "is_unseen", "node", "plan", "reaches_inputs", "segment", "unit")
+    __slots__ = ("began", "call", "index", "is_unseen", "node", "plan", "reaches_inputs", "segment", "unit", "versions")
 
     def __init__(self, unit: UnitT, segment: int = -1) -> None:
         self.unit = unit
@@ -72,6 +73,7 @@ class Bracket(Generic[UnitT]):
         self.is_unseen = False
         self.reaches_inputs = True
         self.began = 0
+        self.versions: list[int] = []
         self.plan: object = None
 
     @property
@@ -199,3 +201,17 @@ class Record(Generic[UnitT]):
 
     def __iter__(self) -> Iterator[Bracket[UnitT]]:
         return (bracket for one in self.passes for bracket in one.brackets)
+
+
+def around(events: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """The calls during which one of the ``chosen`` calls began, outermost first; ``events`` as in `Pass`."""
+    open_calls: dict[int, None] = {}
+    found: dict[int, None] = {}
+    for event in events:
+        if event < 0:
+            open_calls.pop(~event, None)
+            continue
+        if chosen[event]:
+            found.update(open_calls)
+        open_calls[event] = None
+    return list(found)

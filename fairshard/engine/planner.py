@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fairshard.engine.exec_order import Bracket, Pass
+from fairshard.engine.exec_order import Bracket, Pass, around
 from fairshard.engine.model import Model
 from fairshard.engine.notices import other_rank_error
 from fairshard.engine.reach import Peers, Question, Reach, Verdict, agree_on
@@ -65,6 +65,7 @@ class Planner:
         brackets: the calls, in the order of their numbers in `Schedule`.
         segment_of: for each call, the checkpoint that it is in; -1 if none.
         own_segments: the checkpoints that this rank recomputes.
+        unannounced: calls that this rank's backward enters through an output of an inner call, not through their own.
         stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
         from_parts: for each unit, whether it is gathered from kept parts; see `KeptParts`.
         is_assumed: whether leaves count as reached that may turn out not to be; see `Reach`.
@@ -80,6 +81,7 @@ class Planner:
         self.schedule = Schedule()
         self.brackets: list[Bracket[Unit]] = []
         self.own_segments: set[int] = set()
+        self.unannounced: list[int] = []
         self.segment_of: list[int] = []
         self.stops: Sequence[int] = ()
         self.listed: set[Unit] = set()
@@ -133,6 +135,13 @@ class Planner:
             model.record.keep([one for one, lives in zip(passes, agreed.alive, strict=True) if lives])
             model.shared.bucketer.plan(self._bucketed(model))
         return frozenset()
+
+    def take_entered(self, passed: int) -> list[Bracket[Unit]]:
+        """Those of ``unannounced`` that begin up to the step ``passed`` and end after it; forgets all that begin."""
+        at, done = self.schedule.at, self.schedule.done
+        entered = [call for call in self.unannounced if at[call] <= passed]
+        self.unannounced = [call for call in self.unannounced if at[call] > passed]
+        return [self.brackets[call] for call in entered if passed < done[call]]
 
     # ---- the calls
 
@@ -243,6 +252,9 @@ class Planner:
                 reached[index] = 1
         if 1 in own.assumed:
             self._assume(own)
+        self.unannounced = []
+        if 0 in reached and 1 in reached:
+            self._reach_around(calls, own)
         self.own_segments = {segment for segment, mine in zip(self.segment_of, reached, strict=True) if mine} - {-1}
         if any(one.starts for one in passes):
             starts = [start for one in passes for start in one.starts]
@@ -252,6 +264,23 @@ class Planner:
         for index in calls.empty:
             reached[index] = 0
         return own
+
+    def _reach_around(self, calls: Calls, own: Reach) -> None:
+        """Count a call as reached if the backward enters it through an output of an inner call, saved by a hook.
+
+        A checkpoint announces its calls itself.
+        """
+        begins = bytearray(own.calls)
+        for call in calls.empty:
+            begins[call] = 0
+        goes_on = [first and more for first, more in zip(begins, own.reaches_inputs, strict=True)]
+        passed_through = around(calls.events, goes_on)
+        for call in around(calls.events, begins):
+            unit = self.brackets[call].unit
+            if not own.calls[call] and (call in passed_through or any(map(reaches, unit.nodes))):
+                own.calls[call] = 1
+                if self.segment_of[call] < 0 and call not in calls.empty:
+                    self.unannounced.append(call)
 
     def _is_unsure(self, unit: Unit, call: Any) -> bool:
         """Whether the backward of ``call`` may build a graph that uses leaves of ``unit`` that seem unreached."""

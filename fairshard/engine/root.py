@@ -110,7 +110,7 @@ class Root:
                 assert unit.stamp is not None
                 call = Call(self, unit.stamp[1], Bracket(unit) if bracket is None else bracket)
                 if bracket is not None and self.backward is None:
-                    bracket.call, bracket.began = weakref.ref(call), newest_node()
+                    bracket.call, bracket.versions, bracket.began = weakref.ref(call), call.versions, newest_node()
                 self._watch_inputs(call, args, kwargs)
             if unit.input_dtype is not None:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)

@@ -266,6 +266,8 @@ class Leaves:
     def forget_zeroed(self) -> None:
         """Drop the kept gradients of parameters that the user has zeroed since; called before a pass adds to them."""
         kept = self.route.kept
+        if self.grad is not None:
+            self.grad.show_zeros()  # a step that raised has left them hidden
         if self._partial is not None and self._is_zeroed(self._partial):
             self._partial = None
             interrupted.discard(self)

@@ -10,7 +10,10 @@ A reduced gradient that moves to host memory is copied while the backward contin
 or None, never memory that a copy is still writing.
 """
 
+from __future__ import annotations
+
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,9 @@ from fairshard.utils.storage import is_aliased
 from fairshard.utils.tensors import set_grad
 
 _MAX_KEPT_NBYTES = 64 << 20
+
+marked: weakref.WeakSet[ShardGrad] = weakref.WeakSet()
+"""Gradients in which `ShardGrad.mark` has created zeros; see `ShardGrad.hide_zeros`."""
 
 
 class GradTransfers:
@@ -124,6 +130,7 @@ class ShardGrad:
         self._flights: deque[_Flight] = deque()
         self._is_new = False  # there was no gradient before the last one was added
         self._had_none: Any = False  # there was no gradient before `mark` created zeros
+        self._hidden: Any = None  # the zeros that `hide_zeros` has hidden
 
     @property
     def value(self) -> Tensor | None:
@@ -188,7 +195,29 @@ class ShardGrad:
         self._had_none = self._had_none or self.value is None
         grad = self.value_or_zeros()
         sign_zeros_(grad.detach()[:1])
+        if self._had_none:
+            marked.add(self)
         return grad, grad._version
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether zeros that `mark` has created may still be the gradient, or a part of it."""
+        return bool(self._had_none)
+
+    def hide_zeros(self) -> bool:
+        """Make a gradient missing that is only zeros created by `mark`, until `show_zeros`; returns whether it was."""
+        grad = self.value
+        if not self._had_none or grad is None or self.is_held or grad.any():
+            return False
+        self._set(None)
+        self._hidden = grad
+        return True
+
+    def show_zeros(self) -> None:
+        """Undo `hide_zeros`, unless there is a gradient again."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None and self.value is None:
+            self._set(hidden)
 
     def zeroed_since(self, mark: Any, names: Sequence[str]) -> list[int]:
         """Indexes of ``names`` (here one) whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed`."""
@@ -200,6 +229,7 @@ class ShardGrad:
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradient or overwrite it with zeros, and discard copies in flight."""
         self.discard_flights()
+        self._hidden = None
         if set_to_none:
             self._set(None)
         elif self.value is not None:

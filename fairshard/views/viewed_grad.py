@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.shard_grad import GradTransfers, ShardGrad, is_zeroed, sign_zeros_
+from fairshard.params.shard_grad import GradTransfers, ShardGrad, is_zeroed, marked, sign_zeros_
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
 
@@ -30,6 +30,7 @@ class ViewedGrad(ShardGrad):
         self._runs: list[Tensor] = []  # views of the gradient [S]; empty without one
         self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
         self._held_runs: list[Tensor | None] = []  # if gradients are held: the runs, None for those dropped
+        self._hidden: dict[int, Tensor] = {}  # zeros that `hide_zeros_of` has hidden, by parameter
         self._had_none: bytearray = bytearray()  # parameters whose gradient was None before `mark` created zeros
         self._were_none = bytearray()  # parameters whose gradient was None before the last one was added
 
@@ -67,7 +68,7 @@ class ViewedGrad(ShardGrad):
         whole = super().value
         shown = self._shown()
         if _are_all_none(shown):
-            if whole is not None:
+            if whole is not None and not self._hidden:
                 self._set(None)
             return None
         if whole is None:
@@ -79,7 +80,8 @@ class ViewedGrad(ShardGrad):
         with torch.no_grad():
             for index, (grad, run, show) in enumerate(zip(shown, self._runs, self._shows, strict=True)):
                 if grad is None:
-                    run.zero_()
+                    if index not in self._hidden:
+                        run.zero_()
                 elif grad is not show:
                     run.copy_(self.own_of(index, grad))
                     self._views[index].grad = show
@@ -87,7 +89,7 @@ class ViewedGrad(ShardGrad):
 
     def forget_dropped(self) -> None:
         """Free the memory of the gradients, if the user has dropped all of them."""
-        if super().value is not None and _are_all_none(self._shown()):
+        if super().value is not None and not self._hidden and _are_all_none(self._shown()):
             self._set(None)
 
     def of(self, index: int) -> Tensor | None:
@@ -118,9 +120,37 @@ class ViewedGrad(ShardGrad):
             if none and not own:
                 self.drop(index)
 
+    @property
+    def has_zeros(self) -> bool:
+        """See `ShardGrad.has_zeros`."""
+        return 1 in self._had_none
+
+    def hide_zeros_of(self, index: int) -> bool:
+        """Like `ShardGrad.hide_zeros`, for the gradient of one original parameter."""
+        grad = self.of(index)
+        if not self._had_none or not self._had_none[index] or grad is None or self.is_held:
+            return False
+        if self.own_of(index, grad).any():
+            return False
+        self._hidden[index] = grad
+        self.drop(index)
+        return True
+
+    def show_zeros(self) -> None:
+        """Undo `hide_zeros_of` of all parameters, except those that have a gradient again."""
+        for index in list(self._hidden):
+            self.show_zeros_of(index)
+
+    def show_zeros_of(self, index: int) -> None:
+        """Undo `hide_zeros_of`, unless there is a gradient again."""
+        grad = self._hidden.pop(index, None)
+        if grad is not None and self._views[index].grad is None:
+            self._views[index].grad = grad
+
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradient or overwrite it with zeros, and discard copies in flight."""
         self.discard_flights()
+        self._hidden = {}
         if set_to_none:
             self._set(None)
         elif self.value is not None:
@@ -134,6 +164,8 @@ class ViewedGrad(ShardGrad):
             self._had_none = bytearray(len(self._views))
         for index, grad in enumerate(self._shown() or ()):
             self._had_none[index] |= grad is None
+        if 1 in self._had_none:
+            marked.add(self)
         whole = self.value_or_zeros()
         first = whole[self._heads]
         sign_zeros_(first)
@@ -191,6 +223,7 @@ class ViewedGrad(ShardGrad):
             return
         self._held_runs = []
         self._had_none = bytearray()
+        self._hidden = {}
         for view in self._views:
             view.grad = None
 
@@ -252,6 +285,14 @@ class OrigGrad:
     def land(self, counts: bool = True) -> None:
         """Wait for copies to host memory and make their gradients visible."""
         self._whole.land(counts)
+
+    def hide_zeros(self) -> bool:
+        """See `ShardGrad.hide_zeros`."""
+        return self._whole.hide_zeros_of(self._index)
+
+    def show_zeros(self) -> None:
+        """See `ShardGrad.show_zeros`."""
+        self._whole.show_zeros_of(self._index)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero this parameter's part, after landing all copies."""

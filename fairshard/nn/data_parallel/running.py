@@ -23,6 +23,7 @@ from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
 from fairshard.state.full_params import is_shown, is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
+from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
 
 NOT_IN_A_GRAPH = (
@@ -44,7 +45,7 @@ def run(
     computes with the shown parameters, without communication and without casts.
 
     Raises:
-        FairshardError: code compiled with ``fullgraph=True`` calls it.
+        FairshardError: code compiled with ``fullgraph=True`` calls it, or a fake mode is on.
         TrainingStateError: the unit is shown, and gradients are enabled.
     """
     tracer = set_tracer(None)
@@ -53,6 +54,8 @@ def run(
             return _run_compiled(tracer, holder, unit, function, args, kwargs)
         finally:
             set_tracer(tracer)
+    if is_fake_mode_on():
+        raise _fake_error(unit)
     if unit.root is None:
         warn_of_other_values(claim(holder).units)
     if not unit.is_inner:
@@ -68,6 +71,14 @@ def run(
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
     return call_in(unit, function, args, kwargs)
+
+
+def _fake_error(unit: Unit) -> FairshardError:
+    return FairshardError(
+        "A sharded module must be called with real tensors, because ranks exchange the values of its parameters, but "
+        f"unit `{unit.fqn or 'root'}` was called under FakeTensorMode. Call it outside of that mode; `fairshard plan` "
+        "estimates the memory of a model without running it."
+    )
 
 
 def _run_compiled(

@@ -149,7 +149,7 @@ def test_an_optimizer_of_whole_parameters_is_refused():
     model.unshard()
     optimizer = sgd(model)
     model(randn(3, 4)).square().sum().backward()
-    with pytest.raises(StaleOptimizerError, match=r"holds the original parameter `4\.weight`.*before `unshard"):
+    with pytest.raises(StaleOptimizerError, match=r"`4\.weight`.*gathered at that moment .*`reshard\(\)` before"):
         optimizer.step()
 
 
