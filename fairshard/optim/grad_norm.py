@@ -100,11 +100,10 @@ def _check_plain(units: list[Unit]) -> None:
 
 def _check_groups(units: list[Unit]) -> None:
     """Check that all gradients are means over the same ranks, so that one factor scales them all."""
-    first = units[0].groups.main.group
     for unit in units:
-        if unit.groups.main.group is not first:
+        if unit.groups.spanning() != units[0].groups.spanning():
             raise MixedGroupsError(
-                "clip_grad_norm_ needs one process group for all units, but "
-                f"`{unit.fqn}` has another one than the root. Use torch.nn.utils.clip_grad_value_, or compute the "
-                "norms group by group."
+                "clip_grad_norm_ needs one process group for all units, or one pair with replicas, but "
+                f"`{unit.fqn}` has another one than the root. Pass the same `process_group` (`mesh` of fully_shard) to "
+                "both; or use torch.nn.utils.clip_grad_value_, or compute the norms group by group."
             )

@@ -47,7 +47,6 @@ class DTensorSlot(ParamSlot):
         self.kept = KeptSpec(leaf._spec)
         self.shape, self.numel = leaf._local_tensor.shape, leaf._local_tensor.numel()
         self.dp_dims: frozenset[int] = frozenset()
-        self._local: Tensor | None = None
 
     @property
     def spec(self) -> DTensorSpec:
@@ -81,11 +80,9 @@ class DTensorSlot(ParamSlot):
         """Make the leaf a DTensor around ``view``, with the dtype of ``view``."""
         leaf: Any = self.leaf
         if view is not self._shown:
-            # `.data`: with its own version counter, like plain leaves; otherwise refilling the buffer would count as
-            # a write to what `to_local()` has saved for backward.
-            self._shown, self._empty, self._local = view, None, view.data
-            self._describe(self._local)
-        leaf._local_tensor = self._local
+            self._shown, self._empty = view, None
+            self._describe(view)
+        leaf._local_tensor = view
 
     def _describe(self, local: Tensor) -> None:
         """Give the leaf the metadata of a DTensor around ``local``: dtype, and offset, which the compiler compares."""
@@ -156,7 +153,7 @@ class DTensorSlot(ParamSlot):
         if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own
             self._describe(self.leaf._local_tensor)  # type: ignore[attr-defined]
             self._shown = None
-        return {**super().__getstate__(), "_local": None}
+        return super().__getstate__()
 
 
 def new_slot(param: nn.Parameter, fqn: str) -> ParamSlot:

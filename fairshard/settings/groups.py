@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,19 +157,25 @@ def find_groups(
     return UnitGroups(_saved(group), None, None if reduce_group is None else _saved(reduce_group))
 
 
-def check_pairs(groups: Iterable[UnitGroups]) -> None:
-    """Check that if one unit of a model is hybrid, all units are hybrid over the same pair of groups.
+def check_pairs(groups: Mapping[str, UnitGroups]) -> None:
+    """Check that if one wrapper of a model is hybrid, all are hybrid over the same pair of groups.
+
+    ``groups``: those of each unit, by its fqn; the outermost unit first.
 
     Raises:
-        ValueError: the pairs differ.
+        ValueError: the pairs differ; names two units.
     """
-    every = list(groups)
-    if any(_is_pair(own) for own in every):
-        pairs = {(own.shard.group, own.replicas.group if own.replicas else None) for own in every}
-        if len(pairs) > 1:
+    if not any(_is_pair(own) for own in groups.values()):
+        return
+    (outer, wanted), *others = groups.items()
+    for fqn, own in others:
+        if own.spanning() != wanted.spanning():
+            ranks = [list(map(dist.get_process_group_ranks, each.spanning())) for each in (own, wanted)]
             raise ValueError(
-                "If one unit of a model uses hybrid sharding, all units must share its pair of groups, but there are "
-                f"{len(pairs)} different ones. Pass the same `process_group` tuple, or the same `device_mesh`, to all."
+                "If one unit of a model uses hybrid sharding, all units must share its pair of groups, but those of "
+                f"`{fqn}` have the ranks {ranks[0]}, and those of `{outer or 'root'}` {ranks[1]}. Pass the same "
+                "`process_group` tuple, or the same `device_mesh`, to both (two calls of `init_device_mesh` make "
+                "different groups); modules of `fully_shard` may differ in `mesh`."
             )
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
-from fairshard.checks.agreement import check_agreement
+from fairshard.checks.agreement import check_agreement, raise_together
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck, check_settings
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
-from fairshard.errors import FairshardError
+from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.observe.profile_regions import follow_profiler
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
-from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.collectives import Communicator, Communicators, communicator
 from fairshard.utils.dynamo import untraced
 from fairshard.views.rows import join_gathers
 
@@ -58,25 +59,22 @@ def claim(module: nn.Module) -> Root:
     comms = {unit: unit.groups.communicators() for unit in units}
     for unit in units:
         connect(unit)
-    check_pairs(unit.groups for unit in units)
+    if not hasattr(type(module), "_fairshard_class"):  # modules of `fully_shard` may be on different meshes
+        check_pairs({unit.fqn: unit.groups for unit in units})
     device = compute_device(units)
     if refused is not None and device.type == "meta":
         raise refused
-    for own in dict.fromkeys(comms.values()):
-        for comm in (own.shard, own.replicas):
-            if comm is not None:
-                check_agreement(comm, [unit for unit in units if comms[unit] == own], device, refused)
-    if refused is not None:
-        raise refused
+    # The outermost unit's groups, which join the most ranks, are last: they pass on what inner ones have found.
+    shared = [comm for own in reversed(dict.fromkeys(comms.values())) for comm in (own.shard, own.replicas)]
+    distinct = list(dict.fromkeys(comm for comm in shared if comm is not None))
+    _check_agreement(comms, distinct, device, refused)
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
-    shared = [comm for own in comms.values() for comm in (own.shard, own.replicas) if comm is not None]
-    distinct = list(dict.fromkeys(shared))
     for comm in distinct:
         if comm.world_size > 1 and comm.is_real:
             comm.on_host  # noqa: B018 (connects)
     root = Root(
-        next((comm for comm in distinct if comm.world_size > 1), distinct[0]).new_id(),
+        next((comm for comm in reversed(distinct) if comm.world_size > 1), distinct[-1]).new_id(),
         units,
         Shared(device, units[0].config.bucket_cap_mb),
         distinct,
@@ -97,6 +95,21 @@ def claim(module: nn.Module) -> Root:
             unit.make_parts()
             unit.prefetch.choose_among(units)
     return root
+
+
+def _check_agreement(
+    comms: dict[Unit, Communicators], distinct: list[Communicator], device: torch.device, refused: Exception | None
+) -> None:
+    """Compare units across the ranks of their groups, and raise on all ranks if any differ. **Collective.**"""
+    found: Exception | None = None
+    for own in dict.fromkeys(comms.values()):
+        for comm in (own.shard, own.replicas):
+            if comm is not None:
+                try:
+                    check_agreement(comm, [unit for unit, groups in comms.items() if groups == own], device, refused)
+                except RanksDisagreeError as error:
+                    found = found or error
+    raise_together(distinct if len(distinct) > 1 else (), found or refused)
 
 
 def _comms_of_dtensors(units: Iterable[Unit]) -> list[Communicator]:

@@ -149,7 +149,7 @@ def test_wrong_groups_are_named():
     first, second = pairs(2), pairs(2)
     model = mlp(4, 9, 5)
     model[0] = FSDP(model[0], first, sharding_strategy=HYBRID)
-    with pytest.raises(ValueError, match="must share its pair of groups"):
+    with pytest.raises(ValueError, match=r"must share its pair of groups, but those of `0` have the ranks .* `root`"):
         FSDP(model, second, sharding_strategy=HYBRID)(randn(3, 4))
 
 

@@ -311,3 +311,13 @@ def test_gradients_that_users_change(layout):
     dict(model.named_parameters())["scale"].grad.add_(1.0)
     with pytest.raises(FairshardError, match="`scale` must not be changed"):
         backward(model, 1)
+
+
+@on_ranks(1)
+def test_gradients_of_views_are_not_views():
+    """As in plain PyTorch, a gradient may be detached in place, which raises for a view."""
+    model = wrapped({"use_orig_params": True})
+    model(randn(2, 18)).sum().backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.detach_()

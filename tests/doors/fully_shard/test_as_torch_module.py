@@ -152,6 +152,25 @@ def test_torchs_callback_after_a_backward_reduces_what_was_kept():
         assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
+@on_ranks(2)
+def test_torchs_callback_leaves_what_still_waits():
+    """Gradients of a module that does not reduce yet wait for the callback after it does."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inputs = torch.full((2, 4), 1.0 + dist.get_rank())
+    model(inputs).sum().backward()
+    expected = [mean_over_ranks(param.grad) for param in model.parameters()]
+    model.zero_grad()
+    for module in (model[0], model[1], model):
+        fully_shard(module)
+    model.set_requires_gradient_sync(False)
+    model(inputs).sum().backward()
+    for module in (model[1], model[0]):
+        assert not model[0].weight.grad.full_tensor().any()
+        module.set_requires_gradient_sync(True)
+        torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback()
+    assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
 @on_ranks(1)
 def test_torchs_fully_shard_refuses_a_sharded_module():
     """torch's own error: an API is applied once."""

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import io
+import warnings
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -24,6 +26,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer
 from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.subclasses import is_wrapper
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
 from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4
@@ -428,3 +431,12 @@ def test_saved_states(tmp_path):
     whole = net.blocks[0].layers[2].weight.full_tensor()
     own = net.blocks[0].layers[2].weight.to_local().whole()
     assert torch.equal(whole.chunk(2)[dist.get_rank()], own)
+
+
+def test_a_fake_tensor_is_no_wrapper():
+    """Its address is not asked for, because torch warns of that."""
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not is_wrapper(fake)
