@@ -14,6 +14,7 @@ _IS_PYTHON_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _MAX_WALKED = 10_000  # objects and containers of an output that are looked into; a cache has some for each layer
 _MAX_DEPTH = 100  # containers in each other, to which `apply_to_tensors` recurses
 _SEEN = (Tensor, PackedSequence, *_PLAIN)
+_NOT_WALKED = (*_SEEN, type)
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
@@ -66,7 +67,7 @@ def plain_objects(container: Any) -> list[Any] | None:
     waiting, num_walked = [(container, 0)], 0
     while waiting:
         one, depth = waiting.pop()
-        if isinstance(one, (*_SEEN, type)) or id(one) in found:
+        if id(one) in found:
             continue
         num_walked += 1
         if num_walked > _MAX_WALKED or depth > _MAX_DEPTH:
@@ -83,7 +84,7 @@ def plain_objects(container: Any) -> list[Any] | None:
             inside, depth = vars(one).values(), -1  # each attribute is mapped by itself
         else:
             return None
-        waiting += [(value, depth + 1) for value in inside]
+        waiting += [(value, depth + 1) for value in inside if not isinstance(value, _NOT_WALKED)]
     return list(found.values())
 
 
