@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
@@ -33,7 +34,7 @@ PACKAGES = ("accelerate", "transformers", "peft", "trl")
 _LOAD_OPTIMIZER = "load_fsdp_optimizer"
 _OF_MODELS = ("extract_model_from_parallel", "save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer")
 
-# What `enable` has replaced: class or module, name, original.
+# What `enable` has replaced: class or module, name, original; None if a base class has the original.
 _replaced: list[tuple[Any, str, Any]] = []
 
 
@@ -86,7 +87,10 @@ def disable() -> None:
     """Undo `enable`; models that are already sharded stay so."""
     while _replaced:
         owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
     restore(PACKAGES)
 
 
@@ -101,9 +105,9 @@ def enabled() -> Iterator[None]:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
+    original, is_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, wraps(original)(make(original)))
-    _replaced.append((owner, name, original))
+    _replaced.append((owner, name, original if is_own else None))
 
 
 def _repair_trainer() -> None:
@@ -212,12 +216,12 @@ def _prepare(original: Any) -> Any:
     return prepare
 
 
-def _name_for_packages(original: Any) -> Any:
+def _name_for_packages(_original: Any) -> Any:
     """``_get_name`` of sharded modules, by which the ``Trainer`` knows whether to shift labels: that of their class."""
 
     def name(self: Any) -> str:
         reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        return self._fairshard_class.__name__ if reader in PACKAGES else str(original(self))
+        return self._fairshard_class.__name__ if reader in PACKAGES else str(super(FSDPModule, self)._get_name())
 
     return name
 
@@ -243,19 +247,21 @@ def _uncompiled(given: Any) -> Any:
 def _load_optimizer(original: Any) -> Any:
     """``load_fsdp_optimizer`` that also loads a sharded state into a new optimizer, for which accelerate reads none."""
 
-    def load(
-        plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, input_dir: Any, index: int = 0, **options: Any
-    ) -> None:
-        model = _uncompiled(model)
-        name = f"{OPTIMIZER_NAME}_{index}"
-        folder = Path(input_dir) if Path(input_dir).name == name else Path(input_dir) / name
-        is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT" and _is_sharded(model)
-        if not (is_sharded and options.get("use_dcp", True)):
-            original(plugin, accelerator, optimizer, model, input_dir, index, **options)
+    signature = inspect.signature(original)
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        model = given["model"] = _uncompiled(given["model"])
+        is_sharded = given["fsdp_plugin"].state_dict_type.name == "SHARDED_STATE_DICT" and _is_sharded(model)
+        if not (is_sharded and given.get("use_dcp", True)):
+            original(*bound.args, **bound.kwargs)
             return
-        accelerator.wait_for_everyone()
-        load_optimizer(folder, model, optimizer)
-        accelerator.wait_for_everyone()
+        folder, name = Path(given["input_dir"]), f"{OPTIMIZER_NAME}_{given['optimizer_index']}"
+        given["accelerator"].wait_for_everyone()
+        load_optimizer(folder if folder.name == name else folder / name, model, given["optimizer"])
+        given["accelerator"].wait_for_everyone()
 
     return load
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import PackedSequence
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _IS_PYTHON_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _MAX_WALKED = 10_000  # objects and containers of an output that are looked into; a cache has some for each layer
+_MAX_DEPTH = 100  # containers in each other, to which `apply_to_tensors` recurses
 _SEEN = (Tensor, PackedSequence, *_PLAIN)
+_NOT_WALKED = (*_SEEN, type)
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
@@ -57,30 +59,32 @@ def plain_objects(container: Any) -> list[Any] | None:
     """The objects in ``container`` that keep all they hold in ``__dict__``, such as Hugging Face's caches.
 
     They are not callable, as modules are, and their classes and all bases are written in Python.
-    None: some other object cannot be looked into.
+    None: some other object cannot be looked into, or containers hold themselves.
     """
     if is_transparent(container):
         return []
     found: dict[int, Any] = {}
-    waiting, seen = [container], set[int]()
+    waiting, num_walked = [(container, 0)], 0
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, (*_SEEN, type)) or id(one) in seen:
+        one, depth = waiting.pop()
+        if id(one) in found:
             continue
-        seen.add(id(one))
+        num_walked += 1
+        if num_walked > _MAX_WALKED or depth > _MAX_DEPTH:
+            return None
+        inside: Iterable[Any]
         if isinstance(one, Mapping):
-            waiting += one.values()
+            inside = one.values()
         elif isinstance(one, (tuple, list, set, frozenset)):
-            waiting += one
+            inside = one
         elif dataclasses.is_dataclass(one):
-            waiting += [getattr(one, field.name, None) for field in dataclasses.fields(one)]
+            inside = [getattr(one, field.name, None) for field in dataclasses.fields(one)]
         elif _is_plain_object(one):
             found[id(one)] = one
-            waiting += vars(one).values()
+            inside, depth = vars(one).values(), -1  # each attribute is mapped by itself
         else:
             return None
-        if len(seen) > _MAX_WALKED:
-            return None
+        waiting += [(value, depth + 1) for value in inside if not isinstance(value, _NOT_WALKED)]
     return list(found.values())
 
 
@@ -102,9 +106,14 @@ def apply_to_all(fn: Callable[[Tensor], Any], container: Any, objects: list[Any]
     return apply_to_tensors(fn, container)
 
 
+class _Empty:
+    """Its instances have no memory but for ``__dict__``; those of a class written in C can have more."""
+
+
 def _is_plain_object(one: Any) -> bool:
     return (
         hasattr(one, "__dict__")
+        and type(one).__basicsize__ == _Empty.__basicsize__
         and not callable(one)
         and all(
             cls is object or (cls.__flags__ & _IS_PYTHON_CLASS and not vars(cls).get("__slots__"))

@@ -22,7 +22,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from fairshard.integrations import accelerate as integration
-from fairshard.nn import FullyShardedDataParallel
+from fairshard.nn import FSDPModule, FullyShardedDataParallel
+from fairshard.nn.data_parallel.in_place.module import sharded_class
 from fairshard.nn.wrap import ModuleWrapPolicy
 
 pytestmark = pytest.mark.cpu_only
@@ -47,6 +48,33 @@ def test_disable_leaves_accelerate_as_it_was():
     with integration.enabled():
         assert Accelerator.prepare is not before[1]
     assert Accelerator.prepare is before[1]
+    assert "_get_name" not in vars(FSDPModule)
+
+
+def test_names_that_classes_give_their_modules_are_kept():
+    """While `enable` is on, a class that chooses the name shown for its modules keeps it when it is sharded."""
+
+    class Named(nn.Module):
+        def _get_name(self):
+            return "its own name"
+
+    with integration.enabled():
+        assert nn.Module.__new__(sharded_class(Named))._get_name() == "its own name"
+
+
+def test_optimizers_are_loaded_by_keyword():
+    """The replaced `load_fsdp_optimizer` takes accelerate's arguments by position and by name."""
+    seen = {}
+
+    def original(fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index=0, adapter_only=False):
+        seen.update(locals())
+
+    plugin = mock.Mock(**{"state_dict_type.name": "FULL_STATE_DICT"})
+    load = integration._load_optimizer(original)
+    load(plugin, None, None, nn.Linear(1, 1), input_dir="folder", optimizer_index=1)
+    assert (seen["input_dir"], seen["optimizer_index"]) == ("folder", 1)
+    load(plugin, None, None, nn.Linear(1, 1), "folder", 2, True)
+    assert (seen["optimizer_index"], seen["adapter_only"]) == (2, True)
 
 
 @on_ranks(2, timeout=180.0)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import queue
 
 import pytest
 import torch
@@ -233,12 +234,44 @@ def test_tensors_in_attributes_are_replaced_in_place():
     assert inner.layers is layers
 
 
-UNKNOWN = {"iterator": iter([1]), "slots": Slotted(), "module": torch.nn.Linear(1, 1), "function": lambda: None}
+class Queue(queue.SimpleQueue):
+    """Keeps tensors in memory of a class written in C."""
+
+
+@dataclasses.dataclass
+class Node:
+    """A node of a tree, which holds itself through its children."""
+
+    parent: object = None
+    children: list = dataclasses.field(default_factory=list)
+
+
+def loop():
+    root = Node()
+    root.children.append(Node(root))
+    return root
+
+
+UNKNOWN = {
+    "iterator": iter([1]),
+    "slots": Slotted(),
+    "module": torch.nn.Linear(1, 1),
+    "function": lambda: None,
+    "queue": Queue(),
+}
 
 
 @pytest.mark.parametrize("unknown", UNKNOWN.values(), ids=UNKNOWN)
 def test_other_objects_cannot_be_looked_into(unknown):
-    """Iterators, objects with slots, functions and modules may hold tensors that are not found."""
+    """Iterators, objects with slots or with memory of a C class, functions and modules may hold unseen tensors."""
     assert plain_objects(Cache(unknown)) is None
     assert plain_objects([{"a": unknown}]) is None
     assert plain_objects([{"a": torch.ones(1)}]) == []
+
+
+def test_containers_that_hold_themselves_are_left_alone():
+    """An object with such a container in it is not looked into, and a function that maps the output terminates."""
+    cache = Cache(loop())
+    objects = plain_objects(cache)
+    assert objects is None
+    assert apply_to_all(lambda tensor: tensor * 10, cache, objects) is cache

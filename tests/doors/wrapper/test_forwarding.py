@@ -97,6 +97,31 @@ def test_attributes_set_on_a_wrapper_reach_the_forward(wrap):
 
 
 @on_ranks(1)
+@pytest.mark.parametrize("wrap", [FSDP, wrap_twice])
+def test_submodules_set_on_a_wrapper_reach_the_forward(wrap):
+    """A loop over `named_modules` that replaces modules in their parents works, with a wrapper as a parent too."""
+    model = FSDP(nn.Sequential(wrap(nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)))))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Dropout):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, nn.Identity())
+    assert model(randn(3, 4).to(rank_device())).any()
+    assert not any(isinstance(module, nn.Dropout) for module in model.modules())
+
+
+@on_ranks(1)
+def test_attributes_are_deleted_where_they_are_set():
+    """What was set on a wrapper can be deleted there: the class's value, or the wrapper's lack of one, comes back."""
+    module = Scaled()
+    wrapped = FSDP(module)
+    wrapped.power, wrapped.note = 2, "mine"
+    del wrapped.power, wrapped.note
+    assert (module.power, hasattr(wrapped, "note")) == (1, False)
+    with pytest.raises(AttributeError, match="missing"):
+        del wrapped.missing
+
+
+@on_ranks(1)
 def test_attributes_set_on_a_wrapper_of_a_compiled_module():
     """They reach the module inside ``torch.compile``'s."""
     module = Scaled().to(rank_device())

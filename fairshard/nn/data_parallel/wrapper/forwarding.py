@@ -27,16 +27,23 @@ class Forwarding(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute on the wrapped module, where its forward reads it, if only that has it, and as data.
+        """Set data or a submodule on the wrapped module, where its forward reads it, if only that has it.
 
-        Methods, submodules, parameters, and names that begin with an underscore are set on the wrapper.
+        Methods, parameters, and names that begin with an underscore are set on the wrapper.
         """
-        keeps = name.startswith("_") or isinstance(value, (nn.Module, nn.Parameter))
-        holder = None if keeps else _holder_of(self, name)
+        holder = None if isinstance(value, nn.Parameter) else _holder_of(self, name)
         if holder is None or holder is self:
             super().__setattr__(name, value)
         else:
             setattr(holder, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete the attribute where `__setattr__` sets it."""
+        holder = _holder_of(self, name)
+        if holder is None or holder is self:
+            super().__delattr__(name)
+        else:
+            delattr(holder, name)
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
@@ -52,13 +59,12 @@ class Forwarding(nn.Module):
 
 
 def _holder_of(wrapper: Forwarding, name: str) -> nn.Module | None:
-    """The outermost of ``wrapper`` and the modules that it wraps that has an attribute ``name``, if that is data."""
-    module: nn.Module | None = wrapper
+    """The outermost of ``wrapper`` and the modules that it wraps that has ``name``, if that is data or a submodule."""
+    module: nn.Module | None = None if name.startswith("_") else wrapper
     while module is not None:
         own = module.__dict__
         if name in own or any(name in own.get(kind, ()) for kind in ("_buffers", "_parameters", "_modules")):
-            is_data = name in own or name in module._buffers
-            return module if is_data else None
+            return None if name in module._parameters else module
         inherited = inspect.getattr_static(type(module), name, _NOTHING)
         if inherited is not _NOTHING:
             is_set = isinstance(inherited, property) and inherited.fset is not None
