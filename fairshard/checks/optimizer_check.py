@@ -5,6 +5,7 @@ In every step, hides the zeros that stand for gradients kept by ``no_sync``, so 
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ _hidden: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictio
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units made by deepcopy or unpickling that are not watched yet
 _num_sharded = 0
 _is_installed = False
+_ZERO_GRAD = "zero_grad"
 
 _NEEDS_SHAPES = {
     "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "Lamb", "LAMB", "FusedLAMB", "Lars", "LARS",
@@ -91,6 +93,7 @@ def _install() -> None:
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        setattr(Optimizer, _ZERO_GRAD, _showing_zeros(Optimizer.zero_grad))
         _is_installed = True
 
 
@@ -233,6 +236,22 @@ def _show_zeros(optimizer: Optimizer) -> None:
     if _hidden:
         for grad in _hidden.pop(optimizer, ()):
             grad.show_zeros()
+
+
+def _showing_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """``zero_grad`` of optimizers, also of hidden zeros: those of a step that has raised or is in its hooks."""
+
+    @functools.wraps(zero_grad)
+    @untraced
+    def show_and_zero(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        for group in optimizer.param_groups if _hidden else ():
+            for param in group["params"]:
+                stepped = _watched(param)[0]
+                if stepped is not None and stepped.grad is not None:
+                    stepped.grad.show_zeros()
+        zero_grad(optimizer, *args, **kwargs)
+
+    return show_and_zero
 
 
 def check_whole_gradients(optimizer: Optimizer) -> None:

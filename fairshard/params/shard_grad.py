@@ -77,6 +77,11 @@ def sign_zeros_(heads: Tensor) -> None:
     heads.masked_fill_(heads == 0, -0.0)
 
 
+def is_placeholder(grad: Tensor) -> bool:
+    """Whether ``grad``, this rank's elements, is zeros that nobody has overwritten since `sign_zeros_`."""
+    return bool(grad.reshape(-1)[:1].signbit().all()) and not grad.any()
+
+
 def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
     """Whether ``grad`` was dropped or zeroed after ``mark`` was made; `sign_zeros_` changed its first element then.
 
@@ -207,7 +212,7 @@ class ShardGrad:
     def hide_zeros(self) -> bool:
         """Make a gradient missing that is only zeros created by `mark`, until `show_zeros`; returns whether it was."""
         grad = self.value
-        if not self._had_none or grad is None or self.is_held or grad.any():
+        if not self._had_none or grad is None or self.is_held or not is_placeholder(grad):
             return False
         self._set(None)
         self._hidden = grad

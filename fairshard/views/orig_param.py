@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -16,7 +17,7 @@ from fairshard.views.viewed_grad import OrigGrad
 
 
 class _Runs(Protocol):
-    """The registered parameters of a flat param: runs or DTensors; only DTensors have `adopt`."""
+    """The registered parameters of a flat param: runs or DTensors; only DTensors have the last two methods."""
 
     def own_of(self, index: int) -> Tensor: ...
 
@@ -25,6 +26,8 @@ class _Runs(Protocol):
     def shown_as(self, index: int, run: Tensor) -> Tensor: ...
 
     def adopt(self, index: int, param: Any, is_fixed: bool) -> Any: ...
+
+    def check_not_assigned(self, which: Sequence[int]) -> None: ...
 
 
 class OrigParam:
@@ -49,6 +52,10 @@ class OrigParam:
     def adopt(self, param: Any) -> Any:
         """Adopt the values of ``param`` and return the registered parameter; see `ShownDTensors.adopt`."""
         return self._shown.adopt(self._index, param, is_fixed=self._whole.comm is not None)
+
+    def check_not_assigned(self) -> None:
+        """See `ShownDTensors.check_not_assigned`."""
+        self._shown.check_not_assigned((self._index,))
 
     def __getattr__(self, name: str) -> Any:
         """All other attributes (ranks, devices, dtypes) are those of the flat param."""

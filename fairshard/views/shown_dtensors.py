@@ -143,19 +143,22 @@ class ShownDTensors(ShownRuns):
         self.check_not_assigned()
         return super().adopt_assigned(is_fixed)
 
-    def check_not_assigned(self) -> None:
+    def check_not_assigned(self, which: Sequence[int] | None = None) -> None:
         """Raise if a tensor was assigned to ``.data`` of a DTensor, which keeps its local tensor then; raises once.
+
+        ``which``: the indexes of the parameters to look at; None: all.
 
         Raises:
             FairshardError: names the first such parameter.
         """
-        assigned = [watched.is_assigned(param) for watched, param in zip(self._watched, self.registered, strict=True)]
-        if not any(assigned):
+        indexes = range(len(self.registered)) if which is None else which
+        assigned = [index for index in indexes if self._watched[index].is_assigned(self.registered[index])]
+        if not assigned:
             return
         self._watch()
         raise FairshardError(
             f"A tensor must not be assigned to `.data` of a DTensor, because that does not change its values, but was "
-            f"for parameter `{self.slots[assigned.index(True)].fqn}`. Copy the values (`with torch.no_grad(): "
+            f"for parameter `{self.slots[assigned[0]].fqn}`. Copy the values (`with torch.no_grad(): "
             "param.copy_(tensor)`; keep the old ones with `param.detach().clone()`), or load a state dict."
         )
 

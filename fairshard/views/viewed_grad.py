@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.shard_grad import GradTransfers, ShardGrad, is_zeroed, marked, sign_zeros_
+from fairshard.params.shard_grad import GradTransfers, ShardGrad, is_placeholder, is_zeroed, marked, sign_zeros_
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
 
@@ -130,7 +130,7 @@ class ViewedGrad(ShardGrad):
         grad = self.of(index)
         if not self._had_none or not self._had_none[index] or grad is None or self.is_held:
             return False
-        if self.own_of(index, grad).any():
+        if not is_placeholder(self.own_of(index, grad)):
             return False
         self._hidden[index] = grad
         self.drop(index)

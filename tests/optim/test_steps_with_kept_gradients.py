@@ -236,3 +236,46 @@ def test_the_cpu_optimizer_refuses():
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_alike(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard", ["in place", "wrapper", "original"])
+def test_zero_grad_reaches_gradients_that_a_step_has_hidden(shard):
+    """It drops what is kept, in a hook after the step or after a step that raised, on the optimizer or the model."""
+    plain = mlp(4, 5, 3)
+    model = DOORS[shard](copy.deepcopy(plain))
+    of_plain, of_model = sgd(plain.parameters()), sgd(model.parameters())
+    failing = Fails(model.parameters(), lr=0.1)
+    in_hook = of_model.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    for number, clear in enumerate((None, model.zero_grad, failing.zero_grad)):
+        with no_sync(model):
+            loss_of(model, 0).backward()
+        if clear is not None:
+            with pytest.raises(KeyError):
+                failing.step()
+            clear()
+        else:
+            of_model.step()
+            in_hook.remove()
+        loss_of(model, number).backward()
+        add_mean_grads_(plain, number)
+        for optimizer in (of_plain, of_model):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard", ["in place", "wrapper", "original"])
+def test_gradients_that_the_user_has_zeroed_are_stepped(shard):
+    """After ``zero_grad(set_to_none=False)`` the zeros are the user's, and decay weights as in any model."""
+    plain = mlp(4, 5, 3)
+    model = DOORS[shard](copy.deepcopy(plain))
+    add_mean_grads_(plain, 0)
+    with no_sync(model):
+        loss_of(model, 0).backward()
+    for net in (plain, model):
+        optimizer = sgd(net.parameters())
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    assert_alike(model, plain)

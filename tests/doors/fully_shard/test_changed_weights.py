@@ -1,6 +1,7 @@
 """When weights change unexpectedly, results use the weights of before or after the change, or an error is raised."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import FullyShardedDataParallel, fully_shard
 from fairshard.utils.testing import rank_device
+from fairshard.views.shown_dtensors import _Wrapper
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd
 
@@ -147,3 +149,19 @@ def test_conversions_of_submodules_are_not_refused():
     model[2].weight.data = torch.zeros_like(model[2].weight)
     with pytest.raises(FairshardError, match=r"`2\.weight`"):
         model.state_dict()
+
+
+@on_ranks(2)
+def test_a_state_dict_looks_at_each_parameter_once():
+    """Its host time grows with the number of parameters, not with its square."""
+    model = fully_shard(nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)]))
+    looks = []
+
+    def count(watched, param):
+        looks.append(param)
+        return is_assigned(watched, param)
+
+    is_assigned = _Wrapper.is_assigned
+    with mock.patch.object(_Wrapper, "is_assigned", count):
+        model.state_dict()
+    assert len(looks) == len(list(model.parameters()))

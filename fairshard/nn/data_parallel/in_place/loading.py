@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.unit import Unit
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
 from fairshard.utils.dynamo import untraced
-from fairshard.views.shown_dtensors import ShownDTensors
 
 
 class _ShardsShown:
@@ -35,16 +35,12 @@ class _ShardsShown:
         self._unit.listing.end_rest()
 
 
-class _AssignedRefused:
-    """A hook before ``state_dict``: raises if a tensor was assigned to ``.data`` of a DTensor of ``unit``."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def __call__(self, *_: Any) -> None:
-        for flat_param in self._unit.flat_params:
-            if isinstance(flat_param.shows, ShownDTensors):
-                flat_param.shows.check_not_assigned()
+def _refuse_assigned(module: nn.Module, *_: Any) -> None:
+    """Hook before a state dict of ``module`` is made: raises if a tensor was assigned to ``.data`` of its DTensors."""
+    for param in module._parameters.values():
+        stepped = stepped_of(param) if isinstance(param, DTensor) else None
+        if stepped is not None:
+            stepped.check_not_assigned()
 
 
 def serve_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
@@ -54,10 +50,9 @@ def serve_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
     including those of ignored parameters, because optimizers hold the existing parameters, and shards share one buffer.
     """
     shards_shown = _ShardsShown(unit)
-    assigned_refused = _AssignedRefused(unit)
     for module in modules:
         module.register_state_dict_pre_hook(shards_shown)
-        module.register_state_dict_pre_hook(assigned_refused)
+        module.register_state_dict_pre_hook(_refuse_assigned)
         module.register_load_state_dict_pre_hook(shards_shown)
         module.register_load_state_dict_pre_hook(_take_parts)
 
