@@ -42,7 +42,7 @@ class Calls:
     places: list[CallPlace]
     segment_of: list[int]
     events: list[int]
-    empty: list[int]
+    empty: set[int]
     peers: list[Peers]
     digests: list[bytes]
 
@@ -181,7 +181,7 @@ class Planner:
         comms = [comm for model in self._models if model.is_common for comm in model.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
         peers = [self._peers_of(comm, passes, places) for comm in comms]
-        empty = [call for call, bracket in enumerate(self.brackets) if not bracket.unit.has_shards]
+        empty = {call for call, bracket in enumerate(self.brackets) if not bracket.unit.has_shards}
         digests = [self._digest(one, events, places) for one in peers]
         return Calls(key, places, segment_of, events, empty, peers, digests)
 
@@ -253,7 +253,8 @@ class Planner:
         if 1 in own.assumed:
             self._assume(own)
         self.unannounced = []
-        if 0 in reached and 1 in reached:
+        passed_by = [index for index, one in enumerate(reached) if not one and lives[calls.places[index].forward]]
+        if 1 in reached and not calls.empty.issuperset(passed_by):
             self._reach_around(calls, own)
         self.own_segments = {segment for segment, mine in zip(self.segment_of, reached, strict=True) if mine} - {-1}
         if any(one.starts for one in passes):

@@ -245,7 +245,7 @@ class Unit:
         else:
             if self.parts is not None:
                 self.parts.end_forward(self.is_gathered and is_trained)
-            self.listing.forget_left()
+            self.listing.left = None  # it is freed now
             self.reshard()
 
     def begin_backward(self) -> None:

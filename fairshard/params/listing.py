@@ -26,17 +26,20 @@ class Listing:
     attribute of its module, because an attribute would hide a tensor that ``functional_call`` puts there. While off,
     a gathered leaf is an attribute beside the registered parameter.
 
+    Attributes:
+        left: `versions` when the modules left off computing, if the unit stays whole.
+
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_flat_params", "_is_shard", "_left", "_places", "_slots", "is_at_rest", "is_on")
+    __slots__ = ("_flat_params", "_is_shard", "_places", "_slots", "is_at_rest", "is_on", "left")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.is_on = self.is_at_rest = False
         self._flat_params = flat_params
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._is_shard = [flat_param.computes_on_shard for flat_param in flat_params for _ in flat_param.slots]
-        self._left: list[int] | None = None  # `versions` when the modules left off computing, if the unit stays whole
+        self.left: list[int] | None = None
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for flat_param in flat_params
@@ -62,7 +65,7 @@ class Listing:
         """
         if not self.is_on:
             return
-        self._left = before
+        self.left = before
         for slot, version in zip(self._slots, before):  # noqa: B905 (host time)
             if slot.leaf._version != version or slot.shows_other:
                 raise ShardChangedError(
@@ -77,7 +80,7 @@ class Listing:
 
         Looks for assignments to ``.data`` only where a new pass begins (``is_pass``): a backward undoes them.
         """
-        left, self._left = self._left, None
+        left, self.left = self.left, None
         if left is None or not (is_pass or self.versions() != left):
             return
         fqn = self.written_since(left)
@@ -98,10 +101,6 @@ class Listing:
             if slot.shows_other or (slot.leaf._version != version and not is_shard):
                 return slot.fqn
         return None
-
-    def forget_left(self) -> None:
-        """Nothing can be written any more: the unit is freed now."""
-        self._left = None
 
     @property
     def is_computing(self) -> bool:
@@ -138,7 +137,9 @@ class Listing:
     def hide(self) -> None:
         """Register the shards again, and make the leaves attributes; no-op if off."""
         if self.is_on:
-            self._end_show()
+            if self.is_at_rest:
+                self._follow_requires_grad()
+            self.is_on = self.is_at_rest = False
             for params, attributes, name, registered, leaf, _ in self._places:
                 if name in params and params[name] is leaf:
                     params[name] = registered
@@ -146,17 +147,14 @@ class Listing:
 
     def show_placeholders(self) -> None:
         """As `hide`, but the attributes are the placeholders, not the leaves."""
-        self._end_show()
+        if self.is_at_rest:
+            self._follow_requires_grad()
+        self.is_on = self.is_at_rest = False
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
                 params[name] = registered
                 if placeholder is not None:
                     attributes[name] = placeholder
-
-    def _end_show(self) -> None:
-        if self.is_at_rest:
-            self._follow_requires_grad()
-        self.is_on = self.is_at_rest = False
 
     def _follow_requires_grad(self) -> None:
         """Adopt changes before users see the other of leaf and registered parameter."""

@@ -15,13 +15,13 @@ from torch.autograd import profiler
 from fairshard.checks.agreement import warn_of_other_values
 from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
-from fairshard.engine.training_state import assert_none_summoned
+from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
-from fairshard.state.full_params import is_shown, is_shown_on_first
+from fairshard.state.full_params import is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
@@ -54,7 +54,7 @@ def run(
             return _run_compiled(tracer, holder, unit, function, args, kwargs)
         finally:
             set_tracer(tracer)
-    if is_fake_mode_on():
+    if (unit.root is None or not unit.root.shared.depth) and is_fake_mode_on():
         raise _fake_error(unit)
     if unit.root is None:
         warn_of_other_values(claim(holder).units)
@@ -64,7 +64,7 @@ def run(
         follow_profiler(unit.root)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
-    if is_shown(unit) and not is_shown_on_first(unit):
+    if unit.state is TrainingState.SUMMON_FULL_PARAMS and not is_shown_on_first(unit):
         if torch.is_grad_enabled():
             assert_none_summoned([unit], "forward")
         return function(*args, **kwargs)
