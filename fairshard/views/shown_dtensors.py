@@ -123,16 +123,15 @@ class ShownDTensors(ShownRuns):
 
     @property
     def has_moved(self) -> bool:
-        """Whether a DTensor no longer lies in the shard, or its ``.data`` was assigned."""
-        return super().has_moved or self._is_next_assigned()
+        """Whether a DTensor no longer lies in the shard, or its ``.data`` was assigned.
+
+        Looks at the ``.data`` of one parameter, and of the next one in the next call, to save host time.
+        """
+        self._next = index = (self._next + 1) % len(self.registered)
+        return self._own_addresses() != self._addresses or self._watched[index].is_assigned(self.registered[index])
 
     def _watch(self) -> None:
         self._watched = [_Wrapper(param) for param in self.registered]
-
-    def _is_next_assigned(self) -> bool:
-        """Whether the ``.data`` of one parameter was assigned; of the next one in the next call, to save host time."""
-        self._next = (self._next + 1) % len(self.registered)
-        return self._watched[self._next].is_assigned(self.registered[self._next])
 
     def adopt_assigned(self, is_fixed: bool) -> bool:
         """See `ShownRuns.adopt_assigned`; only modules assign tensors that can be adopted, when they are converted.

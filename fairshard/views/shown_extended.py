@@ -71,7 +71,7 @@ class ShownExtended(ShownDTensors):
     @property
     def has_moved(self) -> bool:
         """Whether the local tensor has another dtype or device than before, or ``.data`` was assigned."""
-        return self._is_converted or self._is_next_assigned()
+        return self._is_converted or self._watched[0].is_assigned(self.registered[0])
 
     @property
     def _is_converted(self) -> bool:

@@ -74,8 +74,7 @@ def _explaining(name: str, function: FunctionType) -> Callable[..., Any]:
     @not_traced  # if it starts a graph, the frame of `function` does: each function has compiled code of its own
     @functools.wraps(function)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit = unit_of(self)
-        if name in CURES and unit is not None:
+        if name in CURES and (unit := unit_of(self)) is not None:
             return refusing(unit, self, name, functools.partial(function, self))(*args, **kwargs)
         try:
             return function(self, *args, **kwargs)
