@@ -1,6 +1,6 @@
 """Checks optimizers at their first step: raises if one would step nothing, wrong values, or partial gradients.
 
-In every step, hides the zeros that stand for gradients kept by ``no_sync``, so that the step skips these parameters.
+In every step, hides the placeholders of gradients kept by ``no_sync``, so that the step skips these parameters.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _hiding(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], An
 
 
 def _hide_zeros(optimizer: Optimizer) -> None:
-    """Hide gradients of ``optimizer`` that are only zeros, in place of gradients that wait to be reduced.
+    """Hide gradients of ``optimizer`` that are only zeros, the placeholders of gradients not reduced yet.
 
     A step with zeros would decay weights and move them by their momentum.
     """

@@ -27,7 +27,7 @@ class Listing:
     a gathered leaf is an attribute beside the registered parameter.
 
     Attributes:
-        left: `versions` when the modules left off computing, if the unit stays whole.
+        left: `versions` when the modules finished computing, if the unit stays gathered.
 
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """

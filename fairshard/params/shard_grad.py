@@ -78,7 +78,7 @@ def sign_zeros_(heads: Tensor) -> None:
 
 
 def is_placeholder(grad: Tensor) -> bool:
-    """Whether ``grad``, this rank's elements, is zeros that nobody has overwritten since `sign_zeros_`."""
+    """Whether ``grad``, this rank's elements, still holds the zeros that `sign_zeros_` has marked."""
     return bool(grad.reshape(-1)[:1].signbit().all()) and not grad.any()
 
 

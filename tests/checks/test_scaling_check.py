@@ -71,7 +71,7 @@ def test_no_rank_waits_for_one_whose_list_is_empty():
 
 @on_ranks(2)
 def test_a_rank_that_waits_for_one_that_raised_is_told_why():
-    """A rank whose list is empty goes on; when its next collective fails, it names the error of the other rank."""
+    """A rank whose list is empty continues; when its next collective fails, it names the other rank's error."""
     model = after_backward(wrap_each(mlp(4, 9, 5)))
 
     def clip():

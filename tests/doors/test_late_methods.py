@@ -52,7 +52,7 @@ def sharded(door, has_run, is_tied=False):
 @DOORS
 @WHEN
 def test_resizing_is_refused(door, has_run):
-    """Whatever it fails with, or if what it writes would be lost, the error says to resize first."""
+    """If it fails, or if its writes would be lost, the error says to resize first."""
     model = sharded(door, has_run)
     with pytest.raises(ParameterShardedError, match=r"`resize_token_embeddings` of.*Language.*before sharding"):
         model.resize_token_embeddings(8)

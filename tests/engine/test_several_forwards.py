@@ -212,7 +212,7 @@ class Steps(nn.Module):
 
 @on_ranks(2)
 def test_a_backward_inside_the_forward_needs_units_of_their_own():
-    """A backward frees what it went through, so the rest of the forward raises; a net in a unit is gathered again."""
+    """A backward frees the units that it has finished: the rest of the forward raises, or gathers a unit again."""
     with pytest.raises(ParameterShardedError, match=r"inside the forward of unit `root`.*as a unit of its own"):
         FSDP(Steps())(randn(2, 4))
 

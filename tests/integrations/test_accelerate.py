@@ -248,7 +248,7 @@ def first_run(state, steps, folder):
 @on_ranks(2, timeout=180.0)
 @pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_the_trainer_saves_and_resumes_adapters(state):
-    """Version 1 with LoRA: the adapter's file has the model's values, a second Trainer goes on as if unbroken."""
+    """Version 1 with LoRA: the file has the model's values, and a second Trainer continues like an unbroken run."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     from safetensors.torch import load_file

@@ -137,7 +137,7 @@ def test_kept_gradients_are_neither_stepped_nor_lost(shard, make):
     with no_sync(model):
         loss_of(model, 5).backward()
     of_model.step()
-    of_model.zero_grad()  # drops what is kept
+    of_model.zero_grad()  # drops the kept gradients
     loss_of(model, 6).backward()
     add_mean_grads_(plain, 6)
     step(clears=True)
@@ -241,7 +241,7 @@ def test_the_cpu_optimizer_refuses():
 @on_ranks(2)
 @pytest.mark.parametrize("shard", ["in place", "wrapper", "original"])
 def test_zero_grad_reaches_gradients_that_a_step_has_hidden(shard):
-    """It drops what is kept, in a hook after the step or after a step that raised, on the optimizer or the model."""
+    """It drops them, in a hook after the step or after a step that raised, on the optimizer or the model."""
     plain = mlp(4, 5, 3)
     model = DOORS[shard](copy.deepcopy(plain))
     of_plain, of_model = sgd(plain.parameters()), sgd(model.parameters())

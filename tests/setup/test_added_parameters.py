@@ -159,7 +159,7 @@ def test_tied_weights_and_shared_ones(layout):
 
 @on_ranks(2)
 def test_what_is_inside_an_ignored_module_may_change():
-    """A module put into an ignored one has parameters that nobody shards: the next forwards run."""
+    """A module put into an ignored one has parameters that no unit shards: the next forwards run."""
     kept = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
     model = FSDP(nn.Sequential(nn.Linear(4, 6), kept), ignored_modules=[kept])
     model(randn(2, 4)).sum().backward()

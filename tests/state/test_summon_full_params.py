@@ -248,7 +248,7 @@ class Generator(nn.Module):
 @flattened
 @pytest.mark.parametrize("recurse", [True, False])
 def test_a_summoned_model_runs_without_gradients(flatten, recurse):
-    """A method of the model gives what the plain model gives; with gradients the error names the cure."""
+    """A method returns what that of the plain model returns; with gradients enabled the error names the cure."""
     plain = Generator()
     net = copy.deepcopy(plain)
     net.block = FSDP(net.block, flatten_parameters=flatten)
@@ -270,7 +270,7 @@ def test_a_summoned_model_runs_without_gradients(flatten, recurse):
 
 @on_ranks(2)
 def test_a_summoned_model_computes_with_what_is_written():
-    """Under mixed precision it computes in fp32, on each rank as often as that rank wants; what is written stays."""
+    """Under mixed precision it computes in fp32, on each rank as often as that rank wants; writes are kept."""
     plain = Generator()
     net = copy.deepcopy(plain)
     net.block = FSDP(net.block, mixed_precision=True)

@@ -1,8 +1,8 @@
 """The functions of ``torch.distributed.checkpoint.state_dict`` over a wrapper: what they get wrong is refused by name.
 
 These functions take the parameters that modules register for whole ones, or for DTensors; a wrapper registers this
-rank's shards. Their only question that nobody else asks on all versions is ``named_parameters(recurse=False)`` of every
-module in the model: there a wrapper looks at who asks. All ranks call these functions, so all ranks raise.
+rank's shards. On all versions only they call ``named_parameters(recurse=False)`` on every module of a model: there a
+wrapper looks at its caller. All ranks call these functions, so all ranks raise.
 """
 
 from __future__ import annotations
