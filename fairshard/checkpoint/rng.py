@@ -1,4 +1,4 @@
-"""The random number generators of one rank: torch's on the CPU and this rank's GPU, Python's and numpy's."""
+"""The random number generators of one rank: torch's on the CPU and this rank's accelerator, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairshard.utils.device import gpu_rng_state, set_gpu_rng_state
+from fairshard.utils.device import accelerator_rng_state, set_accelerator_rng_state
 
 
 def state() -> dict[str, Any]:
@@ -16,7 +16,7 @@ def state() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "gpu": gpu_rng_state(),
+        "gpu": accelerator_rng_state(),
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
     }
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 def restore(saved: dict[str, Any]) -> None:
     """Restore the state ``saved``."""
     torch.set_rng_state(saved["torch"])
-    set_gpu_rng_state(saved["gpu"])
+    set_accelerator_rng_state(saved["gpu"])
     version, internal, gauss_next = saved["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, *rest = saved["numpy"]

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.errors import CheckpointError
 from fairshard.utils.before_step import add_before_step, remove_before_step
-from fairshard.utils.device import now
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.streams import now
 
 Buffers = dict[tuple[int, int, torch.dtype], Tensor]
 

@@ -14,11 +14,10 @@ from typing import NoReturn
 import torch
 
 from fairshard.cli.text import TextError, TextPlan, plan_text
-from fairshard.utils.device import default_device_type, device_count
+from fairshard.utils.device import check_device_type, default_device_type, device_count
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # for mixed precision; fp32 does not need it
-DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("cpu-adamw", "adamw", "sgd")
 RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
 
@@ -97,8 +96,7 @@ class TrainOptions:
             raise OptionError(f"--trace must be at most --steps = {self.steps}, but is {self.trace}.")
         if self.precision not in PRECISIONS:
             raise OptionError(f"--precision must be one of {', '.join(PRECISIONS)}, but is {self.precision}.")
-        if self.device not in DEVICES:
-            raise OptionError(f"--device must be one of {', '.join(DEVICES)}, but is {self.device}.")
+        _check_device_type(self.device)
         if self.optimizer not in OPTIMIZERS:
             raise OptionError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, but is {self.optimizer}.")
         if self.max_restarts and self.resume_from is not None:
@@ -114,7 +112,7 @@ class TrainOptions:
 
     @property
     def device_type(self) -> str:
-        """``"cuda"`` or ``"cpu"``; ``auto`` is resolved on this host."""
+        """``"cpu"`` or the type of an accelerator; ``auto`` is resolved on this host."""
         return default_device_type() if self.device == "auto" else self.device
 
     @property
@@ -124,10 +122,10 @@ class TrainOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks to launch on this host: ``nproc``, or one per GPU, or 2 without GPUs."""
+        """Ranks to launch on this host: ``nproc``, or one per accelerator, or 2 without."""
         if self.nproc is not None:
             return self.nproc
-        return device_count() if self.device_type == "cuda" else 2
+        return 2 if self.device_type == "cpu" else device_count(self.device_type)
 
     def _check_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -159,8 +157,8 @@ def check_options(options: TrainOptions, world_size: int, local_size: int) -> Te
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``fairshard train``, with the defaults of ``TrainOptions``."""
     ranks = parser.add_argument_group("ranks")
-    _add(ranks, "--nproc", int, "N", "ranks to launch on this machine (default: one per GPU, or 2)")
-    _add(ranks, "--device", str, None, "auto: CUDA if there is a GPU (default: %(default)s)", DEVICES)
+    _add(ranks, "--nproc", int, "N", "ranks to launch on this machine (default: one per accelerator, or 2)")
+    _add(ranks, "--device", str, "TYPE", "cpu, cuda, xpu, ...; auto: the accelerator if there is one (default: auto)")
     _add(ranks, "--threads", int, "N", "CPU threads of each rank (default: visible CPUs / ranks here)")
     files = parser.add_argument_group("files")
     _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
@@ -243,13 +241,25 @@ def _check_batch(options: TrainOptions, world_size: int) -> None:
 
 
 def _check_device(options: TrainOptions, local_size: int) -> None:
-    if options.device_type != "cuda":
+    kind = options.device_type
+    if kind == "cpu":
         return
-    gpus = device_count()
-    if not gpus:
-        raise OptionError("--device cuda needs a GPU, but torch sees none. Pass --device cpu.")
-    if local_size > gpus:
-        raise OptionError(f"each rank needs its own GPU, but there are {local_size} ranks and {gpus} GPUs here.")
+    count = device_count(kind)
+    if not count:
+        raise OptionError(f"--device {kind} needs an accelerator of this type, but torch sees none. Pass --device cpu.")
+    if local_size > count:
+        raise OptionError(
+            f"each rank needs its own accelerator, but there are {local_size} ranks and {count} of type {kind} here."
+        )
+
+
+def _check_device_type(device: str) -> None:
+    if device == "auto":
+        return
+    try:
+        check_device_type("--device", device)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
 
 
 def _check_out(out: Path) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairshard.cli.options import COMPUTE_DTYPES, DEVICES, PRECISIONS, OptionError, TrainOptions
+from fairshard.cli.options import COMPUTE_DTYPES, PRECISIONS, OptionError, TrainOptions
 
 _GPT_FLAGS = ("layers", "dim", "heads", "context")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_DEVICE = "type of the device that computes: cpu, cuda, xpu, ... (default: this host's)"
 _RESHARD = "free a unit's full weights between forward and backward (default: yes)"
 
 
@@ -65,7 +66,7 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     wrapping.add_argument("--cpu-offload", action="store_true", help="keep the weights' shards in host memory")
     wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="their gradients too (default: as --cpu-offload)")
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
-    wrapping.add_argument("--device", choices=DEVICES, default="auto", help="compute on (default: %(default)s)")
+    wrapping.add_argument("--device", default="auto", metavar="TYPE", help=_DEVICE)
     parser.add_argument("--schedule", action="store_true", help="also print the communication of a backward, in order")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)

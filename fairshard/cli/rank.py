@@ -34,7 +34,8 @@ from fairshard.cli.trace import traced
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.plan.summary import UnitRow, unit_lines, unit_table
-from fairshard.utils.device import peak_memory, set_device, visible_cpus
+from fairshard.utils.device import peak_memory, set_device
+from fairshard.utils.host import visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 
 _NOTICE_S = 0.5
@@ -88,9 +89,9 @@ def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
     if options.device_type == "cpu":
         dist.init_process_group("gloo", **_rendezvous())
         return torch.device("cpu")
-    device = torch.device("cuda", ranks.local_rank)
+    device = torch.device(options.device_type, ranks.local_rank)
     set_device(device)
-    dist.init_process_group("nccl", device_id=device, **_rendezvous())
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **_rendezvous())
     return device
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fairshard.utils.device import visible_cpus
+from fairshard.utils.host import visible_cpus
 
 
 @dataclass(frozen=True)

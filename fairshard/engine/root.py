@@ -24,7 +24,7 @@ from fairshard.errors import TrainingStateError
 from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_all, apply_to_tensors, cast_inputs_to_fp16, plain_objects
-from fairshard.utils.device import Event, now
+from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
@@ -58,7 +58,6 @@ class Root:
         self.record: Record[Unit] = Record()
         self.last = Last()
         self.backward: Backward | None = None
-        self.after_step: Event | None = None  # the next pass's gathers wait for it, not for all work queued before
         self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
         self.has_begun = False
         self.is_last_backward = True
@@ -226,8 +225,8 @@ class Root:
             self.record.begin(self.is_common)
         self.order_check.begin_forward(self._is_trained and self.is_common and self.join is None)
         watch(self.order_check)
-        stepped, self.after_step = self.after_step, None
-        self.shared.unshard_stream.wait(stepped or now(self.device))  # the optimizer's step
+        self.shared.await_step()
+        self.shared.after_step = None
         self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
 
     def _end_pass(self, completed: bool) -> None:
@@ -370,8 +369,8 @@ class Root:
                 flat_param.grad.land()
 
     def _wait_for_reads(self) -> None:
-        """Make the host wait until the GPU has read the shards in host memory; after that they may change."""
-        if self._reads_host_memory and self.device.type == "cuda":
+        """Make the host wait until the device has read the shards in host memory; after that they may change."""
+        if self._reads_host_memory and is_asynchronous(self.device):
             self.shared.transfers.wait(self.shared.unshard_stream.record())
 
     @property

@@ -27,7 +27,6 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
 from fairshard.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.device import now
 from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.watchdog import watch
 
@@ -251,7 +250,7 @@ class Join:
             self._is_in_backward = False
         self._is_inside = True
         watch(root.order_check)
-        root.shared.unshard_stream.wait(now(root.device))  # the optimizer's step
+        root.shared.await_step()
         for flat_param in self._flat_params:
             flat_param.begin_pass()
 

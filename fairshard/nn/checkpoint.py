@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fairshard.utils.containers import apply_to_tensors
-from fairshard.utils.device import gpus_in_use
+from fairshard.utils.device import accelerators_in_use
 from fairshard.utils.dynamo import breaks_graph, set_tracer
+from fairshard.utils.streams import is_asynchronous
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -183,9 +184,9 @@ class _Inputs:
     def on_each_device(self) -> list[Tensor]:
         """An empty tensor on every device that may compute, so that torch saves the random state of the device.
 
-        These are the devices of the inputs, and the GPU to which an inner wrapper may move them.
+        These are the devices of the inputs, and the accelerator to which an inner wrapper may move them.
         """
-        devices = dict.fromkeys([*(kept.device for kept in self._kept.values()), *gpus_in_use()])
+        devices = dict.fromkeys([*(kept.device for kept in self._kept.values()), *accelerators_in_use()])
         return [torch.empty(0, device=device) for device in devices]
 
     def take(self) -> Any:
@@ -207,7 +208,7 @@ class _Kept:
         self._tensor = tensor
         self._version = 0 if tensor.is_inference() else tensor._version
         if self._is_copy:
-            pinned = self.device.type == "cuda"
+            pinned = is_asynchronous(self.device)
             self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
             self._tensor.copy_(tensor.detach(), non_blocking=pinned)
 

@@ -207,7 +207,7 @@ def describe(
         world_size: number of ranks to shard over, or with NO_SHARD to average gradients over.
         num_replicas: with hybrid strategies, the number of groups of ``world_size`` ranks.
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
-        device: device that computes, ``"cpu"`` with gloo or ``"cuda"`` with NCCL; if None, as in this process.
+        device: type of the device that computes, such as ``"cpu"`` or ``"cuda"``; if None, as in this process.
         ignored_modules: modules that are not sharded, including all modules below them.
         wrapper_kwargs: other arguments of the wrapper, including ``ignored_states`` and ``ignored_parameters``.
 

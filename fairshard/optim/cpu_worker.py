@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import FairshardError
-from fairshard.utils.device import visible_cpus
+from fairshard.utils.host import visible_cpus
 
 _log = logging.getLogger("fairshard")
 

@@ -14,7 +14,7 @@ from fairshard.errors import FairshardError
 from fairshard.optim.cpu_worker import CPUWorker
 from fairshard.optim.shard_step import ShardStep
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.device import Event, now
+from fairshard.utils.streams import Event, now
 from fairshard.views.orig_param import OrigParam, Stepped
 
 

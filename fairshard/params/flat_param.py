@@ -231,7 +231,7 @@ class FlatParam(Leaves):
         self.shows.keep_on_device()
 
     def _place_on_cpu(self, keep_on_device: bool) -> None:
-        """Move the shard to host memory that the GPU can read; `.cuda()` or `.half()` may have moved it out."""
+        """Move the shard to host memory that the device can read; `.cuda()` or `.half()` may have moved it out."""
         host = host_empty_like(self.shard, self.compute_device)
         host.copy_(self.shard)
         self.shard.data = host

@@ -20,7 +20,7 @@ class KeptSum:
     Attributes:
         waiting: the sum.
         lent: the sum that the running backward adds.
-        added: the sum after it was added, kept until the next pass because a GPU may still read it.
+        added: the sum after it was added, kept until the next pass because a device may still read it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class KeptSum:
     def complete(self) -> None:
         """A reduction that includes the lent sum has finished: `restore` does nothing from now on."""
         if self._is_taken and self.lent is not None:
-            self.added = self.lent if self.lent.is_cuda else None
+            self.added = None if self.lent.is_cpu else self.lent
             self.lent = None
 
     def restore(self) -> None:

@@ -13,7 +13,7 @@ from fairshard.errors import FairshardError
 from fairshard.params.kept_sum import KeptSum
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.custom_comms import AllGather, CustomReduce, ReduceScatter
-from fairshard.utils.device import Stream, now
+from fairshard.utils.streams import Stream, now
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Route:
     def change(self, reduced: Tensor) -> None:
         """Call the user's hook with ``reduced``, a mean, which it changes in place."""
         assert self.hook is not None
-        stream = Stream.of(self.hook_stream if reduced.is_cuda else None)
+        stream = Stream.of(None if reduced.is_cpu else self.hook_stream)
         stream.wait(now(reduced.device))
         with stream.use():
             self.hook(reduced)

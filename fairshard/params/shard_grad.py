@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
 from fairshard.settings.config import GradHome
-from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import is_aliased
+from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import set_grad
 
 _MAX_KEPT_NBYTES = 64 << 20

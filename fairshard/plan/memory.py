@@ -25,6 +25,7 @@ from fairshard.plan.units import PlannedUnit
 from fairshard.settings.config import GradHome
 from fairshard.settings.fsdp1 import BackwardPrefetch
 from fairshard.utils.bucket_plan import is_crowded, pack
+from fairshard.utils.device import check_device_type
 from fairshard.utils.table import table
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -111,8 +112,7 @@ def plan_memory(
     Raises:
         ValueError: an argument is invalid, or contradicts a unit's sharding strategy.
     """
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'`device` must be "cpu" or "cuda", but is {device!r}.')
+    check_device_type("device", device)
     if world_size < 1:
         raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
     if num_replicas is not None and num_replicas < 1:
@@ -339,7 +339,7 @@ class _Step:
             self._deliver(bucket)
             return
         self._add(BUCKETS, bucket.received_nbytes)
-        if self._device == "cuda":  # the work after the transfer is queued now
+        if self._device != "cpu":  # the work after the transfer is queued now
             self._add(BUCKETS, bucket.sum_nbytes)
             self._deliver(bucket)
         self._flying.append(bucket)

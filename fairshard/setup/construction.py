@@ -18,10 +18,11 @@ from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.collectives import communicator
-from fairshard.utils.device import current_device, default_device_type, device_count
+from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of
-from fairshard.utils.messages import backend_name
+from fairshard.utils.messages import communicates
 from fairshard.utils.parallel import validate_process_group
+from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.subclasses import inner_tensors
 
 _BUCKET_NBYTES = 250 * 2**20
@@ -158,30 +159,38 @@ def _device_of(name: str, given: Any) -> torch.device | None:
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
-        raise TypeError(f"`{name}` must be the number of a GPU, a torch.device or its name, but is {given!r}.")
+        raise TypeError(f"`{name}` must be the number of an accelerator, a torch.device or its name, but is {given!r}.")
+    if isinstance(given, int) and given >= device_count():
+        raise ValueError(_absent(name, given, device_count()))
     try:
-        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        device = torch.device(default_device_type(), given) if isinstance(given, int) else torch.device(given)
     except RuntimeError as error:
         raise ValueError(
-            f'`{name}` must name a device, but is {given!r}. Pass "cpu", "cuda:0", a torch.device or the number of a '
-            "GPU."
+            f'`{name}` must name a device, but is {given!r}. Pass "cpu", "cuda:0", a torch.device or the number of an '
+            "accelerator."
         ) from error
     if device.type == "meta":
         raise ValueError(f"`{name}` must be a device with memory, but is {device}.")
-    if device.type == "cuda":
-        if (device.index or 0) >= device_count():
-            raise ValueError(
-                f"`{name}` must be an existing device, but is {device}, and this process sees {device_count()} GPUs. "
-                "Leave it out to compute on the CPU."
-            )
+    check_supported(device)
+    if is_asynchronous(device):
+        if (device.index or 0) >= device_count(device.type):
+            raise ValueError(_absent(name, device, device_count(device.type)))
         if device.index is None:
             device = current_device()
             warnings.warn(
-                f"`{name}` is a GPU without a number, so the current one is used, {device}. Pass "
-                "torch.cuda.current_device() to avoid this warning.",
+                f"`{name}` is an accelerator without a number, so the current one is used, {device}. Pass "
+                "its number to avoid this warning.",
                 stacklevel=4,
             )
     return device
+
+
+def _absent(name: str, given: int | torch.device, count: int) -> str:
+    kind = f" of type {given.type}" if isinstance(given, torch.device) else ""
+    return (
+        f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators{kind}. "
+        "Leave it out to compute on the CPU."
+    )
 
 
 def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> torch.device:
@@ -190,6 +199,8 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
     for fqn, param in own.params.items():
         if not param.is_meta:
             devices.setdefault(param.device, fqn)
+    for device in devices:
+        check_supported(device)
     cpu = torch.device("cpu")
     if wanted is not None:
         for device, fqn in devices.items():
@@ -208,6 +219,6 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
     inner = [unit.origin.device for _, unit in units_below(own.module)]
     if devices or inner:
         return next(iter([*devices, *inner]))
-    if own.on_meta and default_device_type() == "cuda" and backend_name(group, current_device()) == "nccl":
+    if own.on_meta and default_device_type() != "cpu" and communicates(group, current_device()):
         return current_device()
     return next((param.device for param in own.ignored.params if not param.is_meta), cpu)

@@ -13,8 +13,9 @@ from fairshard.errors import HostMemoryError
 from fairshard.settings.config import GradHome
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import current_device, default_device_type
-from fairshard.utils.messages import backend_name
+from fairshard.utils.messages import communicates
 from fairshard.utils.pinned import too_much_to_pin
+from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.user_line import level_of_user
 
 _log = logging.getLogger("fairshard")
@@ -23,7 +24,8 @@ _log = logging.getLogger("fairshard")
 def compute_device(units: list[Unit]) -> torch.device:
     """The device where ``units`` compute: where parameters were when wrapped, or where ``.to()`` has moved them.
 
-    Offloaded units that were on the CPU when wrapped compute on the current GPU if their group uses NCCL.
+    Offloaded units that were on the CPU when wrapped compute on the current accelerator if their group
+    communicates on it.
     """
     for unit in units:
         for flat_param in unit.flat_params:
@@ -34,16 +36,16 @@ def compute_device(units: list[Unit]) -> torch.device:
     if not any(unit.flat_params for unit in units):
         return units[0].origin.device
     device = torch.device("cpu")
-    if default_device_type() == "cuda" and not any(unit.origin.is_placed for unit in units):
-        gpu = current_device()
-        idle = [unit for unit in units if unit.flat_params and backend_name(unit.group.resolve(), gpu) == "nccl"]
+    if default_device_type() != "cpu" and not any(unit.origin.is_placed for unit in units):
+        accelerator = current_device()
+        idle = [unit for unit in units if unit.flat_params and communicates(unit.group.resolve(), accelerator)]
         if any(unit.config.master_on_cpu for unit in idle):
-            return gpu
+            return accelerator
         if idle:
             warnings.warn(
                 f"The parameters of unit `{idle[0].fqn or 'root'}` are on the CPU, where the model will compute, but "
-                f"{gpu} is available. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` to keep "
-                "this and avoid the warning.",
+                f"{accelerator} is available. Pass `device_id` to compute on it, or `device_id=torch.device('cpu')` to "
+                "keep this and avoid the warning.",
                 stacklevel=level_of_user(),
             )
     return device
@@ -55,7 +57,7 @@ def check_host_memory(comm: Communicator, units: list[Unit], device: torch.devic
     Raises:
         HostMemoryError: on every rank, if any host has too little memory for its ranks.
     """
-    if device.type != "cuda" or not any(unit.config.master_on_cpu for unit in units):
+    if not is_asynchronous(device) or not any(unit.config.master_on_cpu for unit in units):
         return
     nbytes = _nbytes_to_pin(units)
     hosts = comm.gather_objects((socket.gethostname(), nbytes))

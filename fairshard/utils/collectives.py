@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name, gloo_twin
+from fairshard.utils.streams import Event, now
 from fairshard.utils.watchdog import explain
 
 _EXCHANGE_RANKS = range(2, 5)
@@ -81,6 +82,21 @@ class Transfer:
     def is_completed(self) -> bool:
         """Whether `wait` would return immediately."""
         return all(work.is_completed() for work in self._works)
+
+
+class Ready(Transfer):
+    """Transfer that ends when the work queued on a stream has ended."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Event, result: Tensor) -> None:
+        super().__init__(result=result)
+        self._done = done
+
+    def wait(self) -> Tensor | None:
+        """Make the current stream wait for it."""
+        self._done.wait()
+        return self.result
 
 
 class Chain(Transfer):
@@ -306,8 +322,8 @@ class RowGather:
     def start(self, tag: int) -> Transfer:
         """Gather; this rank's row is already written. See `Communicator.all_gather`."""
         comm = self.comm
-        if comm.world_size == 1:
-            return Transfer(result=self.buffer)
+        if comm.world_size == 1:  # nothing is sent, but this stream may have just written the row
+            return Ready(now(self.buffer.device), self.buffer)
         comm.count(self._kind, self._nbytes)
         exchange = self._exchange
         if exchange is None:

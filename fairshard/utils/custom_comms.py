@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import Communicator, RowGather, Transfer
-from fairshard.utils.device import Event, now
+from fairshard.utils.collectives import Communicator, Ready, RowGather, Transfer
 from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name
+from fairshard.utils.streams import now
 
 
 class Comm(ABC):
@@ -59,20 +59,6 @@ class ReduceScatter(Comm):
         """
 
 
-class Ready(Transfer):
-    """Transfer that ends when the work queued on a stream has ended."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self, done: Event) -> None:
-        super().__init__()
-        self._done = done
-
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
-        self._done.wait()
-
-
 class CustomGather(RowGather):
     """A gather of rows through an `AllGather`."""
 
@@ -86,14 +72,14 @@ class CustomGather(RowGather):
         """Gather, in program order; ``tag`` is not used."""
         comm, buffer = self.comm, self.buffer
         if comm.world_size == 1:
-            return Transfer(result=buffer)
+            return Ready(now(buffer.device), buffer)
         comm.count("all_gather", buffer.nbytes - buffer.nbytes // comm.world_size)
         output = _allocated(self._custom, buffer.numel(), buffer)
         own = output.view_as(buffer)[comm.rank]
         own.copy_(buffer[comm.rank])
         _wait(self._custom(output_tensor=output, input_tensor=own, group=comm.group, async_op=False))
         buffer.copy_(output.view_as(buffer))
-        return Ready(now(buffer.device))
+        return Ready(now(buffer.device), buffer)
 
 
 class CustomReduce(Communicator):

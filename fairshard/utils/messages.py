@@ -152,6 +152,14 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
     return config.get(device.type)
 
 
+def communicates(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend that ``group`` uses for ``device`` reads and writes the memory of ``device`` itself.
+
+    Gloo, MPI and fake groups do not: a model in host memory stays there with them, even if there is an accelerator.
+    """
+    return backend_name(group, device) not in (None, "gloo", "mpi", "fake", "threaded")
+
+
 _host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 

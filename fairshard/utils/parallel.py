@@ -36,7 +36,7 @@ def validate_process_group(device: torch.device, process_group: ProcessGroup) ->
     if name is None or (device.type != "cpu" and name == "mpi"):
         raise ValueError(
             f"`process_group` must have a backend for {device.type} tensors, but none is set up for it. "
-            'Pass a group made with backend="gloo" (CPU) or backend="nccl" (CUDA).'
+            'Pass a group made with backend="gloo" (CPU) or the backend of the accelerator, such as "nccl".'
         )
 
 

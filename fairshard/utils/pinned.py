@@ -1,7 +1,7 @@
-"""Pinned host memory of exact size, which a GPU can copy from and to asynchronously.
+"""Pinned host memory of exact size, which an accelerator can copy from and to asynchronously.
 
-torch's pinned allocator rounds up to powers of two, up to twice the request. Here ordinary page-aligned memory is
-registered with the driver.
+torch's pinned allocator rounds up to powers of two, up to twice the request. Where the driver can register ordinary
+memory, page-aligned memory of exact size is registered; elsewhere torch's allocator is used.
 """
 
 import mmap
@@ -11,19 +11,23 @@ import weakref
 import torch
 from torch import Tensor
 
-from fairshard.utils.device import free_host_memory, host_register, host_unregister
+from fairshard.utils.device import can_register, host_register, host_unregister
+from fairshard.utils.host import free_host_memory
+from fairshard.utils.streams import is_asynchronous
 
 MAX_FRACTION = 0.8
 _has_warned = False
 
 
 def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
-    """Uninitialised memory on the CPU for the elements of ``like``; pinned if ``compute_device`` is a GPU.
+    """Uninitialised memory on the CPU for the elements of ``like``; pinned if ``compute_device`` is an accelerator.
 
     If the limit of locked memory is reached, the memory is pageable, with one warning.
     """
-    if compute_device.type != "cuda":
+    if not is_asynchronous(compute_device):
         return torch.empty(like.shape, dtype=like.dtype)
+    if not can_register(compute_device):
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
     return _pinned_empty(like.numel(), like.dtype).view(like.shape)
 
 
@@ -59,6 +63,6 @@ def _warn_not_pinned(nbytes: int) -> None:
         _has_warned = True
         warnings.warn(
             f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned: the limit of locked memory is reached "
-            "(`ulimit -l`). Copies to and from the GPU are slower, and no longer overlap with its work.",
+            "(`ulimit -l`). Copies to and from the device are slower, and no longer overlap with its work.",
             stacklevel=2,
         )

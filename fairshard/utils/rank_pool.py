@@ -40,6 +40,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from fairshard.utils.device import device_count, set_device
+
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
 
@@ -72,8 +74,9 @@ class RanksFailed(AssertionError):
 class RankPool:
     """Worker processes that serve as the ranks of one call after another.
 
-    ``device`` is ``"cpu"`` (gloo) or ``"cuda"`` (NCCL for CUDA tensors, gloo for the others; rank ``r`` uses
-    GPU ``r``, by default for every new tensor). Not thread-safe: one call at a time.
+    ``device`` is ``"cpu"`` (gloo), or the type of an accelerator: its tensors use torch's default backend for it, the
+    others gloo. Rank ``r`` uses device ``r`` (modulo their number), by default for every new tensor. Not thread-safe:
+    one call at a time.
     """
 
     def __init__(self, device: str = "cpu"):
@@ -372,10 +375,10 @@ def _answer(call: _Call, store: TCPStore) -> bytes:
         fn, args, kwargs = pickle.loads(call.body)
         _rank_device = call.device
         backend = "gloo"
-        if call.device == "cuda":
-            torch.get_device_module("cuda").set_device(call.rank)
-            torch.set_default_device("cuda")
-            backend = "cpu:gloo,cuda:nccl"
+        if call.device != "cpu":
+            set_device(torch.device(call.device, call.rank % device_count(call.device)))
+            torch.set_default_device(call.device)
+            backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
         dist.init_process_group(
             backend,
             store=PrefixStore(str(call.number), store),

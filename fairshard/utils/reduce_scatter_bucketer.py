@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from fairshard.utils.bucket_plan import MB, PlannedSource, is_crowded, pack
 from fairshard.utils.chunk_bucket import ChunkBucket
 from fairshard.utils.collectives import Chain, Communicators, Transfer, communicator, exchange_tag
-from fairshard.utils.device import Event, Stream, now
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
+from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import add_runs
 
 Hook = Callable[[Tensor, Tensor], object]
@@ -244,11 +244,11 @@ class ReduceScatterBucketer:
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or not bucket.is_missing(index):
             bucket, index = Bucket([source]), 0
-        while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
+        while self._flying and (self._has_ended() or self._is_crowded(bucket)):
             self._land()
         if bucket.leave_empty(index) if self.drops else bucket.write(index):
             self.launch(bucket)
-            lands = not bucket.data.is_cuda and any(source.lands_at_once for source in bucket.sources)
+            lands = bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources)
             while lands and self._flying:
                 self._land()
 
@@ -295,12 +295,12 @@ class ReduceScatterBucketer:
         self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def launch(self, bucket: Bucket) -> None:
-        """Start the sum of ``bucket`` over ranks; on a GPU also queue its delivery."""
+        """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""
         written = now(bucket.data.device)
         with self._stream.use():
             self._stream.wait(written)
             transfer = bucket.launch()
-            if bucket.data.is_cuda:  # ordered by the stream: delivery is queued now, and the host never waits
+            if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
                 self.deliver(bucket, transfer)
         self._flying.append((bucket, transfer, self._stream.record()))
 
@@ -311,6 +311,11 @@ class ReduceScatterBucketer:
         if not self.drops:
             bucket.deliver(reduced)
 
+    def _has_ended(self) -> bool:
+        """Whether the oldest bucket in flight is reduced: on an accelerator, whether its stream is that far."""
+        bucket, transfer, done = self._flying[0]
+        return transfer.is_completed() if bucket.data.is_cpu else done.has_passed()
+
     def _is_crowded(self, bucket: Bucket) -> bool:
         if bucket.is_open:
             return False
@@ -319,7 +324,7 @@ class ReduceScatterBucketer:
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""
         bucket, transfer, done = self._flying.popleft()
-        if not bucket.data.is_cuda:
+        if bucket.data.is_cpu:
             self.deliver(bucket, transfer)
         done.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
         bucket.close()

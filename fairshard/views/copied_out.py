@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
-from fairshard.utils.custom_comms import AllGather, Ready
-from fairshard.utils.device import now
+from fairshard.utils.collectives import Ready
+from fairshard.utils.custom_comms import AllGather
 from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.streams import now
 from fairshard.views.joint_gather import JointGather
 
 
@@ -63,11 +64,11 @@ class CopiedOut(Gathered):
             return
         super().start(own, part, tag)
         self._is_to_copy = True
-        if self.buffer.is_cuda and self is self._together[-1]:
+        if not self.buffer.is_cpu and self is self._together[-1]:
             for each in self._together:  # on this stream: compute does not wait for the copies
                 if each._is_to_copy:
                     each._copy_out()
-                    each.transfer = Ready(now(self.buffer.device))
+                    each.transfer = Ready(now(self.buffer.device), self._line)
 
     def wait(self) -> None:
         """Wait for the running gather, if any, and copy the parameters out."""

@@ -176,9 +176,9 @@ class ShownDTensors(ShownRuns):
             return
         self.shard = nn.Parameter(shard.cpu() if self.on_cpu else shard, requires_grad=self.shard.requires_grad)
         self.versioned = (self.shard, *self.registered)
-        computes_on_gpu = self.on_cpu and self.mesh.device_type == "cuda"
+        computes_elsewhere = self.on_cpu and self.mesh.device_type != "cpu"
         for slot in self.slots:
-            slot.renew_leaf(current_device() if computes_on_gpu else shard.device)
+            slot.renew_leaf(current_device() if computes_elsewhere else shard.device)
 
     def adopt(self, index: int, param: DTensor, is_fixed: bool) -> nn.Parameter:
         """Adopt the values of ``param``, and its dtype and device unless ``is_fixed``; returns ``registered[index]``.

@@ -135,14 +135,14 @@ def test_under_torchrun_nproc_is_refused(meetings, capfd):
 @pytest.mark.parametrize(
     ("gpus", "line", "names"),
     [
-        (0, "--device cuda", "needs a GPU, but torch sees none"),
-        (2, "--device cuda --nproc 4", "4 ranks and 2 GPUs"),
-        (2, "--nproc 4", "4 ranks and 2 GPUs"),
+        (0, "--device cuda", "needs an accelerator of this type, but torch sees none"),
+        (2, "--device cuda --nproc 4", "4 ranks and 2 of type cuda"),
+        (2, "--nproc 4", "4 ranks and 2 of type cuda"),
     ],
 )
 def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launched, capfd):
     """On CUDA more ranks than GPUs are refused, and so is CUDA without a GPU."""
-    monkeypatch.setattr(options, "device_count", lambda: gpus)
+    monkeypatch.setattr(options, "device_count", lambda kind: gpus)
     monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
     assert main(["train", *line.split()]) == 2
     assert names in capfd.readouterr().err
@@ -152,7 +152,7 @@ def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launch
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 8)])
 def test_by_default_there_is_a_rank_for_each_gpu_else_two(gpus, ranks, monkeypatch):
     """Without ``--nproc`` there are as many ranks as GPUs, and 2 on a machine without GPUs."""
-    monkeypatch.setattr(options, "device_count", lambda: gpus)
+    monkeypatch.setattr(options, "device_count", lambda kind: gpus)
     monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
     assert TrainOptions().num_ranks == ranks
 

@@ -15,7 +15,7 @@ from fairshard.params.shard_grad import GradTransfers
 from fairshard.plan.summary import copy_wait_s, state_bytes
 from fairshard.setup import placement as placement_module
 from fairshard.setup.placement import check_host_memory
-from fairshard.utils.device import Event
+from fairshard.utils.streams import Event
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd

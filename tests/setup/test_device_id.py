@@ -30,6 +30,7 @@ def gpus(number, current=0):
     """Pretend that this machine has GPUs."""
     with (
         mock.patch.object(construction, "device_count", return_value=number),
+        mock.patch.object(construction, "default_device_type", return_value="cuda" if number else "cpu"),
         mock.patch.object(construction, "current_device", return_value=torch.device("cuda", current)),
     ):
         yield
@@ -73,7 +74,7 @@ def test_a_device_may_be_given_by_its_name():
     with gpus(2):
         assert device_of("cpu") == device_of(compute_device="cpu") == CPU
         assert device_of("cuda:1") == device_of(compute_device="cuda:1") == torch.device("cuda:1")
-        with pytest.raises(ValueError, match="is cuda:2, and this process sees 2 GPUs"):
+        with pytest.raises(ValueError, match="is cuda:2, and this process sees 2 accelerators"):
             device_of("cuda:2")
     with pytest.raises(ValueError, match="`compute_device` must name a device, but is 'disk'"):
         device_of(compute_device="disk")
@@ -82,27 +83,28 @@ def test_a_device_may_be_given_by_its_name():
 @pytest.mark.parametrize("given", [True, 1.0, [0]], ids=str)
 def test_other_types_are_refused(given):
     """Anything but a number, a device or a name raises."""
-    with pytest.raises(TypeError, match="`device_id` must be the number of a GPU"):
+    with pytest.raises(TypeError, match="`device_id` must be the number of an accelerator"):
         device_of(given)
 
 
 def test_devices_that_are_not_there_are_refused():
     """A number too high, a GPU on a machine without GPUs, the meta device, and two different devices raise."""
-    with gpus(2), pytest.raises(ValueError, match=r"is cuda:2, and this process sees 2 GPUs"):
+    with gpus(2), pytest.raises(ValueError, match=r"is 2, and this process sees 2 accelerators"):
         device_of(2)
-    with gpus(0), pytest.raises(ValueError, match=r"this process sees 0 GPUs"):
-        device_of(torch.device("cuda"))
+    for given in (torch.device("cuda"), 0):
+        with gpus(0), pytest.raises(ValueError, match=r"this process sees 0 accelerators"):
+            device_of(given)
     with pytest.raises(ValueError, match="a device with memory"):
         device_of(torch.device("meta"))
     with gpus(2), pytest.raises(ValueError, match="must not differ"):
         device_of(1, torch.device("cuda:0"))
 
 
-def fake_on_gpu(module, number=0):
+def fake_on_gpu(module, number=0, kind="cuda"):
     """Pretend that ``module`` is on a GPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(param.shape, device=f"cuda:{number}")))
+            setattr(module, name, nn.Parameter(torch.empty(param.shape, device=f"{kind}:{number}")))
     return module
 
 
@@ -201,7 +203,7 @@ def messages_of(wrapped):
     with (
         mock.patch.object(placement, "default_device_type", return_value="cuda"),
         mock.patch.object(placement, "current_device", return_value=torch.device("cuda:0")),
-        mock.patch.object(placement, "backend_name", return_value="nccl"),
+        mock.patch.object(placement, "communicates", return_value=True),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -219,3 +221,12 @@ def test_a_module_on_the_cpu_beside_a_gpu_is_told_once():
     (message,) = messages_of(wrap_each(mlp(3, 5, 4)))
     assert "Pass `device_id`" in message
     assert messages_of(wrap_each(mlp(3, 5, 4), device_id=CPU)) == []
+
+
+@on_ranks(1)
+def test_mps_is_refused_by_name():
+    """A device without collectives raises with its reason, whether it is asked for or the module is there."""
+    with pytest.raises(ValueError, match=r"is on mps.*no collectives"):
+        device_of("mps")
+    with pytest.raises(ValueError, match=r"is on mps:0.*no collectives"):
+        FSDP(fake_on_gpu(nn.Linear(2, 2), kind="mps"))

@@ -4,7 +4,8 @@ import mmap
 
 import torch
 
-from fairshard.utils.device import Stream, memory_allocated, now, peak_memory
+from fairshard.utils.device import memory_allocated, peak_memory
+from fairshard.utils.streams import Stream, now
 
 CPU = torch.device("cpu")
 

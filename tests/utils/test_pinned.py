@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fairshard.utils import pinned
-from fairshard.utils.device import free_host_memory
+from fairshard.utils.host import free_host_memory
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_free_memory_is_that_of_the_control_group_where_it_is_less(monkeypatch, 
     (tmp_path / "max").write_text("1000\n")
     (tmp_path / "current").write_text("400\n")
     files = (str(tmp_path / "max"), str(tmp_path / "current"))
-    monkeypatch.setattr("fairshard.utils.device._CGROUP_MEMORY", (files,))
+    monkeypatch.setattr("fairshard.utils.host._CGROUP_MEMORY", (files,))
     assert free_host_memory() == 600
     (tmp_path / "max").write_text("max\n")
     assert free_host_memory() > 1 << 20

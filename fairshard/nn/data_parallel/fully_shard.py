@@ -155,7 +155,7 @@ def fully_shard(
             again: Any = fully_shard  # mypy finds no overload for keywords from a dict
             again(part, **options, **where)
     groups = find_groups(config.sharding_strategy, None, mesh, None)
-    device = current_device() if mesh.device_type == "cuda" else None
+    device = current_device() if mesh.device_type != "cpu" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
     ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
     check_not_sharded(tree, ignored, data)

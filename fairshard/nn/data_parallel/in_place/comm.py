@@ -21,9 +21,10 @@ from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
 from fairshard.utils.collectives import communicator
 from fairshard.utils.custom_comms import AllGather, GroupAllGather, GroupReduceScatter, ReduceScatter, check_allocates
-from fairshard.utils.device import Event, current_device
+from fairshard.utils.device import current_device
 from fairshard.utils.messages import subgroup
 from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -94,7 +95,7 @@ class CommMethods(nn.Module):
         rank's part. All sums (including the sum over replicas) and the division are done; the dtype is that of the
         sum, which on gloo is fp32 or wider. The hook changes ``mean`` in place, and is called once per dtype of the
         parameters. The hook may communicate: all ranks call it at the same point, after the reduction of the module's
-        bucket and before the next one. On a GPU it runs on ``stream``, a CUDA stream, or by default on the stream that
+        bucket and before the next one. On an accelerator it runs on ``stream``, or by default on the stream that
         reduces gradients.
 
         Raises:
@@ -110,7 +111,7 @@ class CommMethods(nn.Module):
                 "`stream` must be None on a mesh with replicas, but is given: hooks run on the stream of their sum."
             )
         if stream is not None and not hasattr(stream, "wait_event"):
-            raise TypeError(f"`stream` must be a CUDA stream, but is {stream!r}.")
+            raise TypeError(f"`stream` must be a stream of the device, but is {stream!r}.")
         for flat_param in _routed(unit, "set_all_reduce_hook"):
             flat_param.route.hook, flat_param.route.hook_stream = hook, stream
             flat_param.follow_route()
@@ -169,7 +170,7 @@ class CommMethods(nn.Module):
             flat_param.follow_route()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Gather parameters and reduce gradients of this module in memory from the backend's allocator (NCCL's).
+        """Gather parameters and reduce gradients of this module in memory from the backend's allocator.
 
         Raises:
             ValueError: ``enable`` is not a bool, or the backend has no allocator.
@@ -188,8 +189,8 @@ class CommMethods(nn.Module):
         for flat_param in flat_params:
             shown = flat_param.shows
             if enable:
-                on_gpu = isinstance(shown, ShownDTensors) and shown.mesh.device_type == "cuda"
-                check_allocates(group, current_device() if on_gpu else torch.device("cpu"))
+                on_accelerator = isinstance(shown, ShownDTensors) and shown.mesh.device_type != "cpu"
+                check_allocates(group, current_device() if on_accelerator else torch.device("cpu"))
             route = flat_param.route
             route.uses_group_memory = enable
             route.gather = GroupAllGather(group) if enable else None
@@ -236,16 +237,17 @@ class CommMethods(nn.Module):
         effect on CPU.
 
         Raises:
-            TypeError: ``event`` is not a ``torch.Event`` or ``torch.cuda.Event``.
+            TypeError: ``event`` is not a ``torch.Event``, nor an event of a device's own module.
             ValueError: ``event`` belongs to another type of device.
         """
         if not all(hasattr(event, name) for name in ("record", "wait", "query")):
-            raise TypeError(f"`event` must be a torch.Event or torch.cuda.Event, but is {event!r}.")
+            raise TypeError(f"`event` must be a torch.Event, or one of the device's own module, but is {event!r}.")
         root = _unit_of(self).root or claim(self)
         device = getattr(event, "device", None)
-        if root.device.type == "cuda" and device is not None and device.type != "cuda":
-            raise ValueError(f"`event` must belong to a CUDA stream, but belongs to {device}.")
-        root.after_step = Event(event if root.device.type == "cuda" else None)
+        on_accelerator = is_asynchronous(root.device)
+        if on_accelerator and device is not None and device.type != root.device.type:
+            raise ValueError(f"`event` must belong to a stream of {root.device}, but belongs to {device}.")
+        root.shared.after_step = Event(event if on_accelerator else None)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -98,6 +98,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         root = root_of(self)
         root.drop_interrupted()
         unit = self._fairshard_unit
+        if root.is_between_passes:
+            root.shared.await_step()
         unit.unshard()
         if root.is_between_passes:
             unit.keep_gathered()
