@@ -243,6 +243,19 @@ def test_vendors_are_named_in_one_file(path):
                 assert not set(parts) & set(VENDORS), f"{path}:{node.lineno}: {word}"
 
 
+FACTORIES = {f"torch.{name}" for name in ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros")}
+FACTORIES |= {f"torch.{name}" for name in ("rand", "randint", "randn", "randperm")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_new_tensors_name_their_device(path):
+    """The engine's own tensors are not moved by ``torch.set_default_device``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and dotted(node.func) in FACTORIES:
+            names = {keyword.arg for keyword in node.keywords}
+            assert "device" in names, f"{path}:{node.lineno}: {dotted(node.func)} without `device`"
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_collectives_are_called_in_two_files(path):
     """Collectives and groups of torch.distributed are used in ``utils/collectives.py`` and ``messages.py`` only."""

@@ -83,6 +83,6 @@ def mapped_like(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 def _view(pages: mmap.mmap, offset: int, like: Tensor) -> Tensor:
     if not like.nbytes:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     data = torch.frombuffer(pages, dtype=torch.uint8, count=like.nbytes, offset=offset)
     return data.view(like.dtype).view(like.shape)

@@ -119,7 +119,7 @@ def _exact(tensor: Tensor) -> Tensor:
     if storage.nbytes() == tensor.nbytes or not tensor.is_contiguous():
         return tensor.contiguous()
     start = tensor.storage_offset() * tensor.element_size()
-    alias = torch.empty(0, dtype=tensor.dtype)
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage[start : start + tensor.nbytes], 0, tensor.shape)  # type: ignore[call-overload, no-any-return]
 
 

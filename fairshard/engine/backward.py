@@ -32,6 +32,7 @@ from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.params.listing import Listing
 from fairshard.params.versions import check_unchanged
+from fairshard.utils.autograd import NO_BACKWARD, current_task
 
 _MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
@@ -298,8 +299,20 @@ class Backward:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
         return unit in self._plan.listed or unit in self._used
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the graph task has ended.
+
+        After an exception, autograd's thread for a device may hold the task longer than the call of the backward takes.
+        A thread that is in no backward knows that it is over.
+        """
+        return self.task() is None or current_task() == NO_BACKWARD
+
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
+        for listing in self._listings:
+            listing.hide()
+        self._listings.clear()  # the end of the task, which may come later, then hides nothing of the next pass
         # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.
         seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
         keeps_sums = True in seen or not seen

@@ -136,7 +136,7 @@ def _swap(question: Question, peers: Peers, number: int, flags: int, models: set
 def _exchange(comm: Communicator, message: bytes) -> list[bytes]:
     """The messages of all ranks, which have the same size, in host memory. **Collective.**"""
     with torch.inference_mode(False):
-        buffer = torch.empty(comm.world_size, len(message), dtype=torch.uint8)
+        buffer = torch.empty(comm.world_size, len(message), dtype=torch.uint8, device="cpu")
     rows = buffer.numpy()
     rows[comm.rank] = np.frombuffer(message, np.uint8)
     comm.on_host.gather_messages(buffer).wait()

@@ -91,7 +91,7 @@ class Root:
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
         """Gather, prefetch, and cast the inputs; returns the inputs and, with grad enabled, the `Call`."""
-        if self.shared.depth == 0 and (self.backward is None or self.backward.task() is None):
+        if self.shared.depth == 0 and (self.backward is None or self.backward.is_over):
             self._begin_pass(unit)
         self.shared.depth += 1
         try:
@@ -344,7 +344,7 @@ class Root:
 
     def drop_interrupted(self) -> None:
         """Call `reset` if a backward has raised and was not cleaned up yet."""
-        if self.backward is not None and self.backward.task() is None:
+        if self.backward is not None and self.backward.is_over:
             self.reset()
 
     def _drop_pass(self, backward: Backward | None) -> None:

@@ -26,7 +26,7 @@ class Shared:
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
         self.bucketer = ReduceScatterBucketer(bucket_cap_mb, self.reduce_stream)
-        self.free: Event = now(device)
+        self.free = Event()
         self.after_step: Event | None = None
         self.depth = 0
 

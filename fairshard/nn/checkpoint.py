@@ -177,7 +177,7 @@ class _Inputs:
     def _keep(self, tensor: Tensor) -> Tensor:
         placeholder = self._placeholders.get(id(tensor))
         if placeholder is None:
-            placeholder = self._placeholders[id(tensor)] = torch.empty(0)
+            placeholder = self._placeholders[id(tensor)] = torch.empty(0, device="cpu")
             self._kept[id(placeholder)] = _Kept(tensor, self._offload)
         return placeholder
 

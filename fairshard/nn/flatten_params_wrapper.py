@@ -165,7 +165,7 @@ class FlattenParamsWrapper(Forwarding):
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
         self._loading.close()
         for slot in self._slots if self._is_flat else ():
-            slot.attach(torch.empty(0))  # views have an autograd graph, which cannot be copied
+            slot.attach(torch.empty(0, device="cpu"))  # views have an autograd graph, which cannot be copied
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)

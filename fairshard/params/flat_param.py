@@ -29,6 +29,7 @@ from fairshard.utils.collectives import Communicator, Communicators, exchange_ta
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.reduce_scatter_bucketer import Division, Hook
+from fairshard.utils.tensors import set_data
 
 
 class FlatParam(Leaves):
@@ -171,7 +172,7 @@ class FlatParam(Leaves):
             if self.on_cpu:
                 self._place_on_cpu(keep_on_device=not config.cpu_offload)
             elif self.shard.device != self.compute_device:
-                self.shard.data = self.shard.data.to(self.compute_device)
+                set_data(self.shard, self.shard.data.to(self.compute_device))
             self.gathered = self._make_gathered(comm)
         self._hook_leaves()
         self.shows.link()
@@ -234,7 +235,7 @@ class FlatParam(Leaves):
         """Move the shard to host memory that the device can read; `.cuda()` or `.half()` may have moved it out."""
         host = host_empty_like(self.shard, self.compute_device)
         host.copy_(self.shard)
-        self.shard.data = host
+        set_data(self.shard, host)
         if keep_on_device:
             self._device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
 

@@ -14,6 +14,7 @@ from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import GradHome
 from fairshard.utils.span import Span
+from fairshard.utils.tensors import set_data
 
 
 class ShownShard:
@@ -97,13 +98,13 @@ class ShownShard:
 
     def move_to(self, device: torch.device) -> None:
         """Move the shard to ``device``."""
-        self.shard.data = self.shard.data.to(device)
+        set_data(self.shard, self.shard.data.to(device))
         self.link()
 
     def keep_on_device(self) -> None:
         """Keep the shard on the compute device, even if the unit's options place it in host memory."""
         self.on_cpu = False
-        self.shard.data = self.shard.data.to(self.slots[0].leaf.device)
+        set_data(self.shard, self.shard.data.to(self.slots[0].leaf.device))
         self.link()
 
     # ---- registering

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.params.placeholder import GatheredAs, ShardedParameter
 from fairshard.utils.dynamo import not_traced
+from fairshard.utils.tensors import set_data
 
 
 class _Guard:
@@ -186,7 +187,9 @@ class ParamSlot:
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
-        self.show(self.leaf.data.to(device))
+        empty = self.leaf.data.to(device)
+        set_data(self.leaf, empty)
+        self.show(empty)
         self.detach()
 
     def show(self, view: Tensor) -> None:

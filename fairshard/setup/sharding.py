@@ -23,6 +23,7 @@ from fairshard.settings.data_mesh import DataMesh
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
+from fairshard.utils.tensors import set_data
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
@@ -121,7 +122,7 @@ def shard_rows(
     for group in group_slots([slot for slot in slots if slot not in extended], config):
         for slot in group:
             if not slot.leaf.is_meta and not isinstance(slot, DTensorSlot):
-                slot.leaf.data = slot.leaf.data.to(origin.device)
+                set_data(slot.leaf, slot.leaf.data.to(origin.device))
         shown = _shown(group, data, [dims[slot] for slot in group], config.master_on_cpu)
         flat_params.append(FlatParam(shown, shown.slots[0].fqn))
         for slot in group:

@@ -154,9 +154,9 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
             "given on one rank only. Use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
     if isinstance(flat_param.shard, DTensor):
-        whole = values[0] if values else torch.empty(flat_param.shard.shape, dtype=dtype)
-        like = flat_param.shard
-        return distribute_tensor(whole.to(flat_param.compute_device), like.device_mesh, like.placements)
+        device, like = flat_param.compute_device, flat_param.shard
+        whole = values[0].to(device) if values else torch.empty(like.shape, dtype=dtype, device=device)
+        return distribute_tensor(whole, like.device_mesh, like.placements)
     row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
     line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
     flat_param.comm.scatter_rows(row, line)

@@ -60,7 +60,7 @@ def layout_of(shards: Mapping[str, Any]) -> Any:
 
 def layout_bytes(module: nn.Module) -> Tensor:
     """Description of the parameters behind this rank's shards below ``module``: JSON as ``uint8``."""
-    return torch.tensor(list(json.dumps(_describe(module)).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(_describe(module)).encode()), dtype=torch.uint8, device="cpu")
 
 
 def check_layout(module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -177,7 +177,7 @@ class ShardedOptimState:
                     span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             return shard
         wholes = [
-            torch.zeros(slot.shape, dtype=dtype) if value is None else value.to("cpu")
+            torch.zeros(slot.shape, dtype=dtype, device="cpu") if value is None else value.to("cpu")
             for slot, value in zip(flat_param.slots, values, strict=True)
             if flat_param.rank == 0
         ]

@@ -31,7 +31,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return torch.empty(0, dtype=leaf.dtype)
+        return torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
@@ -133,4 +133,4 @@ def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
             hooks[key] = hooks.pop(key)
 
 
-_ACCUMULATION: type = type(accumulate_node(torch.empty(0, requires_grad=True)))
+_ACCUMULATION: type = type(accumulate_node(torch.empty(0, requires_grad=True, device="cpu")))

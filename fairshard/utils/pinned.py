@@ -16,6 +16,7 @@ from fairshard.utils.host import free_host_memory
 from fairshard.utils.streams import is_asynchronous
 
 MAX_FRACTION = 0.8
+_HOST = torch.device("cpu")  # named, because users set other default devices
 _has_warned = False
 
 
@@ -25,9 +26,9 @@ def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
     If the limit of locked memory is reached, the memory is pageable, with one warning.
     """
     if not is_asynchronous(compute_device):
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device=_HOST)
     if not can_register(compute_device):
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device=_HOST, pin_memory=True)
     return _pinned_empty(like.numel(), like.dtype).view(like.shape)
 
 
@@ -45,7 +46,7 @@ def too_much_to_pin(nbytes: int, num_ranks: int) -> str:
 
 def _pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
-    line = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    line = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device=_HOST)
     start = -line.data_ptr() % mmap.PAGESIZE
     data = line[start : start + nbytes].view(dtype)
     if not nbytes:

@@ -34,12 +34,12 @@ def _gathered(value: ShardedTensor) -> Tensor:
             f"A ShardedTensor must have all its elements on the ranks of its group, but of {shape.numel()} elements "
             f"of shape {tuple(shape)} these ranks have {sum(numels)}. Load it on the ranks that saved it."
         )
-    rows = torch.zeros(comm.world_size, max(numels), dtype=value.dtype)
+    rows = torch.zeros(comm.world_size, max(numels), dtype=value.dtype, device="cpu")
     if shards:
         rows[comm.rank, : numels[comm.rank]] = torch.cat([values for _, values in shards])
     if comm.world_size > 1 and shape.numel():
-        comm.gather_messages(rows).wait()
-    whole = torch.empty(shape, dtype=value.dtype)
+        comm.on_host.gather_messages(rows).wait()
+    whole = torch.empty(shape, dtype=value.dtype, device="cpu")
     for row, each in zip(rows, boxes, strict=True):
         start = 0
         for offsets, sizes in each:

@@ -19,7 +19,7 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
     """The ``p``-norm of ``tensors`` seen as one vector, in fp32 or wider; 0-d, 0 without tensors."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     norms = [
         torch.linalg.vector_norm(
             tensor, p, dtype=torch.promote_types(tensor.dtype, torch.float32)
@@ -31,6 +31,18 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
         widest = torch.promote_types(widest, norm.dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p)
     return total
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Like ``tensor.data = data``, but ``data`` may be on any type of device; ``tensor`` stays the same object.
+
+    torch assigns across types of devices that are part of torch only. On others the two tensors' contents are swapped;
+    ``tensor`` then loses its gradient and its hooks.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+    else:
+        torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:
@@ -55,7 +67,7 @@ def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Gener
 
     bf16 is the upper half of fp32: add 16 random bits to the lower half, then truncate it.
     """
-    noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, generator=generator)
+    noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, generator=generator, device=source.device)
     noise.add_(source.view(torch.int32)).bitwise_and_(-1 << 16)
     return target.copy_(noise.view(torch.float32))
 

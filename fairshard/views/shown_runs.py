@@ -26,6 +26,7 @@ from fairshard.settings.config import GradHome
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
+from fairshard.utils.tensors import set_data
 from fairshard.views.orig_param import OrigParam
 from fairshard.views.viewed_grad import ViewedGrad
 
@@ -60,7 +61,7 @@ class ShownRuns(ShownShard):
 
     def set_view(self, index: int, run: Tensor) -> None:
         """Make ``registered[index]`` a view of ``run``."""
-        self.registered[index].data = run
+        set_data(self.registered[index], run)
 
     def stepped_by(self, flat_param: Any) -> Sequence[OrigParam]:
         """The `OrigParam` of each original parameter."""
@@ -125,7 +126,7 @@ class ShownRuns(ShownShard):
 
     def _renew_shard(self, shard: Tensor) -> None:
         """Use ``shard`` as the memory of the shard."""
-        self.shard.data = shard
+        set_data(self.shard, shard)
 
     def link(self) -> None:
         """Make the registered parameters views of the shard's current memory."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fairshard.utils.tensors import set_data
 from fairshard.views.shown_runs import ShownRuns
 from fairshard.views.viewed_grad import ViewedGrad
 
@@ -33,7 +34,7 @@ class ShownWhole(ShownRuns):
 
     def set_view(self, index: int, run: Tensor) -> None:
         """Make ``registered[index]`` a view of ``run``."""
-        self.registered[index].data = self.shown_as(index, run)
+        set_data(self.registered[index], self.shown_as(index, run))
 
     @property
     def has_moved(self) -> bool:
