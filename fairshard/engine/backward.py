@@ -280,6 +280,7 @@ class Backward:
                 model.leave_backward()
         if found is not None:
             self._retract(found)
+        self._listings.clear()  # see `is_over`: the task may end later, and must hide nothing of the next pass
 
     def _retract(self, leaves: bytearray) -> None:
         """Remove the zero gradients of parameters that no rank has reached after all."""
@@ -312,7 +313,7 @@ class Backward:
         """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
         for listing in self._listings:
             listing.hide()
-        self._listings.clear()  # the end of the task, which may come later, then hides nothing of the next pass
+        self._listings.clear()
         # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.
         seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
         keeps_sums = True in seen or not seen

@@ -1,0 +1,62 @@
+"""Autograd's thread for a device may let go of a graph task only after ``backward()`` has returned."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from fairshard.engine.tree import units_below
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
+from tests.models import mlp, wrap_each
+from tests.on_ranks import on_ranks
+from tests.reference import randn, sgd
+
+
+def run_backward(model, fails=False):
+    """Run a backward; returns a list that keeps its graph task alive, as autograd's thread may."""
+    _, unit = next(iter(units_below(model)))
+    kept = []
+
+    def keep(_module, _grads):
+        kept.append(unit.root.backward.task())
+        if fails:
+            raise InterruptedError
+
+    first = (model.module if isinstance(model, FSDP) else model)[0]
+    handle = first.register_full_backward_pre_hook(keep)
+    output = model(randn(3, 4, key=(0,)))
+    with contextlib.suppress(InterruptedError):
+        output.square().sum().backward()
+    handle.remove()
+    assert kept[0] is not None
+    return kept
+
+
+@on_ranks(2)
+def test_a_task_that_ends_late_hides_nothing_of_the_next_pass():
+    """Parameters that `unshard` has gathered after the backward stay whole when the old task ends."""
+    model = mlp(4, 9, 5)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    task = run_backward(model)
+    model[0].unshard()
+    task.clear()
+    assert [tuple(param.shape) for param in model[0].parameters()] == [(9, 4), (9,)]
+    assert all(type(param) is nn.Parameter for param in model[0].parameters())
+
+
+@on_ranks(2)
+def test_a_forward_after_an_exception_begins_a_pass():
+    """A forward is no recomputation of a backward that has raised, even if its task is still alive."""
+    model, expected = wrap_each(mlp(4, 9, 5)), wrap_each(mlp(4, 9, 5))
+    task = run_backward(model, fails=True)
+    for each in (model, expected):
+        optimizer = sgd(each)
+        optimizer.zero_grad()
+        each(randn(3, 4, key=(1,))).square().sum().backward()
+        optimizer.step()
+    task.clear()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
