@@ -5,16 +5,18 @@ import pytest
 import torch
 
 from fairshard.utils.testing import default_pool
+from tests import sim
 from tests.covering import leave_cells_to_full
+from tests.sim import ranks
 from tests.torch_gaps import PREFIX
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--device",
-        choices=["cpu", "cuda"],
         default="cpu",
-        help="device of the test ranks' models: cpu (gloo, default) or cuda (NCCL, one GPU a rank)",
+        help="device of the test ranks' models: cpu (gloo, default), cuda (NCCL, one GPU a rank), or another type of "
+        "accelerator; sim is the simulated one of tests/sim, its order of work drawn from FAIRSHARD_SIM_SEED",
     )
     parser.addoption(
         "--strict-features", action="store_true", help="fail while a row of docs/features.md says: not yet"
@@ -28,7 +30,11 @@ def pytest_configure(config):
     hypothesis.settings.register_profile("fairshard", derandomize=True, deadline=None, max_examples=50)
     hypothesis.settings.load_profile("fairshard")
     config.option.markexpr = config.option.markexpr or "not full"
-    default_pool(config.getoption("--device"))
+    pool = default_pool(config.getoption("--device"))
+    if pool.device == "sim":
+        if sim.why_missing():
+            raise pytest.UsageError(f"--device sim {sim.why_missing()}")
+        pool.around = ranks.around()
     config.skipped_tests = []
     config.pluginmanager.register(Skipped(config.skipped_tests))
 
@@ -46,22 +52,24 @@ class Skipped:
 
 def pytest_unconfigure():
     default_pool().close()
+    ranks.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests marked `full` are deselected
 def pytest_collection_modifyitems(config, items):
-    """Mark what only ``make test-all`` runs; with ``--device cuda``, skip what needs more GPUs or is about the CPU."""
+    """Mark what only ``make test-all`` runs; on another device, skip what needs more of them or is about the CPU."""
     leave_cells_to_full(items)
     items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: checks others
     if config.getoption("--device") == "cpu":
         return
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.getoption("--device")
+    num_devices = float("inf") if device == "sim" else torch.get_device_module(device).device_count()
     for item in items:
         world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size", 1)
         if item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason="states what holds on the CPU only"))
-        elif (world_size or 1) > num_gpus:
-            item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} GPUs, but {num_gpus} are there"))
+        elif (world_size or 1) > num_devices:
+            item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} devices, but {num_devices} are there"))
 
 
 def pytest_collection_finish(session):

@@ -77,10 +77,14 @@ class RankPool:
     ``device`` is ``"cpu"`` (gloo), or the type of an accelerator: its tensors use torch's default backend for it, the
     others gloo. Rank ``r`` uses device ``r`` (modulo their number), by default for every new tensor. Not thread-safe:
     one call at a time.
+
+    ``around`` makes a context in which each rank joins the call's group and runs its function; it is pickled, like the
+    function, and may be replaced between calls. If the context raises at its end, the rank has failed.
     """
 
     def __init__(self, device: str = "cpu"):
         self.device = device
+        self.around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._workers: list[_Worker] = []
         self._store: TCPStore | None = None
         self._num_calls = 0
@@ -100,7 +104,7 @@ class RankPool:
         """
         __tracebackhide__ = True  # pytest then shows only the ranks' tracebacks
         self._num_calls += 1
-        body = pickle.dumps((fn, args, kwargs))
+        body = pickle.dumps((self.around, fn, args, kwargs))
         self.start(world_size)
         workers = self._workers[:world_size]
         for worker in workers:
@@ -173,7 +177,7 @@ _rank_device = "cpu"
 
 @dataclass(frozen=True)
 class _Call:
-    """Message to one worker: one rank of one call; ``body`` is pickled ``(fn, args, kwargs)``."""
+    """Message to one worker: one rank of one call; ``body`` is pickled ``(around, fn, args, kwargs)``."""
 
     number: int
     rank: int
@@ -369,25 +373,31 @@ def _exit(code: int) -> None:
 
 def _answer(call: _Call, store: TCPStore) -> bytes:
     """Run one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
-    global _rank_device
     try:
         sys.path[:] = call.path
-        fn, args, kwargs = pickle.loads(call.body)
-        _rank_device = call.device
-        backend = "gloo"
-        if call.device != "cpu":
-            set_device(torch.device(call.device, call.rank % device_count(call.device)))
-            torch.set_default_device(call.device)
-            backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(str(call.number), store),
-            rank=call.rank,
-            world_size=call.world_size,
-            timeout=datetime.timedelta(minutes=10),
-        )
-        random.seed(0)
-        torch.manual_seed(0)
-        return pickle.dumps((True, fn(*args, **kwargs)))
+        around, fn, args, kwargs = pickle.loads(call.body)
+        with around():
+            _join_group(call, store)
+            random.seed(0)
+            torch.manual_seed(0)
+            result = fn(*args, **kwargs)
+        return pickle.dumps((True, result))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
+
+
+def _join_group(call: _Call, store: TCPStore) -> None:
+    global _rank_device
+    _rank_device = call.device
+    backend = "gloo"
+    if call.device != "cpu":
+        set_device(torch.device(call.device, call.rank % device_count(call.device)))
+        torch.set_default_device(call.device)
+        backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(str(call.number), store),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=datetime.timedelta(minutes=10),
+    )

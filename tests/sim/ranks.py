@@ -1,0 +1,79 @@
+"""Ranks on the simulated accelerator: a task on them fails at any race."""
+
+import contextlib
+import functools
+import inspect
+import os
+
+import pytest
+import torch
+
+from fairshard.utils.rank_pool import RankPool
+from tests import sim
+from tests.on_ranks import Body
+
+SEED = "FAIRSHARD_SIM_SEED"
+"""Environment variable with the seed of ``--device sim``, as `sim.order_by_seed` takes it; unset or empty: serial."""
+
+
+def seed_of_environment():
+    """The seed that `SEED` names."""
+    return int(os.environ[SEED]) if os.environ.get(SEED) else None
+
+
+@contextlib.contextmanager
+def watched(seed=None, num_devices=1):
+    """Run a task on the simulator, in the order of ``seed``; at its end raise if the task had a race."""
+    sim.load(num_devices)
+    sim.discard()
+    sim.reset()
+    sim.order_by_seed(seed)
+    sim.watch()
+    try:
+        yield
+        torch.accelerator.synchronize()
+    finally:
+        sim.discard()  # after an error, what no other rank answers
+    found = sim.races()
+    if found:
+        raise AssertionError("\n".join([f"{len(found)} races on the simulated accelerator (seed {seed}):", *found]))
+
+
+@functools.cache
+def pool():
+    """Ranks for tests that need the simulator whatever ``--device`` says."""
+    return RankPool("sim")
+
+
+def on_sim(*world_sizes, num_devices=1, timeout=60.0):
+    """Run the decorated function on that many ranks on the simulator; skip it where there is none.
+
+    A parameter ``seed`` of the test, if it has one, chooses the order of work; else it is serial.
+    """
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(world_size, **kwargs):
+            __tracebackhide__ = True
+            if sim.why_missing():
+                pytest.skip(sim.why_missing())
+            pool().around = functools.partial(watched, kwargs.get("seed"), num_devices)
+            pool().run(world_size, Body(function.__module__, function.__name__), timeout=timeout, **kwargs)
+
+        own = inspect.signature(function).parameters.values()
+        first = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)])
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def close():
+    """End the ranks of `pool`, if it has any."""
+    if pool.cache_info().currsize:
+        pool().close()
+
+
+def around():
+    """The context of tasks under ``--device sim``, for `fairshard.utils.rank_pool.RankPool`."""
+    return functools.partial(watched, seed_of_environment())

@@ -1,0 +1,78 @@
+"""A run on the simulator: the order of its work, its races, its simulated time."""
+
+import os
+import sys
+
+from fairshard.utils import rank_pool
+from tests.sim.device import loaded
+
+_RANK_POOL = rank_pool.__file__
+_EAGERNESS = (0.0, 0.05, 0.5, 0.9)
+
+
+def configure(seed=0, eagerness=0.0, policy="random"):
+    """Choose the order of work from now on.
+
+    ``policy`` is ``"serial"`` (at once, the reference), ``"random"`` (any head of a stream) or ``"priority"`` (streams
+    have random priorities, which change now and then). ``eagerness`` is the chance that the device does a task when the
+    host issues one; at 0 it works only while the host waits.
+    """
+    loaded().configure(seed, eagerness, policy)
+
+
+def order_by_seed(seed):
+    """Choose a policy, an eagerness and an order by ``seed``; None is serial."""
+    if seed is None:
+        configure(0, 0.0, "serial")
+    else:
+        configure(seed, _EAGERNESS[seed // 2 % 4], ("random", "priority")[seed % 2])
+
+
+def watch(races=True, raises=False, stacks=True):
+    """Look for races, or not; raise at the first if ``raises``; note where each task was issued if ``stacks``."""
+    loaded().set_checks(races, raises)
+    loaded().set_stack_provider(_where if stacks else None)
+
+
+def races():
+    """Each two accesses so far that no wait orders, as text."""
+    return loaded().races()
+
+
+def reset():
+    """Finish all work, then forget races, statistics and the simulated time."""
+    loaded().reset()
+
+
+def discard():
+    """Drop the work that is still queued, without doing it."""
+    loaded().discard()
+
+
+def stats():
+    """Counts of what the device did, by name."""
+    return loaded().stats()
+
+
+def trace():
+    """``(name, device, stream, start, end)`` of each task so far, in simulated time."""
+    return loaded().trace()
+
+
+def makespan():
+    """The simulated time at which the last stream ends."""
+    return loaded().makespan()
+
+
+def _where(depth=6):
+    """The innermost frames of the task that are not torch's, as text."""
+    frame, lines = sys._getframe().f_back, []  # none before it on autograd's threads
+    while frame is not None and len(lines) < depth:
+        code = frame.f_code
+        if code.co_filename == _RANK_POOL:
+            break
+        if f"{os.sep}torch{os.sep}" not in code.co_filename:
+            name = code.co_filename.rpartition("site-packages/")[2]
+            lines.append(f"        {name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return "\n".join(lines)
