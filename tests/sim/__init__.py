@@ -10,16 +10,17 @@ load it in ranks of their own (`tests.sim.ranks`), never in pytest's process.
 
 from tests.sim.build import why_missing
 from tests.sim.device import load
-from tests.sim.run import configure, discard, makespan, order_by_seed, races, reset, stats, trace, watch
+from tests.sim.run import configure, makespan, order_by_seed, races, reset, restart, set_cost, stats, trace, watch
 
 __all__ = [
     "configure",
-    "discard",
     "load",
     "makespan",
     "order_by_seed",
     "races",
     "reset",
+    "restart",
+    "set_cost",
     "stats",
     "trace",
     "watch",

@@ -25,16 +25,15 @@ def seed_of_environment():
 def watched(seed=None, num_devices=1):
     """Run a task on the simulator, in the order of ``seed``; at its end raise if the task had a race."""
     sim.load(num_devices)
-    sim.discard()
-    sim.reset()
+    sim.restart()
     sim.order_by_seed(seed)
     sim.watch()
     try:
         yield
         torch.accelerator.synchronize()
     finally:
-        sim.discard()  # after an error, what no other rank answers
-    found = sim.races()
+        found = sim.races()
+        sim.restart()  # after an error, other ranks never answer what is queued
     if found:
         raise AssertionError("\n".join([f"{len(found)} races on the simulated accelerator (seed {seed}):", *found]))
 

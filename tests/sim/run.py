@@ -28,10 +28,13 @@ def order_by_seed(seed):
         configure(seed, _EAGERNESS[seed // 2 % 4], ("random", "priority")[seed % 2])
 
 
-def watch(races=True, raises=False, stacks=True):
-    """Look for races, or not; raise at the first if ``raises``; note where each task was issued if ``stacks``."""
-    loaded().set_checks(races, raises)
-    loaded().set_stack_provider(_where if stacks else None)
+def watch(races=True, raises=False, host=True, stacks=True):
+    """Look for races, also between the host and the device; note where each task was issued.
+
+    ``raises`` makes the access that comes second raise, for a debugger; otherwise `races` lists them.
+    """
+    loaded().set_checks(races, raises, host)
+    loaded().set_stacks(_where if stacks else None)
 
 
 def races():
@@ -44,9 +47,18 @@ def reset():
     loaded().reset()
 
 
-def discard():
-    """Drop the work that is still queued, without doing it."""
-    loaded().discard()
+def restart():
+    """Drop the work that is still queued, and forget every stream, access and cost: as in a new process."""
+    loaded().restart()
+
+
+def set_cost(name="", fixed=0.0, per_byte=0.0, per_flop=0.0):
+    """Set the simulated time of tasks called ``name``; without one, that of all others.
+
+    Names are those in `trace`: operators (``aten::mm``), collectives (``all_gather``), ``copy_ to device``,
+    ``copy_ to host``. Bytes are all that a task reads and writes; operations are counted for matrix products only.
+    """
+    loaded().set_cost(name, fixed, per_byte, per_flop)
 
 
 def stats():
