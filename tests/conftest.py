@@ -34,6 +34,7 @@ def pytest_configure(config):
     if pool.device == "sim":
         if sim.why_missing():
             raise pytest.UsageError(f"--device sim {sim.why_missing()}")
+        sim.build()
         pool.around = ranks.around()
     config.skipped_tests = []
     config.pluginmanager.register(Skipped(config.skipped_tests))

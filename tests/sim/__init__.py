@@ -8,11 +8,12 @@ See ``README.md`` in this folder.
 load it in ranks of their own (`tests.sim.ranks`), never in pytest's process.
 """
 
-from tests.sim.build import why_missing
+from tests.sim.build import build, why_missing
 from tests.sim.device import load
 from tests.sim.run import configure, makespan, order_by_seed, races, reset, restart, set_cost, stats, trace, watch
 
 __all__ = [
+    "build",
     "configure",
     "load",
     "makespan",

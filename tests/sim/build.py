@@ -56,14 +56,20 @@ def why_missing() -> str | None:
     return None
 
 
-def extension():
-    """The extension as a module, built first if need be."""
+def build():
+    """Build the extension if this machine does not have it, and return its path; one process does, others wait."""
     path = _built()
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent / "lock"):
             if not path.exists():
-                _build(path)
+                _compile(path)
+    return path
+
+
+def extension():
+    """The extension as a module."""
+    path = build()
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
     loader.exec_module(module)
@@ -95,7 +101,7 @@ def _locked(path):
         yield
 
 
-def _build(path: Path) -> None:
+def _compile(path: Path) -> None:
     """Compile all sources at once, and link them to ``path``, which appears when it is whole."""
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]

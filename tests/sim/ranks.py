@@ -56,6 +56,7 @@ def on_sim(*world_sizes, num_devices=1, timeout=60.0):
             __tracebackhide__ = True
             if sim.why_missing():
                 pytest.skip(sim.why_missing())
+            sim.build()
             pool().around = functools.partial(watched, kwargs.get("seed"), num_devices)
             pool().run(world_size, Body(function.__module__, function.__name__), timeout=timeout, **kwargs)
 

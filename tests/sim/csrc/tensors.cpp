@@ -125,6 +125,12 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return set_tensor(self, none);
 }
 
+// Whether `.data =` takes the tensor: as for the devices within torch, from the host too, and in either direction.
+bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
+  auto is_dense = [](const at::Tensor& t) { return t.layout() == at::kStrided && (t.is_cpu() || is_on_device(t)); };
+  return is_dense(self) && is_dense(from);
+}
+
 void record_tensor_stream(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().mutable_data(), id_of(stream));
 }
@@ -223,6 +229,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_source);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("set_", &set_nothing);
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_type);
   m.impl("record_stream", &record_tensor_stream);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
