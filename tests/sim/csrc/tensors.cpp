@@ -61,7 +61,8 @@ void touch(std::vector<Range>& ranges, const at::Tensor& t, bool write) {
 
 at::Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<at::Device> device, std::optional<bool>) {
+    std::optional<at::Device> device, std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
   auto meta = c10::scalarTypeToTypeMeta(dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype())));
   int before = current_device();
   set_current_device(device_index(device.value_or(c10::Device(DEVICE, -1))));
