@@ -8,8 +8,8 @@ See ``README.md`` in this folder.
 load it in ranks of their own (`tests.sim.ranks`), never in pytest's process.
 """
 
-from tests.sim.build import build, why_missing
 from tests.sim.device import load
+from tests.sim.extension import build, why_missing
 from tests.sim.run import configure, makespan, order_by_seed, races, reset, restart, set_cost, stats, trace, watch
 
 __all__ = [

@@ -8,7 +8,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from tests.sim.build import extension, why_missing
+from tests.sim.extension import opened, why_missing
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def load(num_devices=1):
         raise RuntimeError(f"The simulated accelerator {why_missing()}.")
     # Gloo's flight recorder would take the GIL in the middle of a collective, while the scheduler is locked.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    made = extension()
+    made = opened()
     made.install()
     made.set_device_count(num_devices)
     torch.utils.rename_privateuse1_backend("sim")

@@ -38,16 +38,21 @@ def watched(seed=None, num_devices=1):
         raise AssertionError("\n".join([f"{len(found)} races on the simulated accelerator (seed {seed}):", *found]))
 
 
-@functools.cache
-def pool():
-    """Ranks for tests that need the simulator whatever ``--device`` says."""
-    return RankPool("sim")
+_pools = {}
+
+
+def pool(num_devices=1):
+    """Ranks for tests that need the simulator, whatever ``--device`` says; a process keeps its number of devices."""
+    if num_devices not in _pools:
+        _pools[num_devices] = RankPool("sim")
+    return _pools[num_devices]
 
 
 def on_sim(*world_sizes, num_devices=1, timeout=60.0):
     """Run the decorated function on that many ranks on the simulator; skip it where there is none.
 
-    A parameter ``seed`` of the test, if it has one, chooses the order of work; else it is serial.
+    Without ``world_sizes``, ``world_size`` must be parametrized. A parameter ``seed`` of the test, if it has one,
+    chooses the order of work; otherwise that is serial.
     """
 
     def decorate(function):
@@ -57,21 +62,21 @@ def on_sim(*world_sizes, num_devices=1, timeout=60.0):
             if sim.why_missing():
                 pytest.skip(sim.why_missing())
             sim.build()
-            pool().around = functools.partial(watched, kwargs.get("seed"), num_devices)
-            pool().run(world_size, Body(function.__module__, function.__name__), timeout=timeout, **kwargs)
+            pool(num_devices).around = functools.partial(watched, kwargs.get("seed"), num_devices)
+            pool(num_devices).run(world_size, Body(function.__module__, function.__name__), timeout=timeout, **kwargs)
 
         own = inspect.signature(function).parameters.values()
         first = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
         test.__signature__ = inspect.Signature([first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)])
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate
 
 
 def close():
-    """End the ranks of `pool`, if it has any."""
-    if pool.cache_info().currsize:
-        pool().close()
+    """End the ranks of every `pool`."""
+    for each in _pools.values():
+        each.close()
 
 
 def around():

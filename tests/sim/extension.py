@@ -67,7 +67,7 @@ def build():
     return path
 
 
-def extension():
+def opened():
     """The extension as a module."""
     path = build()
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
