@@ -11,12 +11,18 @@ import torch.distributed as dist
 from tests.sim.extension import opened, why_missing
 
 
-@functools.cache
 def load(num_devices=1):
     """Register ``torch.device("sim")`` and its backend of collectives in this process, and return the extension.
 
-    The number of devices of a process is that of its first call.
+    The number of devices of a process is that of its first call: autograd counts them once.
     """
+    made = getattr(loaded, "made", None)
+    if made is not None:
+        if made.device_count() != num_devices:
+            raise RuntimeError(
+                f"`num_devices` must be {made.device_count()}, as in the first call, but is {num_devices}."
+            )
+        return made
     if why_missing():
         raise RuntimeError(f"The simulated accelerator {why_missing()}.")
     # Gloo's flight recorder would take the GIL in the middle of a collective, while the scheduler is locked.

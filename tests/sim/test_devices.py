@@ -48,8 +48,8 @@ import os, torch
 from tests import sim
 from tests.sim.test_devices import train_on_both
 torch.set_num_threads(1)  # makes the pool of threads that a fork invalidates
-sim.load(2)
-for _ in range(20):
+sim.load(14)
+for _ in range(60):
     pid = os.fork()
     if pid == 0:
         os._exit(0 if torch.isfinite(train_on_both()[0].sum().cpu()) else 1)
@@ -59,7 +59,7 @@ os._exit(0)
 
 
 def test_autograds_threads_start_after_a_fork():
-    """In a forked child the threads of both devices start at once, without an abort."""
+    """In forked children the threads of many devices start at once, without an abort: otherwise one in six aborts."""
     if sim.why_missing():
         pytest.skip(sim.why_missing())
     sim.build()
