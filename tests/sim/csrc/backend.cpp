@@ -1,85 +1,23 @@
-// A backend of torch.distributed: collectives run on a stream of their own, as NCCL's; another backend carries the bytes.
+// A backend of torch.distributed: collectives run on a stream of their own, as NCCL's; another backend carries their
+// bytes.
 //
 // Before its data, each collective of all ranks compares its name and sizes with the other ranks': where NCCL would
 // hang or mix bytes up, every rank raises and says what each of them called.
 #include "backend.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/ivalue.h>
-#include <c10/core/StreamGuard.h>
 
 #include <cstring>
-#include <future>
 #include <map>
-#include <thread>
 
 #include "device.h"
+#include "work.h"
 
 namespace sim {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Issue = std::function<WorkPtr(Tensors& in, Tensors& out)>;
 using Finish = std::function<void(Tensors& in, Tensors& out)>;
-
-class SimWork final : public c10d::Work {
- public:
-  SimWork(int device, MomentPtr done, Tensors inputs, Tensors outputs)
-      : device_(device), done_(std::move(done)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
-  bool isCompleted() override { return query(done_); }
-  bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override {
-    sim::wait(current_stream(device_), done_);
-    inputs_.clear();
-    return true;
-  }
-  void synchronize() override { wait(c10d::kUnsetTimeout); }
-  void blockCurrentStream() override { wait(c10d::kUnsetTimeout); }
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (!future_) {
-      std::vector<c10::Device> devices{c10::Device(DEVICE, device_)};
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
-      StreamId stream = new_stream(device_, 0);  // has nothing but this work to wait for
-      sim::wait(stream, done_);
-      c10::StreamGuard guard(stream_of(stream));
-      future_->markCompleted(c10::IValue(outputs_));
-    }
-    return future_;
-  }
-
- private:
-  int device_;
-  MomentPtr done_;
-  Tensors inputs_, outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-// Waits on a thread of its own: gloo's sends and receives end only in `wait`.
-class WaitedWork final : public c10d::Work {
- public:
-  WaitedWork(WorkPtr work, Tensors held) {
-    auto ended = std::make_shared<std::promise<void>>();
-    ended_ = ended->get_future();
-    std::thread([work, held, ended] {  // detached: the other rank may never answer
-      try {
-        work->wait();
-        ended->set_value();
-      } catch (...) {
-        ended->set_exception(std::current_exception());
-      }
-    }).detach();
-  }
-  bool isCompleted() override { return ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
-  bool wait(std::chrono::milliseconds) override {
-    ended_.get();
-    return true;
-  }
-
- private:
-  std::future<void> ended_;
-};
 
 // One collective, as the task knows it.
 struct Part {

@@ -1,0 +1,52 @@
+#include "work.h"
+
+#include <c10/core/StreamGuard.h>
+
+#include <thread>
+
+namespace sim {
+
+SimWork::SimWork(int device, MomentPtr done, Tensors inputs, Tensors outputs)
+    : device_(device), done_(std::move(done)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+
+bool SimWork::isCompleted() { return query(done_); }
+
+bool SimWork::wait(std::chrono::milliseconds) {
+  sim::wait(current_stream(device_), done_);
+  inputs_.clear();
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> SimWork::getFuture() {
+  if (!future_) {
+    std::vector<c10::Device> devices{c10::Device(DEVICE, device_)};
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+    StreamId stream = new_stream(device_, 0);  // has nothing but this work to wait for
+    sim::wait(stream, done_);
+    c10::StreamGuard guard(stream_of(stream));
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+  return future_;
+}
+
+WaitedWork::WaitedWork(WorkPtr work, Tensors held) {
+  auto ended = std::make_shared<std::promise<void>>();
+  ended_ = ended->get_future();
+  std::thread([work, held, ended] {  // detached: the other rank may never answer
+    try {
+      work->wait();
+      ended->set_value();
+    } catch (...) {
+      ended->set_exception(std::current_exception());
+    }
+  }).detach();
+}
+
+bool WaitedWork::isCompleted() { return ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+
+bool WaitedWork::wait(std::chrono::milliseconds) {
+  ended_.get();
+  return true;
+}
+
+}  // namespace sim
