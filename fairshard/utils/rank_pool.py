@@ -75,11 +75,8 @@ class RankPool:
     """Worker processes that serve as the ranks of one call after another.
 
     ``device`` is ``"cpu"`` (gloo), or the type of an accelerator: its tensors use torch's default backend for it, the
-    others gloo. Rank ``r`` uses device ``r`` (modulo their number), by default for every new tensor. Not thread-safe:
-    one call at a time.
-
-    ``around`` makes a context in which each rank joins the call's group and runs its function; it is pickled, like the
-    function, and may be replaced between calls. If the context raises at its end, the rank has failed.
+    others gloo. Rank ``r`` uses device ``r`` (modulo their number), by default for every new tensor. ``around`` makes a
+    context for each call of a rank; it is pickled; if it raises, the rank fails. Not thread-safe: one call at a time.
     """
 
     def __init__(self, device: str = "cpu"):

@@ -35,6 +35,7 @@ _FLAGS = [
     "-fvisibility=hidden",
     "-w",
     "-DUSE_C10D_GLOO",
+    "-DNDEBUG",
     f"-DTORCH_EXTENSION_NAME={NAME}",
 ]
 _LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
