@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -133,8 +132,6 @@ class DTensorSlot(ParamSlot):
         Raises:
             FairshardError: ``grad`` is no DTensor.
         """
-        if isinstance(grad, AsyncCollectiveTensor):
-            grad = grad.wait()
         if not isinstance(grad, DTensor):
             raise FairshardError(
                 f"The gradient of `{self.fqn}`, which is a DTensor on {self.spec.mesh}, must be a DTensor, but is a "
@@ -146,8 +143,7 @@ class DTensorSlot(ParamSlot):
         ]
         if list(grad.placements) != wanted:
             grad = grad.redistribute(placements=wanted)
-        local = grad._local_tensor
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return grad._local_tensor
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own

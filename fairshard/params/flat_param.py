@@ -249,7 +249,6 @@ class FlatParam(Leaves):
             self.adopt_assigned()
         self.follow_requires_grad()
         self.grad.forget_dropped()
-        self.route.kept.added = None
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering the line, even if it is gathered; from its kept ``part`` if given. **Collective.**"""

@@ -20,7 +20,6 @@ class KeptSum:
     Attributes:
         waiting: the sum.
         lent: the sum that the running backward adds.
-        added: the sum after it was added, kept until the next pass because a device may still read it.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,6 @@ class KeptSum:
         self.mark: Any = None
         self.lent: Tensor | None = None
         self._is_taken = False  # the running backward has added it
-        self.added: Tensor | None = None
 
     def add(self, reduced: Tensor) -> None:
         """Add ``reduced`` to the waiting sum."""
@@ -50,7 +48,6 @@ class KeptSum:
     def complete(self) -> None:
         """A reduction that includes the lent sum has finished: `restore` does nothing from now on."""
         if self._is_taken and self.lent is not None:
-            self.added = None if self.lent.is_cpu else self.lent
             self.lent = None
 
     def restore(self) -> None:

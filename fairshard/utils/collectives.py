@@ -49,23 +49,21 @@ def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
 
 
 class Transfer:
-    """A running collective, and the tensors that it reads or writes.
+    """A running collective. The caller keeps the tensors that it reads.
 
     ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
     every work even if one fails, because a work that is not waited for would make the next collective time out.
     """
 
-    __slots__ = ("_finish", "_held", "_works", "result")
+    __slots__ = ("_finish", "_works", "result")
 
     def __init__(
         self,
         works: Sequence[Any] = (),
-        held: Sequence[Tensor] = (),
         result: Tensor | None = None,
         finish: Callable[[], Tensor] | None = None,
     ) -> None:
         self._works = works
-        self._held = held
         self._finish = finish
         self.result = result
 
@@ -76,7 +74,6 @@ class Transfer:
             _wait_all(works)
         if self._finish is not None:
             self.result, self._finish = self._finish(), None
-        self._held = ()
         return self.result
 
     def is_completed(self) -> bool:
@@ -172,7 +169,7 @@ class Communicator(GroupMessages):
         """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, new memory.
 
         **Collective.** For fp16 and bf16 the sum is fp32 (except for bf16 on backends that sum themselves).
-        The transfer owns ``bucket`` until it has been waited for. ``tag``: see `all_gather`.
+        The caller keeps ``bucket`` until it has been waited for. ``tag``: see `all_gather`.
         """
         self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
@@ -185,12 +182,12 @@ class Communicator(GroupMessages):
             rows = list(received)
         else:
             works, rows = self._exchange_rows(self.exchange, bucket, tag)
-        return Transfer(works, (bucket,), finish=lambda: _sum_in_order(rows))
+        return Transfer(works, finish=lambda: _sum_in_order(rows))
 
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
         """The sum over ranks of ``tensor`` ``[width]``, in rank order, like that of `reduce_scatter`. **Collective.**
 
-        The transfer owns ``tensor`` until it has been waited for; on backends that sum themselves ``tensor`` may hold
+        The caller keeps ``tensor`` until it has been waited for; on backends that sum themselves ``tensor`` may hold
         the result. ``tag``: see `all_gather`.
         """
         self.count("all_reduce", tensor.nbytes)
@@ -200,19 +197,18 @@ class Communicator(GroupMessages):
             return self._sum_native(tensor)
         if self.exchange is not None:
             works, rows = self._exchange_rows(self.exchange, tensor.expand(self.world_size, -1), tag)
-            return Transfer(works, (tensor,), finish=lambda: _sum_in_order(rows))
+            return Transfer(works, finish=lambda: _sum_in_order(rows))
         width = -(-tensor.numel() // self.world_size)
-        sent = tensor.new_zeros(self.world_size, width)
+        sent, received = tensor.new_zeros(2, self.world_size, width)  # one memory: `received` keeps what is sent
         sent.view(-1)[: tensor.numel()] = tensor
-        received = torch.empty_like(sent)
         works = [dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True)]
 
         def gather(part: Tensor) -> Transfer:
             line = part.new_empty(self.world_size * width)
             work = getattr(self.group, GATHER)(line, part)
-            return Transfer((work,), (part, line), line[: tensor.numel()])
+            return Transfer((work,), line[: tensor.numel()])
 
-        return Chain(Transfer(works, (sent,), finish=lambda: _sum_in_order(list(received))), gather)
+        return Chain(Transfer(works, finish=lambda: _sum_in_order(list(received))), gather)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
         """Combine ``tensor`` over all ranks, in place. **Collective.**"""
@@ -220,7 +216,7 @@ class Communicator(GroupMessages):
         if self.world_size == 1:
             return Transfer(result=tensor)
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
-        return Transfer((work,), (tensor,), tensor)
+        return Transfer((work,), tensor)
 
     def agree(self, number: int, device: torch.device) -> bool:
         """Whether every rank passed the same 63-bit ``number``. **Collective.**"""
@@ -236,8 +232,8 @@ class Communicator(GroupMessages):
         power = self.divide_fp16(tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         if power > 1:
-            return Transfer((work,), (tensor,), finish=lambda: tensor.float().mul_(power))
-        return Transfer((work,), (tensor,), tensor)
+            return Transfer((work,), finish=lambda: tensor.float().mul_(power))
+        return Transfer((work,), tensor)
 
     def divide_fp16(self, tensor: Tensor) -> float:
         """Divide an fp16 ``tensor`` by a power of two, which is exact, to avoid overflow of sums; returns the power."""
@@ -252,8 +248,8 @@ class Communicator(GroupMessages):
         power = self.divide_fp16(bucket)
         work = getattr(self.group, SCATTER)(reduced, bucket.view(-1))
         if power > 1:
-            return Transfer((work,), (bucket, reduced), finish=lambda: reduced.float().mul_(power))
-        return Transfer((work,), (bucket,), reduced)
+            return Transfer((work,), finish=lambda: reduced.float().mul_(power))
+        return Transfer((work,), reduced)
 
     def _exchange_rows(self, exchange: ProcessGroup, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
         """Send row ``i`` to rank ``i``; returns the works, and the rows to sum in rank order."""
@@ -327,7 +323,7 @@ class RowGather:
         comm.count(self._kind, self._nbytes)
         exchange = self._exchange
         if exchange is None:
-            return Transfer((self._native(self._line, self._own),), (self.buffer,), self.buffer)
+            return Transfer((self._native(self._line, self._own),), self.buffer)
         works: list[Any] = []
         try:
             for source, row, target in self._peers:
@@ -335,7 +331,7 @@ class RowGather:
                 works.append(exchange.send([self._own], target, tag))
         except Exception as error:
             _wait_all(works, error)
-        return Transfer(works, (self.buffer,), self.buffer)
+        return Transfer(works, self.buffer)
 
 
 _communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
