@@ -5,6 +5,7 @@
 #   make test                     all tests but those marked `full`
 #   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own (5.6 GB with CUDA)
 #   make test-all                 every cell of every matrix
+#   make test-sim                 the tests of ranks on the simulated accelerator of tests/sim, in three orders of its work
 #   make kill                     kill -9 a training run 200 times, inside saves and between; ARGS="--seed 1"
 #   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
@@ -32,7 +33,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all kill drill clients check docs bench clean
+.PHONY: train test test-all test-sim kill drill clients check docs bench clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -42,6 +43,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+test-sim: $(INSTALLED)
+	set -e; for seed in 1 2 3; do FAIRSHARD_SIM_SEED=$$seed $(BIN)/python -m pytest --device sim $(ARGS); done
 
 kill: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.kill_loop $(ARGS)

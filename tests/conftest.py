@@ -56,6 +56,12 @@ def pytest_unconfigure():
     ranks.close()
 
 
+@pytest.fixture
+def shared_folder(tmp_path):
+    """Path, as a string, of a folder that all ranks of a test see."""
+    return str(tmp_path)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests marked `full` are deselected
 def pytest_collection_modifyitems(config, items):
     """Mark what only ``make test-all`` runs; on another device, skip what needs more of them or is about the CPU."""
@@ -65,12 +71,21 @@ def pytest_collection_modifyitems(config, items):
         return
     device = config.getoption("--device")
     num_devices = float("inf") if device == "sim" else torch.get_device_module(device).device_count()
+    if device == "sim":
+        left_out = [item for item in items if not _takes_device(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _takes_device(item)]
     for item in items:
         world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size", 1)
         if item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason="states what holds on the CPU only"))
         elif (world_size or 1) > num_devices:
             item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} devices, but {num_devices} are there"))
+
+
+def _takes_device(item):
+    """Whether a test runs on ranks, whose models are on the device; those of the simulator run anyway."""
+    return "world_size" in getattr(getattr(item, "callspec", None), "params", {}) and "tests/sim/" not in item.nodeid
 
 
 def pytest_collection_finish(session):

@@ -9,12 +9,6 @@ from fairshard.utils.testing import run_ranks
 from tests.checkpoint.saved_steps import save_steps
 
 
-@pytest.fixture
-def shared_folder(tmp_path):
-    """Path, as a string, of a folder that all ranks of a test see."""
-    return str(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A root with checkpoints of steps 3 and 6, and the state dict of the last."""

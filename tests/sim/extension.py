@@ -31,6 +31,7 @@ _OLDEST = (2, 13)
 _FLAGS = [
     "-std=c++20",
     "-O1",
+    "-DNDEBUG",  # as torch is built: its headers declare more members without
     "-fPIC",
     "-fvisibility=hidden",
     "-w",

@@ -1,0 +1,97 @@
+"""What the engine knows about accelerators, asked of the simulated one."""
+
+from unittest import mock
+
+import torch
+from torch import nn
+
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn.wrap import describe
+from fairshard.utils import device
+from fairshard.utils.streams import Event, Stream, now
+from fairshard.utils.tensors import set_data
+from tests import sim
+from tests.sim.ranks import on_sim
+
+
+@on_sim(1)
+def test_the_accelerator_is_found():
+    """Type, count and current device are those of torch's accelerator; tensors on it are counted in bytes."""
+    assert device.default_device_type() == "sim"
+    assert device.current_device() == torch.device("sim", 0)
+    assert (device.device_count(), device.device_count("sim"), device.device_count("cuda")) == (1, 1, 0)
+    assert device.accelerators_in_use() == [torch.device("sim", 0)]
+    before = device.memory_allocated(torch.device("sim"))
+    held = torch.empty(1 << 20, dtype=torch.uint8)
+    assert device.memory_allocated(torch.device("sim")) >= before + held.nbytes
+    assert device.peak_memory(torch.device("sim")) >= before + held.nbytes
+
+
+@on_sim(1)
+def test_random_numbers_continue_from_a_saved_state():
+    """The state of the accelerator's generator can be saved and restored."""
+    saved = device.accelerator_rng_state()
+    first = torch.rand(4)
+    device.set_accelerator_rng_state(saved)
+    assert first.tolist() == torch.rand(4).tolist()
+
+
+@on_sim(1, num_devices=2)
+def test_an_event_is_waited_for_on_its_own_device():
+    """The current stream of the event's device waits, whatever the current device is."""
+    torch.accelerator.set_device_index(0)
+    other = torch.device("sim", 1)
+    source = torch.zeros(8, device=other)
+    side = Stream(other)
+    side.wait(now(other))
+    with side.use():
+        source.add_(1)
+        written = side.record()
+    torch.accelerator.set_device_index(0)
+    written.wait()
+    assert (source * 2).tolist() == [2.0] * 8
+
+
+@on_sim(1)
+def test_events_that_were_never_recorded_have_passed():
+    """An empty event is waited for by nobody."""
+    event = Event()
+    event.wait()
+    event.synchronize()
+    assert event.has_passed()
+
+
+@on_sim(1)
+def test_data_of_another_type_of_device_keeps_the_object():
+    """Where a device refuses `.data =` across types, the parameter stays the same object, and takes gradients."""
+    param = nn.Parameter(torch.ones(3))
+    with mock.patch.object(torch, "_has_compatible_shallow_copy_type", return_value=False):
+        set_data(param, torch.zeros(3, device="cpu"))
+    assert type(param) is nn.Parameter
+    assert (param.device.type, param.requires_grad, param.is_leaf) == ("cpu", True, True)
+    (param.sum() * 2).backward()
+    assert param.grad.tolist() == [2.0] * 3
+
+
+@on_sim(1, 2)
+def test_a_module_on_the_host_computes_on_the_device_that_is_asked_for():
+    """`device_id` is a number or a device; the shards are there, and with offload in host memory."""
+    with torch.device("cpu"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = FSDP(net, device_id=0)
+    assert {param.device for param in model.parameters()} == {torch.device("sim", 0)}
+    assert model(torch.ones(1, 4)).device.type == "sim"
+    with torch.device("cpu"):
+        net = nn.Linear(4, 2)
+    model = FSDP(net, device_id=0, cpu_offload=True)
+    model(torch.ones(1, 4)).sum().backward()
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+@on_sim(1)
+def test_a_plan_for_the_accelerator():
+    """A plan's device is by default that of this process, and any type that torch knows."""
+    with torch.device("meta"):
+        net = nn.Linear(4, 4)
+    assert describe(net, None, 2).device == describe(net, None, 2, device="sim").device == "sim"
+    assert not sim.races()

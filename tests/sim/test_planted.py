@@ -1,0 +1,177 @@
+"""Without any one of its waits, events and held references the engine has a race, and the simulator shows it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairshard.utils.testing import RanksFailed
+from tests import sim
+from tests.on_ranks import in_full
+from tests.sim.cells import BY_NAME
+from tests.sim.planted import planted, sites
+from tests.sim.ranks import on_sim, pool, watched
+from tests.sim.training import digest, train
+
+CAUGHT = {
+    "checkpoint.snapshot:Snapshot.__init__:record": "save",
+    "checkpoint.snapshot:Snapshot.__init__:wait": "save",
+    "checks.nan_check:NanCheck._gather:wait": "nan-check",
+    "engine.root:Root._wait_for_reads:record": "write-offload",
+    "engine.root:Root._wait_for_reads:wait": "write-offload",
+    "engine.shared:Shared.await_step:record": "wrapper-bf16-device",
+    "engine.shared:Shared.await_step:wait": "wrapper-bf16-device",
+    "engine.shared:Shared.note_free:record": "wrapper-bf16-device",
+    "engine.unit:Unit.unshard:wait": "wrapper-bf16-device",
+    "join.join:Join._count:wait": "join",
+    "join.join:Join._exchange:wait": "join",
+    "nn.comm_hooks:allreduce_hook:wait": "hook-no-shard",
+    "nn.comm_hooks:reduce_scatter_hook:wait": "hook",
+    "nn.data_parallel.in_place.module:FSDPModule.unshard:wait": "explicit",
+    "optim.early_steps:EarlySteps._step:wait": "held-overlap",
+    "optim.early_steps:EarlySteps._take:record": "held-overlap",
+    "optim.grad_norm:_mean_norm:wait": "clip-inf-ignored",
+    "optim.grad_norm:_mean_norm:wait-2": "clip-ignored",
+    "optim.grad_norm:clip_grad_norm_:wait": "clip-inf",
+    "optim.grad_norm:clip_grad_norm_:wait-2": "clip-ignored",
+    "optim.grad_staging:GradStaging.fetch:wait": "held",
+    "optim.sharded_grad_scaler:ShardedGradScaler._unscale_grads_:wait": "scaler",
+    "params.flat_param:FlatParam.gather_rows:wait": "state",
+    "params.flat_param:FlatParam.wait_unshard:wait": "wrapper-bf16-device",
+    "params.gathered:Gathered.free:wait": "raises-in-forward",
+    "params.gathered:Gathered.wait:wait": "wrapper-bf16-device",
+    "params.route:Route.change:record": "reduce-hook-stream",
+    "params.route:Route.change:record-2": "reduce-hook-stream",
+    "params.route:Route.change:wait": "reduce-hook-stream",
+    "params.route:Route.change:wait-2": "reduce-hook-stream",
+    "params.shard_grad:GradTransfers.copy:hold": "small-buckets-offload",
+    "params.shard_grad:GradTransfers.copy:record": "small-buckets-offload",
+    "params.shard_grad:GradTransfers.copy:record-2": "small-buckets-offload",
+    "params.shard_grad:GradTransfers.copy:wait": "small-buckets-offload",
+    "params.shard_grad:GradTransfers.copy:wait-2": "few-kept-offload",
+    "params.shard_grad:GradTransfers.wait:wait": "small-buckets-offload",
+    "params.shard_grad:ShardGrad.land:wait": "small-buckets-offload",
+    "state.full_params:_Whole._gather_grads:wait": "summon-grads",
+    "utils.async_tensors:_Waited.forward:wait": "tensor-parallel",
+    "utils.chunk_bucket:ChunkBucket.reduce:wait": "bucketer",
+    "utils.collectives:Chain._second:wait": "fully_shard-hybrid@4",
+    "utils.collectives:Chain.wait:wait": "fully_shard-hybrid@4",
+    "utils.collectives:Communicator.agree:wait": "wrapper-bf16-device",
+    "utils.collectives:Ready.wait:wait": "fully_shard-bf16-device",
+    "utils.collectives:RowGather.start:record": "hybrid",
+    "utils.collectives:_wait_all:wait": "wrapper-bf16-device",
+    "utils.custom_comms:CustomGather.start:record": "own-comms-few@4",
+    "utils.custom_comms:_wait:wait": "own-comms-few",
+    "utils.messages:GroupMessages._exchange:wait": "state-rank0",
+    "utils.messages:gather_scalars:wait": "scalars",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer._land:wait": "small-buckets",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.deliver:wait": "small-buckets",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.launch:record": "small-buckets",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.launch:record-2": "small-buckets",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.launch:wait": "small-buckets",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce_by_hook:record": "hook",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce_by_hook:record-2": "hook",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce_by_hook:wait": "hook",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce_by_hook:wait-2": "hook",
+    "utils.streams:Event.synchronize:wait": "wrapper-fp32-offload",
+    "views.copied_out:CopiedOut._copy_out:wait": "fully_shard-bf16-device",
+    "views.copied_out:CopiedOut.start:record": "fully_shard-bf16-device",
+    "views.extension:Extension.first:wait": "subclass",
+    "views.joint_gather:JointGather.wait:wait": "mixed-dtypes",
+}
+"""Each site below ``fairshard.``, and the cell that has a race or other numbers without it; ``@4``: on four ranks."""
+
+FAILED = "only after a collective has failed; then nothing is computed any more"
+HOST = "a collective on tensors in host memory"
+PINNED = "memory pinned in place must not be unpinned under a copy; the simulator pins in torch's way only"
+THREAD = "waits for a thread, a process or a file, not for a device"
+WORKS = "only the CPU has works that nobody has waited for here; on a device both gathers are on one stream"
+EXCUSED = {
+    "params.gathered:Gathered.start:wait": WORKS,
+    "views.extended_gathered:ExtendedGathered.start:wait": WORKS,
+    "checkpoint.checkpointer:Checkpointer.__exit__:wait": THREAD,
+    "checkpoint.checkpointer:Checkpointer.load_latest:wait": THREAD,
+    "checkpoint.checkpointer:Checkpointer.load_step:wait": THREAD,
+    "checkpoint.checkpointer:Checkpointer.save:wait": THREAD,
+    "checkpoint.checkpointer:Checkpointer.save:wait-2": THREAD,
+    "checkpoint.reader:CheckpointReader._unreadable:wait": THREAD,
+    "checkpoint.reader:CheckpointReader.read_data:wait": THREAD,
+    "cli.rank:_train:wait": THREAD,
+    "engine.reach:_exchange:wait": HOST,
+    "params.shard_grad:ShardGrad.discard_flights:wait": PINNED,
+    "utils.rank_pool:_Waiting.give_up:wait": THREAD,
+    "utils.rank_pool:_Waiting.receive:wait": THREAD,
+    "utils.rank_pool:_Waiting.receive:wait-2": THREAD,
+    "utils.rank_pool:_Worker.kill:wait": THREAD,
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait": FAILED,
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait-2": FAILED,
+    "utils.sharded_tensors:_gathered:wait": HOST,
+    "utils.watchdog:Watchdog._serve:wait": THREAD,
+    "utils.watchdog:Watchdog.explain:wait": THREAD,
+}
+"""Sites that no cell needs, and why they are there."""
+
+SITES = {name.removeprefix("fairshard."): name for name in sites()}
+PLANTS = [(name, *(cell.split("@") if "@" in cell else (cell, "2"))) for name, cell in CAUGHT.items()]
+PART_WAYS = ("join.join:Join._count:wait", "join.join:Join._exchange:wait")
+"""Sites without which ranks do different things; all of them stop at their first race."""
+HANGS = {"optim.cpu_optimizer:CPUOptimizer._agree:wait": "speculate"}
+"""Sites without which one rank stops and another waits for it, and a cell."""
+
+
+def test_every_site_is_in_the_table():
+    """Every wait, event and held reference of the source is planted or has a reason; the table names no other."""
+    known = {*CAUGHT, *HANGS, *EXCUSED}
+    assert not SITES.keys() - known, "plant these, or say why no device depends on them"
+    assert not known - SITES.keys(), "these are no longer in the source"
+    assert not CAUGHT.keys() & EXCUSED.keys(), "these are in both tables"
+
+
+@pytest.mark.parametrize(
+    ("site", "name", "world_size"),
+    [pytest.param(site, name, int(world_size), id=site) for site, name, world_size in PLANTS],
+)
+@on_sim(timeout=120.0)
+def test_without_it_there_is_a_race(site, name, shared_folder):
+    """The cell is right with the site, and has a race or gives other numbers without it."""
+    cell = BY_NAME[name]
+    expected, found = run(cell, f"{shared_folder}/whole")
+    assert not found, found[0]
+    with planted(SITES[site]):
+        sim.watch(raises=site in PART_WAYS)
+        other, found = run(cell, f"{shared_folder}/planted")
+        sim.watch()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, bool(found) or other != expected)
+    assert any(every), f"nothing depends on {site} in cell {name}"
+
+
+@pytest.mark.parametrize("site", [in_full(site) for site in HANGS])
+def test_without_it_ranks_wait_for_each_other(site, shared_folder):
+    """One rank raises for what it has read too early, and the other one waits for it."""
+    if sim.why_missing():
+        pytest.skip(sim.why_missing())
+    pool().around = watched
+    with pytest.raises(RanksFailed, match="hung"):
+        pool().run(2, run_without, site, HANGS[site], shared_folder, timeout=20.0)
+
+
+def run_without(site, name, folder):
+    """Run cell ``name`` without ``site``."""
+    sim.order_by_seed(0)
+    with planted(SITES[site]):
+        train(BY_NAME[name], folder)
+
+
+def run(cell, folder):
+    """The digest of a run of ``cell`` in a late order, and its races; no digest if it has raised."""
+    sim.reset()
+    sim.order_by_seed(0)
+    result = None
+    try:
+        result = digest(train(cell, folder))
+        torch.accelerator.synchronize()
+    except RuntimeError:
+        assert sim.races()  # garbage from memory that was not written yet, or the race itself
+    found = sim.races()
+    sim.reset()
+    return result, found
