@@ -314,6 +314,8 @@ class Backward:
         for listing in self._listings:
             listing.hide()
         self._listings.clear()
+        for model in self.models:
+            model.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
         # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.
         seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
         keeps_sums = True in seen or not seen

@@ -85,6 +85,7 @@ CELLS = [
     cell("subclass", "subclass", door="fully_shard"),
     cell("subclass-bf16", "subclass", door="fully_shard", precision="bf16"),
     cell("raises", "raises"),
+    cell("raises-accumulate", "raises", "accumulate", "small_buckets"),
     cell("raises-offload", "raises", "small_buckets", placement="offload"),
     cell("raises-in-forward", "raises_in_forward"),
     cell("raises-in-hook", "raises_in_hook", "reduce_hook", "small_buckets", door="fully_shard"),

@@ -16,6 +16,8 @@ CAUGHT = {
     "checkpoint.snapshot:Snapshot.__init__:record": "save",
     "checkpoint.snapshot:Snapshot.__init__:wait": "save",
     "checks.nan_check:NanCheck._gather:wait": "nan-check",
+    "engine.backward:Backward.abandon:record": "raises-accumulate",
+    "engine.backward:Backward.abandon:wait": "raises-accumulate",
     "engine.root:Root._wait_for_reads:record": "write-offload",
     "engine.root:Root._wait_for_reads:wait": "write-offload",
     "engine.shared:Shared.await_step:record": "wrapper-bf16-device",

@@ -306,6 +306,8 @@ def _raise_in_backward(model, pair):
     with contextlib.suppress(InterruptedError):
         (model(pair[0]) - pair[1]).square().mean().backward()
     hook.remove()
+    with torch.no_grad():
+        model(pair[0])  # cleans up, before the gradients are dropped
 
 
 def _raise_in_forward(model, pair):
