@@ -71,6 +71,11 @@ def trace():
     return loaded().trace()
 
 
+def host_time():
+    """The host's clock, in simulated time."""
+    return loaded().host_time()
+
+
 def makespan():
     """The simulated time at which the last stream ends."""
     return loaded().makespan()
