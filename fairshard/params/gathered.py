@@ -47,7 +47,7 @@ class CopyOuts:
 
     def free_if(self, storage: torch.UntypedStorage) -> None:
         """Free ``storage`` if it is kept."""
-        if self._kept is not None and self._kept[0] is storage:
+        if self._kept is not None and self._kept[0]._cdata == storage._cdata:
             self.free()
 
 

@@ -69,7 +69,7 @@ class GradTransfers:
             event.synchronize()
             if counts:
                 self.waited_s += time.perf_counter() - started
-        while self._reads and self._reads[0][1].has_passed():
+        while counts and self._reads and self._reads[0][1].has_passed():  # never on the optimizer's thread
             self._reads.popleft()
 
     def _num_kept_bytes(self) -> int:
