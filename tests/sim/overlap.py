@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import ModuleWrapPolicy, WrapPlan, describe
 from fairshard.optim import CPUOptimizer
+from fairshard.params import shard_grad
 from fairshard.plan.memory import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, STAGED, WHOLE_GRADS
 from tests import sim
 from tests.sim.costs import H100, H100_PCIE, HostCosts, Machine, charge, timed_workers
@@ -157,7 +159,8 @@ def train(engine: str, case: Case, num_steps: int = 2, times_update: bool | None
                 trained.update()
 
     charge(case.machine, dist.get_world_size(), SCALE)
-    with timed_workers(case.machine, SCALE):
+    limit = mock.patch.object(shard_grad, "MAX_KEPT_NBYTES", shard_grad.MAX_KEPT_NBYTES / SCALE**2)
+    with timed_workers(case.machine, SCALE), limit:
         for text in texts[:-1]:
             step(text)
         torch.accelerator.synchronize()

@@ -63,9 +63,7 @@ def test_a_step_takes_at_most_as_long_as_with_fsdp2(name):
 def test_the_host_waits_for_no_copy_during_a_backward():
     """With offload, compute does not wait for copies of gradients, whatever their size: the host issues work ahead."""
     figures = _figures("wrapper", replace(BY_NAME["offload, clipped"], num_blocks=6))
-    kept = _figures("wrapper", replace(BY_NAME["NVLink, bf16"], num_blocks=6))
     assert figures.waits.get("host", 0.0) == 0.0
-    assert figures.kernels < 1.01 * kept.kernels
 
 
 @on_sim(2)
