@@ -228,8 +228,9 @@ class Backward:
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit, from_part=plan.from_parts[number])
+                plan.model_of[unit].shared.bucketer.send_due()
             elif kind is _SEND:
-                self._send(unit)
+                self._send(unit, plan.schedule.gathers_before_send(cursor + 1))
             else:
                 self._free(unit)
         self._is_broken = is_broken
@@ -247,7 +248,7 @@ class Backward:
             self._only_served.remove(unit)
             unit.reshard()
 
-    def _send(self, unit: Unit) -> None:
+    def _send(self, unit: Unit, yields: bool) -> None:
         self._sent.add(unit)
         self.touched.discard(unit)
         model = self._plan.model_of[unit]
@@ -255,7 +256,7 @@ class Backward:
         unit.state = TrainingState.BACKWARD_POST
         if not self._is_serving:
             model.before_send(unit)
-        unit.send_grads(model.shared.bucketer)
+        unit.send_grads(model.shared.bucketer, yields)
 
     def _free(self, unit: Unit) -> None:
         if not unit.frees_in_backward:

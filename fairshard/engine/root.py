@@ -231,6 +231,7 @@ class Root:
 
     def _end_pass(self, completed: bool) -> None:
         self._last_output = _none
+        self.shared.end_forward()
         self._wait_for_reads()
         backward_follows = completed and torch.is_grad_enabled()
         self.record.end(backward_follows)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 ENDS = 2
@@ -86,6 +87,13 @@ class Schedule:
     def sends(self) -> list[int]:
         """The units whose gradients are sent, in order."""
         return [step.unit for step in self.steps if step.kind is Kind.SEND]
+
+    def gathers_before_send(self, start: int) -> bool:
+        """Whether, from position ``start`` on, a gather comes before the next send."""
+        for step in islice(self.steps, start, None):
+            if step.kind in (Kind.GATHER, Kind.SEND):
+                return step.kind is Kind.GATHER
+        return False
 
     def lines(self, name: Callable[[int], str]) -> list[str]:
         """The schedule in words: one line for each mark, with the actions that follow it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fairshard.params.gathered import CopyOuts
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.streams import Event, Stream, is_asynchronous, now
@@ -25,6 +26,7 @@ class Shared:
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
+        self.copies = CopyOuts(device)
         self.bucketer = ReduceScatterBucketer(bucket_cap_mb, self.reduce_stream)
         self.free = Event()
         self.after_step: Event | None = None
@@ -33,6 +35,12 @@ class Shared:
     def await_step(self) -> None:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""
         self.unshard_stream.wait(self.after_step or now(self.device))
+
+    def end_forward(self) -> None:
+        """Free the buffer from which parameters were copied out last."""
+        if self._is_asynchronous:
+            with self.unshard_stream.use():
+                self.copies.free()
 
     def note_free(self) -> None:
         """Memory was freed: later gathers wait until compute has passed this moment."""

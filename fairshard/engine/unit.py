@@ -101,6 +101,7 @@ class Unit:
         self.device = shared.device
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
+            flat_param.gathered.copies = shared.copies
         self.listing = Listing(self.flat_params)
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
@@ -139,6 +140,7 @@ class Unit:
         parts = self.parts if in_backward and from_part else None
         stream = self.shared.unshard_stream
         if stream.is_asynchronous:
+            self.shared.copies.keeps = not in_backward
             with stream.use():
                 stream.wait(self.shared.free)
                 self._start_gathers(parts)
@@ -256,13 +258,13 @@ class Unit:
         if self.is_whole:
             self.listing.show()  # for a checkpoint that recomputes
 
-    def send_grads(self, bucketer: ReduceScatterBucketer) -> None:
-        """Hand the gradients to the reduction, or keep them whole under ``no_sync``."""
+    def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
+        """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
             if flat_param.is_owed:
                 if self.sync:
                     flat_param.num_sent += 1
-                    bucketer.reduce(flat_param)
+                    bucketer.reduce(flat_param, yields)
                 else:
                     flat_param.accumulate()
 

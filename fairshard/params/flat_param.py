@@ -45,6 +45,7 @@ class FlatParam(Leaves):
         self.comm: Any = None
         self.hook: Hook | None = None
         self.lands_at_once = False
+        self.landing_dtype: torch.dtype | None = None
         self._uses = 0
         self._device_shard: Tensor | None = None
         self._is_updated = True
@@ -192,6 +193,7 @@ class FlatParam(Leaves):
 
     def gather_into(self, gathered: Gathered) -> None:
         """Gather into ``gathered`` from now on."""
+        gathered.copies = self.gathered.copies
         self.gathered = gathered
         gathered.gather_by(self.route.gather)
         self._hook_leaves()
@@ -213,6 +215,8 @@ class FlatParam(Leaves):
         """Apply the settings of `route`; call this after each change to them, between passes."""
         self.lands_at_once = self.route.hook is not None
         comms = self.route.follow()
+        is_plain = self.grad is not None and self.route.hook is None and not self.route.keeps_sums
+        self.landing_dtype = self.grad.dtype if is_plain else None
         if comms is not None:
             self.comms = comms
             self.gathered.gather_by(self.route.gather)

@@ -23,6 +23,7 @@ from fairshard.params.route import Route
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.autograd import accumulate_node, reached, reaches
+from fairshard.utils.tensors import joined_columns
 
 interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
 """Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
@@ -175,7 +176,12 @@ class Leaves:
         for run in empty:
             run.zero_()
         if targets:
-            torch._foreach_copy_(targets, sources)
+            columns = None if targets[0].is_cpu else joined_columns(targets)
+            if columns is None or any(source.dtype != columns.dtype for source in sources):
+                torch._foreach_copy_(targets, sources)
+            else:  # one kernel; a foreach copy to parts of rows is one for each
+                pairs = zip(sources, targets, strict=True)
+                torch.cat([source.view(target.shape) for source, target in pairs], dim=1, out=columns)
         self._sent_marker = self._marker
         self._marker = self._accumulated = None
         self._kept = bytearray(len(self.slots))

@@ -29,7 +29,8 @@ from fairshard.utils.storage import is_aliased
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import set_grad
 
-_MAX_KEPT_NBYTES = 64 << 20
+MAX_KEPT_NBYTES = 64 << 20
+"""How many bytes of copied gradients, besides the newest, are kept until their copies have finished."""
 
 marked: weakref.WeakSet[ShardGrad] = weakref.WeakSet()
 """Gradients in which `ShardGrad.mark` has created zeros; see `ShardGrad.hide_zeros`."""
@@ -48,16 +49,17 @@ class GradTransfers:
     def copy(self, source: Tensor, target: Tensor) -> Event:
         """Copy ``source``, made on the current stream, to host memory; the returned event passes when it has arrived.
 
-        ``source`` is kept until then. At most 64 MiB are kept this way: beyond that, the host waits for the oldest.
+        ``source`` is kept until then. If others of more than 64 MiB are kept, the current stream, on which later ones
+        are made, waits for the oldest copy; the host never does, because it must queue the computation meanwhile.
         """
         made = now(source.device)
         with self.stream.use():
             self.stream.wait(made)
             target.copy_(source, non_blocking=True)
             landed = self.stream.record()
+        while self._reads and (self._reads[0][1].has_passed() or self._num_kept_bytes() > MAX_KEPT_NBYTES):
+            self._reads.popleft()[1].wait()
         self._reads.append((source, landed))
-        while self._reads and (self._reads[0][1].has_passed() or self._num_kept_bytes() > _MAX_KEPT_NBYTES):
-            self.wait(self._reads.popleft()[1])
         return landed
 
     def wait(self, event: Event, counts: bool = True) -> None:
@@ -67,6 +69,8 @@ class GradTransfers:
             event.synchronize()
             if counts:
                 self.waited_s += time.perf_counter() - started
+        while counts and self._reads and self._reads[0][1].has_passed():  # never on the optimizer's thread
+            self._reads.popleft()
 
     def _num_kept_bytes(self) -> int:
         return sum(source.nbytes for source, _ in self._reads)
@@ -127,7 +131,7 @@ class ShardGrad:
         held: Tensor | None = None,
     ) -> None:
         self._shard = shard
-        self._dtype = dtype
+        self.dtype = dtype
         self._home = home
         self.transfers = transfers
         self._held = held
@@ -161,8 +165,8 @@ class ShardGrad:
 
         ``reached``: for each parameter 1 if it has a gradient; None: all have one.
         """
-        if reduced.dtype != self._dtype:
-            reduced = reduced.to(self._dtype)
+        if reduced.dtype != self.dtype:
+            reduced = reduced.to(self.dtype)
         if self._home is not GradHome.HOST:
             self._set_or_add(reduced, reached)
             return
@@ -190,7 +194,7 @@ class ShardGrad:
         """The gradient; creates zeros if missing."""
         if self.value is None:
             device = self.transfers.device if self.is_held else None
-            self._set(torch.zeros_like(self._shard, dtype=self._dtype, device=device, requires_grad=False))
+            self._set(torch.zeros_like(self._shard, dtype=self.dtype, device=device, requires_grad=False))
         assert self.value is not None
         return self.value
 
@@ -243,7 +247,7 @@ class ShardGrad:
     def _set(self, grad: Tensor | None) -> None:
         if self._home is GradHome.HELD:
             self._held = grad
-        elif self._dtype == self._shard.dtype:
+        elif self.dtype == self._shard.dtype:
             self._shard.grad = grad
         else:
             set_grad(self._shard, grad)

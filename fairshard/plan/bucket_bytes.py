@@ -44,6 +44,11 @@ class SourceBytes:
         return 0 if on_shard and not self.config.master_on_cpu else self.flat.full_nbytes
 
     @property
+    def is_cast(self) -> bool:
+        """Whether the gathered parameters have another dtype than the shard."""
+        return self.flat.compute_dtype != self.flat.param_dtype
+
+    @property
     def grad_stays(self) -> bool:
         """Whether the reduced gradient stays on the compute device."""
         return not self.config.master_on_cpu or self.config.grad_home is not GradHome.HOST

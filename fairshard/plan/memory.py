@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fairshard.engine.exec_order import ForwardOrder, Record
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
+from fairshard.params.shard_grad import MAX_KEPT_NBYTES
 from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
 from fairshard.plan.summary import UnitRow, unit_lines
 from fairshard.plan.units import PlannedUnit
@@ -38,6 +39,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 GATHERED, PARTS, WHOLE_GRADS = "gathered units", "parts kept for the backward", "whole gradients"
 BUCKETS, GRADS = "buckets", "gradients"
+STAGED, ON_WAY = "shards copied from the host, before the cast", "gradients on their way to the host"
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,9 @@ class _Step:
         self._flying: deque[BucketBytes] = deque()
         self.buckets: list[BucketBytes] = []
         self._bucket_of: dict[SourceBytes, BucketBytes] = {}
-        self._live = Counter({GATHERED: 0, PARTS: 0, WHOLE_GRADS: 0, BUCKETS: 0, GRADS: 0})
+        terms = GATHERED, STAGED, PARTS, WHOLE_GRADS, BUCKETS, GRADS, ON_WAY
+        self._live = Counter(dict.fromkeys(terms, 0))
+        self._on_way: deque[int] = deque()
         self._peak = self._live.copy()
         self._at = self.peak_at = "between steps"
 
@@ -238,7 +242,8 @@ class _Step:
             self._free(unit)
         self._record.keep([])
         self._has_grad.clear()
-        self._live[GRADS] = 0
+        self._live[GRADS] = self._live[ON_WAY] = 0
+        self._on_way.clear()
 
     def _plan_backward(self) -> None:
         """Build the schedule that the engine would follow if all ranks reach every unit."""
@@ -313,7 +318,11 @@ class _Step:
     def _gather(self, unit: PlannedUnit) -> None:
         if unit not in self._gathered:
             self._gathered[unit] = sum(source.gathered_nbytes for source in self.sources[unit])
-            self._add(GATHERED, self._gathered[unit])
+            for source in self.sources[unit]:
+                self._add(GATHERED, source.gathered_nbytes)
+                if self._device != "cpu" and source.config.master_on_cpu and source.is_cast:
+                    self._add(STAGED, source.flat.shard_nbytes)
+                    self._live[STAGED] -= source.flat.shard_nbytes
 
     def _free(self, unit: PlannedUnit) -> None:
         self._live[GATHERED] -= self._gathered.pop(unit, 0)
@@ -362,9 +371,21 @@ class _Step:
                 self._add(GRADS, source.flat.grad_nbytes)
             elif source.grad_stays:
                 self._live[GRADS] += source.flat.grad_nbytes
+            elif self._device != "cpu":
+                self._send_to_host(source.flat.grad_nbytes, is_cast=source.flat.param_dtype != bucket.sum_dtype)
         self._live[BUCKETS] -= bucket.sum_nbytes
         if self._num_ranks == 1:
             self._close(bucket)
+
+    def _send_to_host(self, nbytes: int, is_cast: bool) -> None:
+        """Keep a gradient until its copy has finished; see `fairshard.params.shard_grad.GradTransfers.copy`."""
+        while sum(self._on_way) > MAX_KEPT_NBYTES:
+            self._live[ON_WAY] -= self._on_way.popleft()
+        self._on_way.append(nbytes)
+        if is_cast:
+            self._add(ON_WAY, nbytes)
+        else:  # the sum's own memory
+            self._live[ON_WAY] += nbytes
 
     @staticmethod
     def _close(bucket: BucketBytes) -> None:

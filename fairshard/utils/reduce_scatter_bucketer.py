@@ -49,6 +49,8 @@ class GradSource(PlannedSource, Protocol):
     replica_id: int
     division: Division
     hook: Hook | None
+    landing_dtype: torch.dtype | None
+    """The dtype of the mean for `accept_grad`; None: as the sum."""
     lands_at_once: bool
     """Whether to wait for its mean right after sending, because a user's hook may communicate."""
 
@@ -83,6 +85,7 @@ class Bucket:
         self._uses = 0
         self.nbytes = self.data.nbytes
         self.is_open = False
+        self.written: Event | None = None  # when its last gradient was in it; None: all work queued so far
         free_storage_(self.data)
 
     def is_missing(self, index: int) -> bool:
@@ -136,7 +139,11 @@ class Bucket:
         if self.comms.shard.world_size == 1 < self.comms.num_ranks and is_same_memory(reduced, self.data[0]):
             reduced = reduced.clone()  # the bucket's memory is reused
         factor, *others = {source.division.after for source in self.sources}
-        if not others and factor != 1:
+        dtype, *dtypes = {source.landing_dtype for source in self.sources}
+        if not others and not dtypes and dtype not in (None, reduced.dtype):
+            wide = torch.empty_like(reduced, dtype=dtype)  # divided and cast by one kernel
+            reduced = torch.div(reduced, factor, out=wide) if factor != 1 else wide.copy_(reduced)
+        elif not others and factor != 1:
             reduced.div_(factor)
         parts = reduced.split([source.shard_numel for source in self.sources])
         for source, part in zip(self.sources, parts, strict=True) if others else ():
@@ -149,6 +156,7 @@ class Bucket:
         """Free the memory, and expect all sources again."""
         free_storage_(self.data)
         self.is_open = False
+        self.written = None
         self._missing = set(range(len(self.sources)))
 
 
@@ -166,6 +174,7 @@ class ReduceScatterBucketer:
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
+        self._due: Bucket | None = None  # complete, not sent yet
         self.drops = False  # send zeros instead of gradients, and drop the sums
 
     @torch.no_grad()
@@ -226,11 +235,14 @@ class ReduceScatterBucketer:
             for index, source in enumerate(sources):
                 self._place[source] = bucket, index
 
-    def reduce(self, source: GradSource) -> None:
+    def reduce(self, source: GradSource, yields: bool = False) -> None:
         """Write the gradients of ``source`` to its bucket, and send the bucket if it is complete.
 
         ``source.accept_grad`` receives the mean after a wait: when two buckets are in flight, or in `flush`.
+        ``yields``: a gather follows. On an accelerator, a bucket of several sources then waits for `send_due`, because
+        its sum would hold up the gather, which compute needs sooner.
         """
+        self.send_due()
         if source.hook is not None:
             self.reduce_by_hook(source, source.hook)
             return
@@ -246,11 +258,22 @@ class ReduceScatterBucketer:
             bucket, index = Bucket([source]), 0
         while self._flying and (self._has_ended() or self._is_crowded(bucket)):
             self._land()
-        if bucket.leave_empty(index) if self.drops else bucket.write(index):
+        if not (bucket.leave_empty(index) if self.drops else bucket.write(index)):
+            return
+        if yields and len(bucket.sources) > 1 and not bucket.data.is_cpu:
+            bucket.written = now(bucket.data.device)
+            self._due = bucket
+        else:
             self.launch(bucket)
             lands = bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources)
             while lands and self._flying:
                 self._land()
+
+    def send_due(self) -> None:
+        """Send the bucket that has waited for a gather, if any."""
+        if self._due is not None:
+            due, self._due = self._due, None
+            self.launch(due)
 
     def flush(self) -> None:
         """Send all waiting buckets, full or not, wait for all sums, and run their callbacks."""
@@ -261,6 +284,7 @@ class ReduceScatterBucketer:
 
     def drain(self) -> None:
         """Send all waiting planned buckets, full or not, and wait for all sums."""
+        self.send_due()
         for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
             if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
                 self.launch(bucket)
@@ -270,6 +294,7 @@ class ReduceScatterBucketer:
     def reset(self) -> None:
         """Drop the buckets of an interrupted backward, after waiting for those in flight."""
         self._chunks.clear()
+        self._due = None
         while self._flying:
             bucket, transfer, done = self._flying.popleft()
             transfer.wait()
@@ -296,12 +321,13 @@ class ReduceScatterBucketer:
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""
-        written = now(bucket.data.device)
+        written = bucket.written or now(bucket.data.device)
         with self._stream.use():
             self._stream.wait(written)
             transfer = bucket.launch()
             if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
                 self.deliver(bucket, transfer)
+                transfer.result = None  # its memory is needed no more; the stream keeps the order
         self._flying.append((bucket, transfer, self._stream.record()))
 
     def deliver(self, bucket: Bucket, transfer: Transfer) -> None:

@@ -83,3 +83,17 @@ def add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int])
             if run is not None:
                 part.add_(run)
     return line
+
+
+def joined_columns(parts: Sequence[Tensor]) -> Tensor | None:
+    """``parts``, 2-d views that lie side by side in the columns of one tensor, as one view; None if they do not."""
+    first = parts[0]
+    if first.dim() != 2:
+        return None
+    shape, stride, start = first.shape, first.stride(), first.storage_offset()
+    stop = start
+    for part in parts:
+        if part.dim() != 2 or part.size(0) != shape[0] or part.stride() != stride or part.storage_offset() != stop:
+            return None
+        stop += part.size(1)
+    return first.as_strided((shape[0], stop - start), stride, start) if stride[1] == 1 else None

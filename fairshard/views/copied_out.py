@@ -20,6 +20,7 @@ from fairshard.utils.collectives import Ready
 from fairshard.utils.custom_comms import AllGather
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.utils.streams import now
+from fairshard.utils.tensors import joined_columns
 from fairshard.views.joint_gather import JointGather
 
 
@@ -41,6 +42,11 @@ class CopiedOut(Gathered):
         self._line, self._sources, self._targets = beside.line, beside.sources, beside.targets
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
         self.line_id = self._own_storage._cdata
+        columns = None if buffer.is_cpu else joined_columns(beside.sources)
+        is_filled = columns is not None and columns.shape == buffer.shape
+        has_shapes = all(a.shape == b.shape for a, b in zip(beside.sources, beside.targets, strict=True))
+        # Each parameter fills its columns: one kernel copies all.
+        self._widths = [source.size(1) for source in beside.sources] if is_filled and has_shapes else None
         self._is_to_copy = False
         self._together: Sequence[CopiedOut] = [self]  # all that one gather fills, in order
         free_storage_(self._line)
@@ -62,13 +68,21 @@ class CopiedOut(Gathered):
             self.transfer = self._gather_from(part).start(tag)
             self._is_to_copy = False
             return
+        if self.copies is not None:
+            self.copies.free_if(self._storage)
         super().start(own, part, tag)
         self._is_to_copy = True
         if not self.buffer.is_cpu and self is self._together[-1]:
-            for each in self._together:  # on this stream: compute does not wait for the copies
-                if each._is_to_copy:
-                    each._copy_out()
-                    each.transfer = Ready(now(self.buffer.device), self._line)
+            assert self.copies is not None
+            self.copies.free()
+            stream, gathers = self.copies.stream, now(self.buffer.device)
+            with stream.use():
+                stream.wait(gathers)  # which have waited for the memory freed last: the line's comes from it
+                for each in self._together:
+                    if each._is_to_copy:
+                        each._copy_out()
+                        each.transfer = Ready(stream.record(), self._line)
+            self.copies.keep(self._storage, stream.record())
 
     def wait(self) -> None:
         """Wait for the running gather, if any, and copy the parameters out."""
@@ -93,8 +107,10 @@ class CopiedOut(Gathered):
         transfer, self.transfer, self._is_to_copy = self.transfer, None, False
         transfer.wait()
         self._own_storage.resize_(self._line_nbytes)
-        if self._targets:
+        if self._widths is not None:
+            torch.split_with_sizes_copy(self.buffer, self._widths, dim=1, out=self._targets)
+        elif self._targets:
             # Autograd tracks neither the line nor the buffer: this makes no graph, even if grad is enabled.
             torch._foreach_copy_(self._targets, self._sources)
-        if self is self._together[-1]:
+        if self.buffer.is_cpu and self is self._together[-1]:
             self._storage.resize_(0)

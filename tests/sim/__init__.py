@@ -10,11 +10,24 @@ load it in ranks of their own (`tests.sim.ranks`), never in pytest's process.
 
 from tests.sim.device import load
 from tests.sim.extension import build, why_missing
-from tests.sim.run import configure, makespan, order_by_seed, races, reset, restart, set_cost, stats, trace, watch
+from tests.sim.run import (
+    configure,
+    host_time,
+    makespan,
+    order_by_seed,
+    races,
+    reset,
+    restart,
+    set_cost,
+    stats,
+    trace,
+    watch,
+)
 
 __all__ = [
     "build",
     "configure",
+    "host_time",
     "load",
     "makespan",
     "order_by_seed",

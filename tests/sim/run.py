@@ -56,7 +56,8 @@ def set_cost(name="", fixed=0.0, per_byte=0.0, per_flop=0.0):
     """Set the simulated time of tasks called ``name``; without one, that of all others.
 
     Names are those in `trace`: operators (``aten::mm``), collectives (``all_gather``), ``copy_ to device``,
-    ``copy_ to host``. Bytes are all that a task reads and writes; operations are counted for matrix products only.
+    ``copy_ to host``. Bytes are all that a task reads and writes on the device; operations are counted for matrix
+    products only, those of 4-byte elements twice. A task takes the longer of its bytes and its operations.
     """
     loaded().set_cost(name, fixed, per_byte, per_flop)
 
@@ -69,6 +70,11 @@ def stats():
 def trace():
     """``(name, device, stream, start, end)`` of each task so far, in simulated time."""
     return loaded().trace()
+
+
+def host_time():
+    """The host's clock, in simulated time."""
+    return loaded().host_time()
 
 
 def makespan():

@@ -26,7 +26,7 @@ class Source:
         self.compute_device = rank_device()
         self.reduce_id = self.replica_id = comm.new_id()
         self.division = Division(1.0, float(comm.world_size))
-        self.hook, self.lands_at_once = None, False
+        self.hook, self.lands_at_once, self.landing_dtype = None, False, None
         self.value = 0.0
         self.accepted = []
 

@@ -134,13 +134,14 @@ std::optional<Stack> shapes_of(const c10::OperatorHandle& op, const Stack& stack
   return meta;
 }
 
+// Of 2-byte elements; operations of wider ones count as many times more.
 double flops_of(const std::string& name, const Stack& stack, size_t first) {
   static const std::map<std::string, size_t> left{  // the argument that is the left factor; the right one follows
       {"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}, {"aten::baddbmm", 1}, {"aten::addbmm", 1}};
   auto it = left.find(name);
   if (it == left.end()) return 0;
   const auto& factor = stack[first + it->second].toTensor();
-  return 2.0 * factor.numel() * stack[first + it->second + 1].toTensor().size(-1);
+  return factor.numel() * static_cast<double>(factor.element_size()) * stack[first + it->second + 1].toTensor().size(-1);
 }
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
@@ -247,6 +248,17 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input * mask * (p == 1 ? 0.0 : 1.0 / (1.0 - p)), mask};
 }
 
+// One kernel if all tensors are dense and on the device, as with CUDA; otherwise a copy each.
+void foreach_copy_(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  auto fits = [](const at::Tensor& t) { return is_on_device(t) && t.is_non_overlapping_and_dense(); };
+  if (std::all_of(targets.begin(), targets.end(), fits) && std::all_of(sources.begin(), sources.end(), fits)) {
+    Stack stack{targets.vec(), sources.vec(), non_blocking};
+    fallback(named("aten::_foreach_copy_"), &stack);
+    return;
+  }
+  for (size_t i = 0; i < targets.size(); i++) targets[i].copy_(sources[i], non_blocking);
+}
+
 auto boxed() { return torch::CppFunction::makeFromBoxedFunction<&fallback>(); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(boxed()); }
@@ -255,6 +267,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_layer_norm", boxed());  // otherwise its parts, whose results differ from the CPU's
   m.impl("native_group_norm", boxed());
   m.impl("native_dropout", &native_dropout);
+  m.impl("_foreach_copy_", &foreach_copy_);
+  m.impl("split_with_sizes_copy.out", boxed());  // one kernel
+  m.impl("_chunk_cat.out", boxed());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

@@ -29,6 +29,13 @@ py::list traced() {
   return list;
 }
 
+py::list memory_log() {
+  py::list list;
+  for (auto& each : sim::memory_log())
+    list.append(py::make_tuple(reinterpret_cast<uintptr_t>(each.ptr), each.nbytes, each.where));
+  return list;
+}
+
 py::dict counts() {
   auto& s = sim::stats();
   using namespace py::literals;
@@ -64,6 +71,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", &sim::configure, Free());
   m.def("set_checks", &sim::set_checks, Free());
   m.def("set_cost", &sim::set_cost, Free());
+  m.def("set_launch", &sim::set_launch, Free());
+  m.def("host_time", &sim::host_time, Free());
+  m.def("reach_host_time", &sim::reach_host_time, Free());
+  m.def("own_host_time", &sim::own_host_time);
+  m.def("drop_host_time", &sim::drop_host_time);
+  m.def("memory_log", &memory_log);
   m.def("set_stacks", &set_stacks);
   m.def("races", &sim::races, Free());
   m.def("reset", &sim::reset, Free());

@@ -15,7 +15,8 @@ struct Moment {  // of a stream; an event holds the one that it recorded last
   bool done = false;
   uint64_t epoch = 0;
   Clock clock;
-  double time = 0;  // simulated
+  double time = 0;    // simulated
+  std::string cause;  // what determined the time
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
@@ -90,7 +91,15 @@ void set_stack_provider(std::function<std::string()> provider);
 void reset();    // finishes all work, forgets races, statistics and simulated time
 void restart();  // drops all work, and forgets also every stream and every access
 std::vector<std::string> races();
+
+// ---- simulated time
+
 double makespan();
+void set_launch(double seconds);  // the host's time to issue one task
+double host_time();
+void reach_host_time(double time);  // the host is busy until then
+void own_host_time(double time);    // this thread has a clock of its own from now on
+double drop_host_time();            // and no longer; returns the time that it shows
 
 struct Traced {
   std::string name;
@@ -99,6 +108,13 @@ struct Traced {
   double start, end;
 };
 std::vector<Traced> trace();
+
+struct Allocated {
+  const void* ptr;
+  int64_t nbytes;  // negative: released
+  std::string where;
+};
+std::vector<Allocated> memory_log();  // of device memory since the last call; the first call starts it
 
 struct Stats {
   uint64_t tasks = 0, syncs = 0, pageable = 0, host_casts = 0, exchanges = 0, pumped = 0, forced = 0, reused = 0;

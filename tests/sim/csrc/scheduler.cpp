@@ -2,6 +2,7 @@
 // one task, at the head of a stream chosen by the seed.
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <span>
 #include <thread>
 #include <utility>
@@ -30,17 +31,37 @@ Queue& queue_of(StreamId id) {
 
 namespace {
 
+thread_local std::optional<HostTime> own_time;
+
 std::span<Queue*> all_queues() { return std::span(state().by_index).subspan(1); }
+
+bool is_transfer(const std::string& name) { return name.rfind("aten::", 0) != 0 && name != "copy_"; }
+
+// The stream does nothing until ``time``. A kernel that works on what a transfer has brought is named with it.
+void idle(Queue& queue, double time, const std::string& cause) {
+  if (time <= queue.time) return;
+  state().traced.push_back({"wait: " + cause, queue.id.device, queue.id.id, queue.time, time});
+  queue.time = time;
+  queue.cause = cause;
+  auto first = cause.substr(0, cause.find(" > "));
+  queue.transfer = is_transfer(first) ? first : "";
+}
 
 void charge(Queue& queue, const Task& task) {
   auto& s = state();
   double nbytes = 0;
-  for (auto& range : task.ranges) nbytes += range.hi - range.lo;
+  for (auto& range : task.ranges) {
+    Block* block = block_of(range.lo);
+    if (!block || !block->on_host) nbytes += range.hi - range.lo;
+  }
   Cost cost = s.costs.count(task.name) ? s.costs[task.name] : s.costs[""];
-  queue.time = std::max(queue.time, s.host_time);
-  double end = queue.time + cost.fixed + cost.per_byte * nbytes + cost.per_flop * task.flops;
+  auto& host = host_now();
+  host.time += s.launch;
+  idle(queue, host.time, "host" + (host.cause.empty() ? "" : " after " + host.cause));
+  double end = queue.time + cost.fixed + std::max(cost.per_byte * nbytes, cost.per_flop * task.flops);
   s.traced.push_back({task.name, queue.id.device, queue.id.id, queue.time, end});
   queue.time = end;
+  queue.cause = is_transfer(task.name) || queue.transfer.empty() ? task.name : queue.transfer + " > " + task.name;
 }
 
 void settle(Queue& queue) {  // records, and waits for what has passed, take no time
@@ -206,7 +227,7 @@ void forget_run() {
   s.found_keys.clear();
   s.traced.clear();
   for (auto* queue : all_queues()) queue->time = 0;
-  s.host_time = 0;
+  s.host_time = {};
   s.statistics = Stats();
 }
 
@@ -231,7 +252,8 @@ MomentPtr record_on(Queue& queue) {
   auto moment = std::make_shared<Moment>();
   moment->epoch = state().epoch;
   moment->clock = queue.clock;
-  moment->time = queue.time;
+  moment->time = std::max(queue.time, host_now().time);
+  moment->cause = moment->time > queue.time ? "host" : queue.cause;
   queue.items.push_back({Item::RECORD, nullptr, moment, nullptr});
   settle(queue);
   return moment;
@@ -266,7 +288,7 @@ void wait(StreamId stream, const MomentPtr& moment) {
   if (moment->epoch != state().epoch) return;
   Queue& queue = queue_of(stream);
   join(queue.clock, moment->clock);
-  queue.time = std::max(queue.time, moment->time);
+  idle(queue, moment->time, moment->cause);
   queue.items.push_back({Item::WAIT, nullptr, moment, nullptr});
   settle(queue);
 }
@@ -276,6 +298,10 @@ bool query(const MomentPtr& moment) {
   auto lock = locked();
   auto& s = state();
   settle_all();
+  if (s.launch > 0) {  // the answer depends on simulated time, not on the speed of this machine
+    if (moment->epoch == s.epoch && moment->time > host_now().time) return false;
+    drive(lock, [&] { return moment->done; });
+  }
   if (!moment->done && s.policy != SERIAL && s.rng() % 2) step(lock);
   if (s.policy == SERIAL) progress();
   if (moment->done) host_saw(*moment);
@@ -291,7 +317,7 @@ void synchronize(const MomentPtr& moment) {
   s.statistics.syncs++;
   drive(lock, [&] { return moment->done; });
   host_saw(*moment);
-  if (moment->epoch == s.epoch) s.host_time = std::max(s.host_time, moment->time);
+  if (moment->epoch == s.epoch && moment->time > host_now().time) host_now() = {moment->time, moment->cause};
   rethrow();
 }
 
@@ -309,7 +335,7 @@ void synchronize_device(int device) {
   for (auto* queue : all_queues()) {
     if (!is_of(queue)) continue;
     join(s.host_clock, queue->clock);
-    s.host_time = std::max(s.host_time, queue->time);
+    if (queue->time > host_now().time) host_now() = {queue->time, queue->cause};
   }
   rethrow();
 }
@@ -354,6 +380,7 @@ void restart() {
   s.by_index.assign(1, nullptr);
   s.host_clock.assign(1, 0);
   s.costs.clear();
+  s.launch = 0;
   for (auto& each : s.leaving) (each.block->on_host ? s.pinned_pool : s.pools[each.block->stream]).push_back(each.block);
   s.leaving.clear();
   auto drop = [&](std::vector<Block*>& pool) {
@@ -373,6 +400,27 @@ void restart() {
     block.second->uses.clear();
   }
 }
+
+HostTime& host_now() { return own_time ? *own_time : state().host_time; }
+
+void set_launch(double seconds) {
+  auto lock = locked();
+  state().launch = seconds;
+}
+
+double host_time() {
+  auto lock = locked();
+  return host_now().time;
+}
+
+void reach_host_time(double time) {
+  auto lock = locked();
+  if (time > host_now().time) host_now() = {time, "the host's own work"};
+}
+
+void own_host_time(double time) { own_time = HostTime{time, ""}; }
+
+double drop_host_time() { return std::exchange(own_time, std::nullopt)->time; }
 
 double makespan() {
   auto lock = locked();

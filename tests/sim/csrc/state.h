@@ -28,6 +28,8 @@ struct Queue {
   std::deque<Item> items;
   Clock clock;
   double time = 0;
+  std::string cause;     // the task that determined the time
+  std::string transfer;  // the collective or copy that brought what the stream works on, if any
   uint64_t rank = 0;  // of the policy "priority"
 };
 
@@ -57,6 +59,11 @@ struct Cost {
   double fixed = 0, per_byte = 1, per_flop = 0;
 };
 
+struct HostTime {
+  double time = 0;
+  std::string cause;  // what the host waited for last
+};
+
 enum Policy { SERIAL, RANDOM, PRIORITY };
 
 struct State {
@@ -72,7 +79,10 @@ struct State {
   std::vector<Leaving> leaving;
   size_t num_pinned = 0;
   Clock host_clock{0};
-  double host_time = 0;
+  HostTime host_time;
+  double launch = 0;
+  bool logs_memory = false;
+  std::vector<Allocated> memory_log;
   std::mt19937_64 rng{0};
   double eagerness = 0;
   Policy policy = SERIAL;
@@ -95,6 +105,8 @@ inline Lock locked() { return Lock(state().mutex); }
 inline std::string where_now() { return state().stack_provider ? state().stack_provider() : ""; }  // before the lock
 
 // Below, the lock is held.
+
+HostTime& host_now();  // of the calling thread
 
 Queue& queue_of(StreamId id);
 void progress();

@@ -1,0 +1,129 @@
+"""What communication costs a step: both doors beside FSDP2 on the simulated accelerator, with stated costs.
+
+    python benchmarks/overlap.py                # all cases, 2 ranks, about 3 minutes
+    python benchmarks/overlap.py --case PCIe    # those whose name contains it
+    python benchmarks/overlap.py --json         # raw figures on standard output
+
+Nothing here is measured on this machine: times are simulated (`tests/sim/costs.py` has the model of costs), so they are
+the same everywhere. The losses of all engines must be equal first. Needs what `tests/sim` needs: a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import record
+import report
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+sys.path.insert(0, str(record.ROOT))
+
+from tests import sim
+from tests.sim import overlap
+
+TOLERANCE = 1e-4
+"""Of losses, relative, with clipping: norms are summed in another order. Without it they are equal bit for bit."""
+
+
+def main() -> None:
+    options = _parse()
+    cases = [case for case in overlap.CASES if options.case in case.name]
+    if sim.why_missing():
+        sys.exit(f"The simulated accelerator {sim.why_missing()}.")
+    if not cases:
+        sys.exit(f"No case contains {options.case!r}: {', '.join(case.name for case in overlap.CASES)}")
+    sim.build()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [case.name for case in cases], options.world, folder
+        torch.multiprocessing.spawn(_rank, arguments, nprocs=options.world)
+        runs = json.loads(Path(folder, "result").read_text())
+    _check_losses(runs)
+    if options.json:
+        print(json.dumps(runs, indent=1))
+    else:
+        print(tables(runs))
+    if options.out:
+        header = {**record.header(__file__, options), "hardware": "simulated: costs as stated in `machines`"}
+        header["machines"] = {case.name: dataclasses.asdict(case.machine) for case in cases}
+        record.write(record.RESULTS / options.out, header, runs=runs)
+
+
+def _rank(rank: int, names: list[str], world: int, folder: str) -> None:
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    sim.load()
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("cpu:gloo,sim:sim", store=store, rank=rank, world_size=world)
+    sim.watch(stacks=False)
+    runs = []
+    for case in (case for case in overlap.CASES if case.name in names):
+        for engine in [overlap.PLAIN, *overlap.ENGINES]:
+            torch.accelerator.synchronize()
+            dist.barrier()
+            sim.restart()
+            sim.configure(0, 0.0, "serial")
+            figures = overlap.train(engine, case).as_dict()
+            runs.append({"case": case.name, "engine": engine, **figures})
+            if not rank:
+                print(f"{case.name}: {engine} {1e3 * figures['makespan']:.2f} ms", file=sys.stderr, flush=True)
+    if not rank:
+        Path(folder, "result").write_text(json.dumps(runs))
+    dist.barrier()
+
+
+def _check_losses(runs: list[dict[str, Any]]) -> None:
+    for run in runs:
+        if run["engine"] == overlap.PLAIN:
+            continue
+        expected = next(one for one in runs if one["case"] == run["case"] and one["engine"] in overlap.PEERS)["losses"]
+        tolerance = TOLERANCE if "offload" in run["case"] or "speculates" in run["case"] else 0.0
+        for loss, other in zip(run["losses"], expected, strict=True):
+            if abs(loss - other) > tolerance * abs(other):
+                sys.exit(
+                    f"{run['case']}: the losses of {run['engine']} are {run['losses']}, but FSDP2's are {expected}."
+                )
+        if run["num_races"]:
+            sys.exit(f"{run['case']}: {run['engine']} has {run['num_races']} races.")
+
+
+def tables(runs: list[dict[str, Any]]) -> str:
+    """One row for each engine and case. ``compute`` is the model alone; ``exposed`` is all beyond it."""
+    rows = [["case", "engine", "step ms", "compute", "exposed", "waits", "kernels", "beside", "over FSDP2"]]
+    for name in dict.fromkeys(run["case"] for run in runs):
+        own = {run["engine"]: run for run in runs if run["case"] == name}
+        compute = own[overlap.PLAIN]["makespan"]
+        best = min(own[peer]["makespan"] for peer in overlap.PEERS)
+        for engine in overlap.ENGINES:
+            run = own[engine]
+            times = run["makespan"], compute, run["makespan"] - compute, sum(run["waits"].values())
+            added = run["kernels"] - own[overlap.PLAIN]["kernels"]
+            cells = [f"{1e3 * seconds:.2f}" for seconds in (*times, added, run["beside"])]
+            rows.append([f"{name}: {engine}", *cells, f"{run['makespan'] / best:.3f}"])
+    rows[0] = [rows[0][0], *rows[0][2:]]
+    notes = [
+        "ms, simulated. compute: the model alone. exposed: the rest of the step: the compute stream waits, or does the",
+        "engine's own work (kernels). beside: kernels on other streams. over FSDP2: the better of its two prefetches.",
+    ]
+    return "\n".join([report.table(rows), *notes])
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--world", type=int, default=2, help="number of ranks")
+    parser.add_argument("--case", default="", help="run the cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print the raw figures instead of the table")
+    parser.add_argument("--out", help="also write a file of this name to benchmarks/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
