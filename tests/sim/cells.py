@@ -32,6 +32,7 @@ BASIC = [
 CELLS = [
     *BASIC,
     cell("small-buckets", "small_buckets"),
+    cell("fully_shard-medium-buckets", "medium_buckets", door="fully_shard"),
     cell("fully_shard-small-buckets", "small_buckets", door="fully_shard"),
     cell("held", placement="held", precision="bf16", optimizer="cpu"),
     cell("held-overlap", placement="held", precision="bf16", optimizer="overlap"),

@@ -76,7 +76,10 @@ CAUGHT = {
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce_by_hook:wait-2": "hook",
     "utils.streams:Event.synchronize:wait": "wrapper-fp32-offload",
     "views.copied_out:CopiedOut._copy_out:wait": "fully_shard-bf16-device",
+    "params.gathered:CopyOuts.free:wait": "fully_shard-bf16-device",
+    "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce:record": "fully_shard-medium-buckets",
     "views.copied_out:CopiedOut.start:record": "fully_shard-bf16-device",
+    "views.copied_out:CopiedOut.start:record-2": "fully_shard-bf16-device",
     "views.extension:Extension.first:wait": "subclass",
     "views.joint_gather:JointGather.wait:wait": "mixed-dtypes",
 }

@@ -32,7 +32,8 @@ from tests.models import Block
 from tests.sim.comms import OwnGather, OwnReduce
 
 DIM, NUM_STEPS = 6, 3
-SMALL_MB = 300 / 2**20  # buckets of one block
+SMALL_MB = 300 / 2**20  # less than one block
+MEDIUM_MB = 900 / 2**20  # one block, which has several parameters
 
 
 class Net(nn.Module):
@@ -114,6 +115,8 @@ def _fully_sharded(net, cell):
         options["reshard_after_forward"] = max(dist.get_world_size() // 2, 1)
     if "small_buckets" in cell.ways:
         options["bucket_cap_mb"] = SMALL_MB
+    if "medium_buckets" in cell.ways:
+        options["bucket_cap_mb"] = MEDIUM_MB
     for block in net.blocks:
         fully_shard(block, **options)
     model = fully_shard(net, **options)
@@ -179,7 +182,7 @@ def train(cell, folder=None):
         model(data[0][0])  # what is built at the first pass waits for the device; the steps must not
     with kept:
         if "few_kept" in cell.ways:
-            kept.enter_context(mock.patch.object(shard_grad, "_MAX_KEPT_NBYTES", 0))
+            kept.enter_context(mock.patch.object(shard_grad, "MAX_KEPT_NBYTES", 0))
         checkpointer = kept.enter_context(Checkpointer(folder)) if "save" in cell.ways else None
         if "join" in cell.ways:
             kept.enter_context(model.join())
