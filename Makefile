@@ -12,6 +12,8 @@
 #   make docs                     docs/_build/html/index.html
 #   make clients                  other people's trainers beside torch's engine; writes docs/notes/clients.md
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
+#   make gpu                      what docs/notes/gpu.md lists, on the accelerator of PYTHON's torch; installs nothing
+#   make gpu PART=2 OUT=DIR       one part of it, at most 8 minutes; DEVICE=sim tries all of it without an accelerator
 #   make clean                    remove what make made; the runs stay
 #
 # PYTHON chooses the interpreter. PIP_FLAGS is passed to pip; "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -21,6 +23,9 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
 TORCH ?=
+PART ?=
+OUT ?= runs/gpu
+DEVICE ?=
 
 ifeq ($(TORCH),)
 VENV := .venv
@@ -33,7 +38,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all test-sim kill drill clients check docs bench clean
+.PHONY: train test test-all test-sim kill drill clients check docs bench gpu clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -67,6 +72,10 @@ docs: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+gpu:
+	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "make gpu: $(PYTHON) has no torch; name one that has: PYTHON=..."; exit 2; }
+	$(PYTHON) -m tests.gpu --part "$(PART)" --out "$(OUT)" --device "$(DEVICE)"
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -28,6 +28,7 @@ VARIANTS = {
     "none": "fairshard, no offload",
     "offload": "fairshard, cpu_offload, CPUOptimizer after the backward",
     "overlap": "fairshard, cpu_offload, CPUOptimizer during the backward, clip_mode=speculate",
+    "wait": "fairshard, cpu_offload, CPUOptimizer during the backward, clip_mode=wait",
     "torch-adamw": "fairshard, cpu_offload, torch's fused AdamW",
     "master": "fairshard, move_grads_to_cpu only",
     "held": "fairshard, cpu_offload, gradients on the device",
@@ -39,8 +40,11 @@ SETTINGS = ("model", "device", "world", "threads", "steps", "accumulate")
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train every variant once per repeat, interleaved; the first repeat also decides which variants have failed."""
+def measure(options: argparse.Namespace, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Train every variant once per repeat, interleaved; the first repeat also decides which variants have failed.
+
+    What has been measured is written after each run.
+    """
     runs: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     for repeat in range(options.repeat):
@@ -57,6 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             else:
                 runs.append({"variant": name, "repeat": repeat, "ranks": ranks})
                 print(f"repeat {repeat + 1}/{options.repeat}: {name} {_step_ms(ranks):.0f} ms", flush=True)
+            record.write(options.out, {**record.header(__file__, options, argv), "failures": failures}, runs=runs)
     return {"runs": runs, "failures": failures}
 
 
@@ -121,8 +126,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, of %(default)s")
     parser.add_argument("--model", default="gpt-5m", help="of benchmarks/models.py")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--world", type=int, help="ranks (default: 2 on cpu, 1 on cuda)")
+    parser.add_argument("--device", default="cpu", help="type of the ranks' devices: cpu, cuda, xpu, ...")
+    parser.add_argument("--world", type=int, help="ranks (default: 2 on cpu, 1 on an accelerator)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10, help="of a run; the first three are not timed")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards a step")
@@ -147,15 +152,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    measured = measure(options)
+    measured = measure(options, argv)
     runs = by_variant(measured["runs"])
-    require_equal_losses(runs, "bf16" if options.device == "cuda" else "fp32")
+    require_equal_losses(runs, "fp32" if options.device == "cpu" else "bf16")
     print("\nlosses agree\n\n" + tables(runs))
     print(bounds(runs[REFERENCE][0]))
     for name, reason in measured["failures"].items():
         print(f"{name} ({VARIANTS[name]}): failed: {reason}")
-    header = {**record.header(__file__, options, argv), "failures": measured["failures"]}
-    record.write(options.out, header, runs=measured["runs"])
     print(f"\nwritten: {options.out}")
     return 0
 

@@ -51,28 +51,26 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(job.threads)
     import torch.distributed as dist
+    from accelerator import Accelerator
 
-    os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.world))
-    backend = "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl"
-    if job.device == "cuda":
-        torch.cuda.set_device(job.rank)
-    dist.init_process_group(backend, init_method=f"file://{job.store}", rank=job.rank, world_size=job.world)
-    result = _train(job, resident_at_start)
+    accelerator = Accelerator(job.device, job.rank)
+    accelerator.join(job.store, job.rank, job.world)
+    result = _train(job, accelerator, resident_at_start)
     Path(job.result).write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)
 
 
-def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
+def _train(job: Job, accelerator: Any, resident_at_start: int) -> dict[str, Any]:
     import torch.distributed as dist
     import torch.nn.functional as F
     from models import MODELS, build_gpt, random_batches
     from torch.utils.checkpoint import checkpoint
 
     config = MODELS[job.model]
-    on_gpu = job.device == "cuda"
-    gpt = build_gpt(config).to(job.device)
-    if on_gpu:
+    with accelerator.device:
+        gpt = build_gpt(config)
+    if accelerator.is_real:
         for block in gpt.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     trained = BUILDERS[job.variant](gpt, job)
@@ -80,7 +78,7 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
     losses, steps, optimizers = [], [], []
     for step in range(job.steps):
         dist.barrier()
-        _synchronize(on_gpu)
+        accelerator.synchronize()
         start = time.perf_counter()
         total = 0.0
         for index in range(job.accumulate):
@@ -89,31 +87,30 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) / job.accumulate
             (trained.last_backward if index == job.accumulate - 1 else torch.Tensor.backward)(loss)
             total += loss.detach()
-        _synchronize(on_gpu)
+        accelerator.synchronize()
         middle = time.perf_counter()
         trained.update()
-        _synchronize(on_gpu)
+        accelerator.synchronize()
         end = time.perf_counter()
         losses.append(float(total))
         steps.append(end - start)
         optimizers.append(end - middle)
         if step == 1:
-            measure.reset_peak_resident()
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else measure.peak_resident_bytes() - resident_at_start
+            accelerator.reset_peak()
+    peak = accelerator.peak_bytes(resident_at_start)
+    on_cuda = job.device == "cuda"
     return {
         "losses": losses,
         "step_ms": 1e3 * statistics.median(steps[WARMUP:]),
         "optimizer_ms": 1e3 * statistics.median(optimizers[WARMUP:]),
         "peak_bytes": peak,
-        "idle": _idle_share(trained, batches, job) if on_gpu else None,
-        "limits": _limits(sum(p.numel() for p in trained.model.parameters())) if on_gpu else None,
+        "idle": _idle_share(trained, batches, job) if on_cuda else None,
+        "limits": _limits(sum(p.numel() for p in trained.model.parameters())) if on_cuda else None,
     }
 
 
 def _plain(gpt: torch.nn.Module, job: Job) -> Trained:
-    """Not sharded: fp32 weights, under autocast on a GPU."""
+    """Not sharded: fp32 weights, under autocast on an accelerator."""
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR, fused=True)
 
     def update() -> None:
@@ -121,18 +118,19 @@ def _plain(gpt: torch.nn.Module, job: Job) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
 
-    if job.device == "cuda":
-        gpt.forward = torch.autocast("cuda", torch.bfloat16)(gpt.forward)
+    if job.device != "cpu":
+        gpt.forward = torch.autocast(job.device, torch.bfloat16)(gpt.forward)
     return Trained(gpt, torch.Tensor.backward, update)
 
 
-def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: bool = False, **placement: Any) -> Trained:
+def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: str = "", **placement: Any) -> Trained:
+    """``overlap``: how `CPUOptimizer` clips during the backward; empty: it steps after the backward."""
     from engines.engine import wrap_children
 
     from fairshard.nn import FullyShardedDataParallel as FSDP
     from fairshard.optim import CPUOptimizer
 
-    if job.device == "cuda":
+    if job.device != "cpu":
         placement.update(mixed_precision=True, compute_dtype=torch.bfloat16)
     wrap_children(gpt.blocks, lambda block: FSDP(block, **placement))
     model = FSDP(gpt, **placement)
@@ -145,9 +143,8 @@ def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: bool = False
             plain.zero_grad()
 
         return Trained(model, torch.Tensor.backward, update)
-    mode = "speculate" if overlap else "wait"
     optimizer = CPUOptimizer(
-        model, torch.optim.AdamW, lr=LR, clip_grad_norm=MAX_NORM, clip_mode=mode, overlap=overlap
+        model, torch.optim.AdamW, lr=LR, clip_grad_norm=MAX_NORM, clip_mode=overlap or "wait", overlap=bool(overlap)
     )
 
     def last_backward(loss: torch.Tensor) -> None:
@@ -164,9 +161,9 @@ def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: bool = False
 def _fsdp2(gpt: torch.nn.Module, job: Job) -> Trained:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if job.device == "cuda" else None)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if job.device != "cpu" else None)
     for module in [*gpt.blocks, gpt]:
-        fully_shard(module, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=job.device == "cuda"))
+        fully_shard(module, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=job.device != "cpu"))
     return _plain_update(gpt, lambda: torch.nn.utils.clip_grad_norm_(gpt.parameters(), MAX_NORM))
 
 
@@ -177,9 +174,9 @@ def _fsdp1(gpt: torch.nn.Module, job: Job) -> Trained:
 
     bf16 = torch.bfloat16
     settings: dict[str, Any] = {
-        "device_id": torch.device(job.device, job.rank) if job.device == "cuda" else torch.device("cpu"),
+        "device_id": torch.device(job.device, job.rank) if job.device != "cpu" else torch.device("cpu"),
         "cpu_offload": CPUOffload(offload_params=True),
-        "mixed_precision": MixedPrecision(bf16, bf16, bf16) if job.device == "cuda" else None,
+        "mixed_precision": MixedPrecision(bf16, bf16, bf16) if job.device != "cpu" else None,
     }
     wrap_children(gpt.blocks, lambda block: FSDP(block, **settings))
     model = FSDP(gpt, **settings)
@@ -221,7 +218,8 @@ BUILDERS: dict[str, Callable[[torch.nn.Module, Job], Trained]] = {
     "plain": _plain,
     "none": functools.partial(_fairshard, ours=False),
     "offload": functools.partial(_fairshard, ours=True, cpu_offload=True),
-    "overlap": functools.partial(_fairshard, ours=True, overlap=True, cpu_offload=True),
+    "overlap": functools.partial(_fairshard, ours=True, overlap="speculate", cpu_offload=True),
+    "wait": functools.partial(_fairshard, ours=True, overlap="wait", cpu_offload=True),
     "torch-adamw": functools.partial(_fairshard, ours=False, cpu_offload=True),
     "master": functools.partial(_fairshard, ours=True, move_grads_to_cpu=True),
     "held": functools.partial(_fairshard, ours=True, cpu_offload=True, move_grads_to_cpu=False),
@@ -229,11 +227,6 @@ BUILDERS: dict[str, Callable[[torch.nn.Module, Job], Trained]] = {
     "fsdp1": _fsdp1,
     "deepspeed": _deepspeed,
 }
-
-
-def _synchronize(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()
 
 
 def _idle_share(trained: Trained, batches: Any, job: Job) -> float:
@@ -274,9 +267,9 @@ def _limits(numel: int) -> dict[str, float]:
         "PCIe to host GB/s": host.nbytes / to_host / 1e9,
         "host memory GB/s (read + write)": 2 * one.nbytes / memory / 1e9,
     }
-    figures["PCIe s a step (fp32 down once, up twice)"] = numel * 4 * (
-        1 / figures["PCIe to host GB/s"] + 2 / figures["PCIe to device GB/s"]
-    ) / 1e9
+    figures["PCIe s a step (fp32 down once, up twice)"] = (
+        numel * 4 * (1 / figures["PCIe to host GB/s"] + 2 / figures["PCIe to device GB/s"]) / 1e9
+    )
     figures["CPU AdamW s a step (28 bytes an element)"] = numel * 28 / figures["host memory GB/s (read + write)"] / 1e9
     return figures
 

@@ -3,6 +3,7 @@
     python benchmarks/run.py                                  # gpt-29m, all engines, 9 repeats
     python benchmarks/run.py --model gpt-109m --engines fairshard,fsdp2
     python benchmarks/run.py --overhead                       # host overhead only
+    python benchmarks/run.py --device cuda --model gpt-1.3b --precision bf16    # on one GPU
     python benchmarks/run.py --engines fairshard,fairshard-fully-shard --against v0.1.0    # with a former fairshard
     python benchmarks/run.py ... --against v0.1.0 --turns     # on a noisy machine: step by step, not run by run
     python benchmarks/run.py --show benchmarks/results/FILE   # the tables of a former run
@@ -129,6 +130,7 @@ class Session:
             "engine": engine,
             "model": options.model,
             "precision": options.precision,
+            "device": options.device,
             "world": options.world,
             "threads": options.threads,
             "steps": steps,
@@ -204,7 +206,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     known = list(engines.ADAPTERS)
     parser.add_argument("--engines", default=",".join(known), help="comma-separated, of %(default)s")
     parser.add_argument("--model", choices=MODELS, default="gpt-29m")
-    parser.add_argument("--world", type=int, default=2, help="ranks, all on this machine")
+    parser.add_argument("--device", default="cpu", help="type of the ranks' devices: cpu, cuda, xpu, ...")
+    parser.add_argument("--world", type=int, help="ranks, all on this machine (default: 2 on cpu, 1 on an accelerator)")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run, warm-up included")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of a run that are not timed")
     parser.add_argument("--repeat", type=int, default=9, help="runs of each engine, interleaved")
@@ -227,12 +230,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if not former:
             parser.error(f"--against needs one of {', '.join(engines.OURS)} in --engines")
         options.engines += former
+    if options.world is None:
+        options.world = 2 if options.device == "cpu" else 1
     if options.steps <= max(options.warmup, 2):
         parser.error(f"--steps {options.steps} leaves nothing to measure: memory needs 3, time --warmup + 1")
     if min(options.world, options.repeat, options.threads) < 1:
         parser.error("--world, --repeat and --threads must be at least 1")
     if options.out is None:
         what = "overhead" if options.overhead else f"{options.model}-w{options.world}"
+        what += "" if options.device == "cpu" else f"-{options.device}"
         suffix = "" if options.precision == "fp32" else f"-{options.precision}"
         suffix += "" if options.against is None else f"-against-{options.against.replace('/', '-')}"
         options.out = record.RESULTS / f"{datetime.date.today()}-{what}{suffix}.json"
@@ -253,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.overhead:
             session.check_losses()
             session.measure_training()
-        session.measure_overhead()
+        if options.overhead or options.device == "cpu":  # it is Python's, and measured without a device
+            session.measure_overhead()
         session.save()
     show(options.out)
     print(f"\nwritten: {options.out}")

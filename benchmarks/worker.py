@@ -31,6 +31,7 @@ class Job:
     rank: int
     store: str
     result: str
+    device: str = "cpu"
     turn: Sequence[str] = ()
     """Pipes through which several engines take turns; see `launch.launch_in_turns`."""
 
@@ -51,32 +52,36 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(job.threads)
     import torch.distributed as dist
+    from accelerator import Accelerator
 
-    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world)
-    result = _train(job, resident_at_start)
+    accelerator = Accelerator(job.device, job.rank)
+    accelerator.join(job.store, job.rank, job.world)
+    result = _train(job, accelerator, resident_at_start)
     Path(job.result).write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # gloo groups sometimes hang while Python drops its last references
 
 
-def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
+def _train(job: Job, accelerator: Any, resident_at_start: int) -> dict[str, Any]:
     import engines
     import torch.distributed as dist
     from models import MODELS, build_gpt, random_batches
 
     config = MODELS[job.model]
-    gpt = build_gpt(config)
-    options = engines.Options(bf16=job.precision == "bf16", batch=config.batch)
+    with accelerator.device:
+        gpt = build_gpt(config)
+    options = engines.Options(bf16=job.precision == "bf16", batch=config.batch, device=accelerator.device)
     engine = engines.build(job.engine, gpt, gpt.blocks, options)
-    batches = random_batches(config, job.rank)
+    batches = (tuple(part.to(accelerator.device) for part in pair) for pair in random_batches(config, job.rank))
 
     losses, times = [], []
     turn = Turn.open(job.turn) if job.turn and job.rank == 0 else None
     for step in range(job.steps):
         if turn is not None:
             turn.wait()
+        batch = next(batches)
         dist.barrier()
-        loss, seconds = _step(engine, *next(batches))
+        loss, seconds = _step(engine, accelerator, *batch)
         if job.turn:
             dist.barrier()
         if turn is not None:
@@ -84,14 +89,16 @@ def _train(job: Job, resident_at_start: int) -> dict[str, Any]:
         losses.append(loss)
         times.append(vars(seconds))
         if step == 1:  # by now every buffer and optimizer state exists
-            measure.reset_peak_resident()
-    peak = measure.peak_resident_bytes() - resident_at_start
-    counted = _count_collectives(engine, next(batches), job) if job.count else None
+            accelerator.reset_peak()
+    peak = accelerator.peak_bytes(resident_at_start)
+    counted = _count_collectives(engine, accelerator, next(batches), job) if job.count else None
     by_part = {part: [step[part] for step in times] for part in times[0]}
     return {"losses": losses, "times": by_part, "peak_bytes": peak, "collectives": counted}
 
 
-def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, StepTime]:
+def _step(engine: Any, accelerator: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, StepTime]:
+    """Run one step. On an accelerator the parts' times are the host's, and the device's rest counts to the last one."""
+    accelerator.synchronize()
     cpu = time.process_time()
     start = time.perf_counter()
     loss = engine.forward(tokens, targets)
@@ -99,18 +106,21 @@ def _step(engine: Any, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[flo
     engine.backward(loss)
     backward = time.perf_counter()
     engine.step()
+    accelerator.synchronize()
     end = time.perf_counter()
     cpu = time.process_time() - cpu
     return loss.item(), StepTime(forward - start, backward - forward, end - backward, cpu)
 
 
-def _count_collectives(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job) -> dict[str, Any]:
+def _count_collectives(
+    engine: Any, accelerator: Any, batch: tuple[torch.Tensor, torch.Tensor], job: Job
+) -> dict[str, Any]:
     """Run one step under `measure.CommCounter`, and add fairshard's own counters where it runs."""
     own = measure.loaded_module("collectives", "reset_counters")
     if own is not None:
         own.reset_counters()
     with measure.CommCounter(job.world) as counter:
-        _step(engine, *batch)
+        _step(engine, accelerator, *batch)
     return {
         "counts": counter.counts,
         "received_bytes": counter.received,

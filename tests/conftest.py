@@ -1,5 +1,7 @@
 """Options and markers of the test run, its skipped tests, and the shutdown of the rank pool."""
 
+import functools
+
 import hypothesis
 import pytest
 import torch
@@ -36,8 +38,18 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--device sim {sim.why_missing()}")
         sim.build()
         pool.around = ranks.around()
+    elif pool.device != "cpu":
+        pool.run = functools.partial(_run_or_skip, pool.run, torch.get_device_module(pool.device).device_count())
     config.skipped_tests = []
     config.pluginmanager.register(Skipped(config.skipped_tests))
+
+
+def _run_or_skip(run, num_devices, world_size, *args, **kwargs):
+    """`RankPool.run`, for tests that ask for more ranks than there are devices without saying so in a parameter."""
+    __tracebackhide__ = True
+    if world_size > num_devices:
+        pytest.skip(f"needs {world_size} devices, but {num_devices} are there")
+    return run(world_size, *args, **kwargs)
 
 
 class Skipped:

@@ -12,5 +12,5 @@ def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     """Wrap the root alone (DDP has no units); bf16 is autocast, since DDP keeps fp32 parameters."""
     engine = Engine(nn.parallel.DistributedDataParallel(model))
     if options.bf16:
-        engine.autocast = torch.autocast("cpu", torch.bfloat16)
+        engine.autocast = torch.autocast(options.device.type, torch.bfloat16)
     return engine

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.engine import Engine, Options, fused_adamw
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not torch.accelerator.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed  # reads the variable while it is imported
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ class Options:
     """Compute and reduce in bf16 over fp32 master weights."""
     prefetch: bool = False
     """Use the engine's explicit prefetch settings in place of its defaults."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where the model is and computes."""
     batch: int = 1
     """Sequences per rank and step, which DeepSpeed must know."""
 

@@ -13,7 +13,7 @@ from engines.engine import Engine, Options, wrap_children
 def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     bf16 = torch.bfloat16
     settings = {
-        "device_id": torch.device("cpu"),  # without it FSDP1 looks for an accelerator and fails
+        "device_id": options.device,  # without it FSDP1 looks for an accelerator and fails
         "mixed_precision": MixedPrecision(bf16, bf16, bf16) if options.bf16 else None,
     }
     if options.prefetch:

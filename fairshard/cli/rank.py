@@ -91,7 +91,9 @@ def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     device = torch.device(options.device_type, ranks.local_rank)
     set_device(device)
-    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **_rendezvous())
+    # torch asks every later group for its backend of `device_id`, and a gloo group has one for these types only.
+    bound = device if device.type in dist.Backend.backend_capability["gloo"] else None
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=bound, **_rendezvous())
     return device
 
 

@@ -83,7 +83,7 @@ def sign_zeros_(heads: Tensor) -> None:
 
 def is_placeholder(grad: Tensor) -> bool:
     """Whether ``grad``, this rank's elements, still holds the zeros that `sign_zeros_` has marked."""
-    return bool(grad.reshape(-1)[:1].signbit().all()) and not grad.any()
+    return bool(grad.reshape(-1)[:1].signbit().all() & ~grad.any())  # one read: on a device, each waits for it
 
 
 def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
