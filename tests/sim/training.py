@@ -33,17 +33,17 @@ from tests.sim.comms import OwnGather, OwnReduce
 
 DIM, NUM_STEPS = 6, 3
 SMALL_MB = 300 / 2**20  # less than one block
-MEDIUM_MB = 900 / 2**20  # one block, which has several parameters
+MEDIUM_MB = 1400 / 2**20  # two blocks, of 672 bytes each on two ranks
 
 
 class Net(nn.Module):
     """Residual blocks between two Linears; ``checkpoints`` recomputes the blocks in the backward."""
 
-    def __init__(self, checkpoints=False):
+    def __init__(self, checkpoints=False, num_blocks=3):
         super().__init__()
         self.checkpoints = checkpoints
         self.first = nn.Linear(4, DIM)
-        self.blocks = nn.ModuleList(Block(DIM) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(DIM) for _ in range(num_blocks))
         self.last = nn.Linear(DIM, 3)
 
     def forward(self, x):
@@ -60,7 +60,7 @@ def build(cell):
         mesh = init_device_mesh(rank_device().type, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
         net = parallel.parallelized(mesh, device=rank_device())
         return parallel.sharded(fully_shard, net, mesh["dp"])
-    net = Net("checkpoints" in cell.ways).to(rank_device())
+    net = Net("checkpoints" in cell.ways, 4 if "medium_buckets" in cell.ways else 3).to(rank_device())
     if "subclass" in cell.ways:
         blocks = [subclass_weights.Block(DIM, DIM, seed, kinds=(subclass_weights.Half,)) for seed in range(3)]
         net.blocks = nn.ModuleList(blocks).to(rank_device())
