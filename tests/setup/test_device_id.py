@@ -211,7 +211,7 @@ def messages_of(wrapped):
     return [str(warning.message) for warning in caught if "on the CPU" in str(warning.message)]
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("its module stays on the CPU")
 @on_ranks(1)
 def test_a_module_on_the_cpu_beside_a_gpu_is_told_once():
     """A module on the CPU beside a GPU warns once, but not without a GPU, nor if the CPU was requested."""

@@ -290,7 +290,7 @@ def alive_and_peak(wrap):
     return alive, peak, wrapped
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("measures the memory of the CPU")
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("wrap", [wrap_each, wrap_by_policy])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])

@@ -132,7 +132,7 @@ def save_mlp_body(folder):
     dcp.save(sharded(wrap_each(mlp(4, 5, 3)))["model"], checkpoint_id=folder)
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("its DTensors are on a mesh of the CPU")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_dtensors_load_it_and_are_loaded(tmp_path, world_size):
     """FSDP2's parameters and DTensors sharded by columns read what we wrote; we read what they wrote, and load them."""

@@ -134,7 +134,7 @@ def test_objects_and_scalars_of_every_rank():
     assert gather_scalars([rank, 0.5], device=rank_device()) == [[float(r), 0.5] for r in range(world_size)]
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("counts the calls that gloo needs")
 @on_ranks(2, 3)
 def test_counters_count_number_and_bytes():
     """A collective counts once: received bytes of an all-gather, sent of a reduce-scatter, held of an all-reduce."""

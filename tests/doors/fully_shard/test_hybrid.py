@@ -252,7 +252,7 @@ def test_nothing_is_sent_to_replicas_while_sums_wait():
 
 
 @needs_fsdp2_on_cpu
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("torch's FSDP2 sums in gloo's order")
 @on_ranks(4)
 def test_sums_that_wait_are_those_of_torch():
     """PyTorch's FSDP2, set to reduce by sums as we always do, gives the same gradients, also with a divisor."""
