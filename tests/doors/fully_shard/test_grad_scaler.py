@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.assorted import Assorted
 from tests.doors.fully_shard.models import full_state, shard_tiny
 from tests.models import loss_of_tiny
@@ -13,8 +14,8 @@ from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
 SCALERS = {
-    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2),
-    "sharded": lambda: ShardedGradScaler("cpu", init_scale=2.0**6, growth_interval=2),
+    "torch": lambda: torch.amp.GradScaler(rank_device().type, init_scale=2.0**6, growth_interval=2),
+    "sharded": lambda: ShardedGradScaler(rank_device().type, init_scale=2.0**6, growth_interval=2),
 }
 
 

@@ -256,7 +256,7 @@ def test_nothing_is_sent_to_replicas_while_sums_wait():
 @on_ranks(4)
 def test_sums_that_wait_are_those_of_torch():
     """PyTorch's FSDP2, set to reduce by sums as we always do, gives the same gradients, also with a divisor."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("replicas", "shards"))
     results = []
     for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
         model = mlp(4, 9, 5)

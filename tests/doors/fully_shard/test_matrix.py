@@ -88,7 +88,7 @@ def _train(cell):
     make = OPTIMIZERS[cell["optimizer"]]
     of_reference = ByRows(_groups(reference.master, cell["optimizer"]), dist.get_world_size(), make)
     of_sharded = make(_groups(sharded, cell["optimizer"]))
-    scaler = ShardedGradScaler("cpu", init_scale=SCALE, enabled=cell["precision"] == "fp16")
+    scaler = ShardedGradScaler(rank_device().type, init_scale=SCALE, enabled=cell["precision"] == "fp16")
     scale = scaler.get_scale()
     num_micro = 1 if cell["accumulate"] == "none" else NUM_MICRO
     for step in range(NUM_STEPS):
