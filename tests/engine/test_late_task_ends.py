@@ -48,6 +48,19 @@ def test_a_task_that_ends_late_hides_nothing_of_the_next_pass():
 
 
 @on_ranks(2)
+def test_zero_grad_after_an_exception_zeroes_shards():
+    """After a backward that raised, even if its task is still alive, `zero_grad` drops gradients of shards."""
+    model = wrap_each(mlp(4, 9, 5))
+    model(randn(3, 4, key=(0,))).square().sum().backward()
+    shards = list(model.parameters())
+    task = run_backward(model, fails=True)
+    model.zero_grad()
+    assert all(shard.grad is None for shard in shards)
+    assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
+    task.clear()
+
+
+@on_ranks(2)
 def test_a_forward_after_an_exception_begins_a_pass():
     """A forward is no recomputation of a backward that has raised, even if its task is still alive."""
     model, expected = wrap_each(mlp(4, 9, 5)), wrap_each(mlp(4, 9, 5))

@@ -166,6 +166,7 @@ def test_weights_that_param_init_fn_unties_are_tied_again():
     assert len(wrapped._unit.flat_params[0].slots) == len(list(Tiny().parameters()))
 
 
+@pytest.mark.cpu_only("torch has kernels of LSTMs for its own devices only")
 @on_ranks(2)
 def test_recurrent_modules_keep_their_saved_references():
     """An LSTM, which keeps a list of its weights, computes with the gathered ones."""
