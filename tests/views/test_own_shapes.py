@@ -85,7 +85,9 @@ def test_parameters_gradients_and_states_are_shaped_and_train_as_plain_ones(layo
     ours, theirs = build(model, torch.optim.Adam, **options), torch.optim.Adam(plain.parameters(), **options)
     train(model, ours)
     train(plain, theirs)
-    assert_same_state(model.state_dict(), plain.state_dict())
+    is_exact = placement != "held" or rank_device().type == "cpu"  # otherwise one is stepped on the CPU only
+    rtol, atol = (0.0, 0.0) if is_exact else (1e-5, 1e-6)
+    assert_same_state(model.state_dict(), plain.state_dict(), rtol, atol)
     named = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         if not param.numel():
