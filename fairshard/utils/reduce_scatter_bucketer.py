@@ -311,13 +311,15 @@ class ReduceScatterBucketer:
         else:
             bucket.write(0)
         written = now(bucket.data.device)
-        with self._stream.use():
-            self._stream.wait(written)
-            reduced = bucket.data.new_empty(source.shard_numel)
-            hook(bucket.data.view(-1), reduced)
-            if not self.drops:
-                source.accept_grad(reduced)
-        self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
+        try:
+            with self._stream.use():
+                self._stream.wait(written)
+                reduced = bucket.data.new_empty(source.shard_numel)
+                hook(bucket.data.view(-1), reduced)
+                if not self.drops:
+                    source.accept_grad(reduced)
+        finally:
+            self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""
@@ -325,10 +327,12 @@ class ReduceScatterBucketer:
         with self._stream.use():
             self._stream.wait(written)
             transfer = bucket.launch()
-            if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
-                self.deliver(bucket, transfer)
-                transfer.result = None  # its memory is needed no more; the stream keeps the order
-        self._flying.append((bucket, transfer, self._stream.record()))
+            try:
+                if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
+                    self.deliver(bucket, transfer)
+                    transfer.result = None  # its memory is needed no more; the stream keeps the order
+            finally:  # also if a user's hook raises: `reset` waits for it
+                self._flying.append((bucket, transfer, self._stream.record()))
 
     def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
         """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""

@@ -14,8 +14,8 @@ from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
 SCALERS = {
-    "torch": lambda: torch.amp.GradScaler(rank_device().type, init_scale=2.0**6, growth_interval=2),
-    "sharded": lambda: ShardedGradScaler(rank_device().type, init_scale=2.0**6, growth_interval=2),
+    "torch": lambda device: torch.amp.GradScaler(device, init_scale=2.0**6, growth_interval=2),
+    "sharded": lambda device: ShardedGradScaler(device, init_scale=2.0**6, growth_interval=2),
 }
 
 
@@ -54,7 +54,7 @@ def test_both_scalers_agree(offload):
         for make in SCALERS.values():
             model = build(offload_policy=policy)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-            scales = train(model, optimizer, make(), poison=(1,), clip=clip)
+            scales = train(model, optimizer, make("cpu" if offload else rank_device().type), poison=(1,), clip=clip)
             assert scales == [64.0, 32.0, 32.0, 64.0]
             found.append(full_state(model))
         assert_same_state(*found)
@@ -65,7 +65,7 @@ def test_ranks_without_gradients_take_part():
     """A rank whose gradients were dropped unscales nothing, and skips the step with the others."""
     model = build("few_rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = SCALERS["sharded"]()
+    scaler = SCALERS["sharded"](rank_device().type)
     scaler.scale(loss_of_tiny(model, (0,))).backward()
     if dist.get_rank():
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def test_with_the_optimizer_of_host_memory(overlap):
     for ours in (False, True):
         model = build(offload_policy=CPUOffloadPolicy())
         options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
-        scaler = SCALERS["sharded"]()
+        scaler = SCALERS["sharded"](rank_device().type)
         if not ours:
             optimizer = torch.optim.SGD(model.parameters(), **options)
         elif overlap:
