@@ -75,6 +75,7 @@ class Bucket:
         self.comms = first.comms
         self.sources = tuple(sources)
         self._missing = set(range(len(sources)))
+        self._kept: list[Tensor | None] = []
         width = sum(source.shard_numel for source in sources)
         self.data = torch.empty(
             first.comms.shard.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
@@ -132,6 +133,7 @@ class Bucket:
     def _with_kept(self, reduced: Tensor) -> Tensor:
         """``reduced`` ``[width]``, plus sums of earlier backwards that wait for the sum over replicas."""
         kept = [None if index in self._missing else source.take_kept() for index, source in enumerate(self.sources)]
+        self._kept = kept  # until `close`: their memory may belong to another stream than the one that adds them
         return add_runs(reduced, kept, [source.shard_numel for source in self.sources])
 
     def deliver(self, reduced: Tensor) -> None:
@@ -155,6 +157,7 @@ class Bucket:
     def close(self) -> None:
         """Free the memory, and expect all sources again."""
         free_storage_(self.data)
+        self._kept = []
         self.is_open = False
         self.written = None
         self._missing = set(range(len(self.sources)))
