@@ -51,7 +51,8 @@ def own_values(net):
 
 def train(net, num_steps=3, num_backwards=1, clips=False, before_step=lambda: None):
     """The losses and norms of some steps; only the last of ``num_backwards`` reduces."""
-    optimizer = sgd(net, lr=0.02)
+    params = [param for param in net.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9, foreach=False)  # the subclasses take no lists
     seen = []
     for step in range(num_steps):
         for part in range(num_backwards):
