@@ -310,15 +310,11 @@ class Backward:
         """
         return self.task() is None or current_task() == NO_BACKWARD
 
-    def hide(self) -> None:
-        """After an exception: show shards instead of whole parameters, as the end of the graph task does."""
+    def abandon(self) -> None:
+        """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
         for listing in self._listings:
             listing.hide()
         self._listings.clear()
-
-    def abandon(self) -> None:
-        """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
-        self.hide()
         for model in self.models:
             model.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
         # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.

@@ -75,7 +75,7 @@ class Bucket:
         self.comms = first.comms
         self.sources = tuple(sources)
         self._missing = set(range(len(sources)))
-        self._kept: list[Tensor | None] = []
+        self._kept: list[Tensor | None] = []  # sums that were added; until `close`: another stream may own the memory
         width = sum(source.shard_numel for source in sources)
         self.data = torch.empty(
             first.comms.shard.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
@@ -132,9 +132,8 @@ class Bucket:
 
     def _with_kept(self, reduced: Tensor) -> Tensor:
         """``reduced`` ``[width]``, plus sums of earlier backwards that wait for the sum over replicas."""
-        kept = [None if index in self._missing else source.take_kept() for index, source in enumerate(self.sources)]
-        self._kept = kept  # until `close`: their memory may belong to another stream than the one that adds them
-        return add_runs(reduced, kept, [source.shard_numel for source in self.sources])
+        self._kept = [None if i in self._missing else source.take_kept() for i, source in enumerate(self.sources)]
+        return add_runs(reduced, self._kept, [source.shard_numel for source in self.sources])
 
     def deliver(self, reduced: Tensor) -> None:
         """Divide ``reduced`` ``[width]``, a sum, and pass its parts to the sources that have written."""
@@ -314,15 +313,13 @@ class ReduceScatterBucketer:
         else:
             bucket.write(0)
         written = now(bucket.data.device)
-        try:
-            with self._stream.use():
-                self._stream.wait(written)
-                reduced = bucket.data.new_empty(source.shard_numel)
-                hook(bucket.data.view(-1), reduced)
-                if not self.drops:
-                    source.accept_grad(reduced)
-        finally:
-            self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
+        with self._stream.use():
+            self._stream.wait(written)
+            reduced = bucket.data.new_empty(source.shard_numel)
+            hook(bucket.data.view(-1), reduced)
+            if not self.drops:
+                source.accept_grad(reduced)
+        self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""

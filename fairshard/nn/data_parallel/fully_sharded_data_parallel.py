@@ -274,7 +274,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         """Drop or zero all gradients, including those held by units."""
         root = self._unit.root
         if root is not None and root.backward is not None and root.backward.is_over:
-            root.backward.hide()  # it raised, and its task may still be alive
+            for _, unit in units_below(self):
+                unit.listing.hide()  # the backward raised, and its task may still be alive
         super().zero_grad(set_to_none)
         for _, unit in units_below(self):
             unit.zero_grad(set_to_none)
