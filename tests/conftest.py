@@ -1,6 +1,7 @@
 """Options and markers of the test run, its skipped tests, and the shutdown of the rank pool."""
 
 import functools
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -28,7 +29,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
     config.addinivalue_line("markers", "pairs: without `full`, only cells that together hold every pair of parameters")
-    config.addinivalue_line("markers", "cpu_only: tests behaviour of gloo or of CPU memory only")
+    config.addinivalue_line("markers", "cpu_only(reason): tests behaviour of gloo or of CPU memory only")
     hypothesis.settings.register_profile("fairshard", derandomize=True, deadline=None, max_examples=50)
     hypothesis.settings.load_profile("fairshard")
     config.option.markexpr = config.option.markexpr or "not full"
@@ -63,6 +64,18 @@ class Skipped:
             self._names.append(report.nodeid)
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """With ``--device``, list the tests left out, by reason, and their share of those that take a device."""
+    if config.getoption("--device") == "cpu" or config.option.collectonly:
+        return
+    skipped = terminalreporter.stats.get("skipped", [])
+    total = sum(len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped"))
+    names = [(report.longrepr[2].removeprefix("Skipped: "), report.nodeid.split("[")[0]) for report in skipped]
+    terminalreporter.section(f"{len(skipped)} of {total} tests left out ({len(skipped) / max(total, 1):.1%})")
+    for (reason, name), num in sorted(Counter(names).items()):
+        terminalreporter.line(f"{num:4} {name}: {reason}")
+
+
 def pytest_unconfigure():
     default_pool().close()
     ranks.close()
@@ -89,8 +102,10 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if _takes_device(item)]
     for item in items:
         world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size", 1)
-        if item.get_closest_marker("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason="states what holds on the CPU only"))
+        on_cpu = item.get_closest_marker("cpu_only")
+        if on_cpu:
+            (reason,) = on_cpu.args
+            item.add_marker(pytest.mark.skip(reason=f"on the CPU only: {reason}"))
         elif (world_size or 1) > num_devices:
             item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} devices, but {num_devices} are there"))
 

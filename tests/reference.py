@@ -140,7 +140,12 @@ def assert_same_state(actual, expected, rtol=0.0, atol=0.0):
     assert list(actual) == list(expected)
     for name in expected:
         torch.testing.assert_close(
-            actual[name], expected[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+            actual[name],
+            expected[name],
+            rtol=rtol,
+            atol=atol,
+            check_device=False,
+            msg=lambda m, name=name: f"{name}: {m}",
         )
 
 
@@ -188,6 +193,12 @@ def train_both(plain, wrapped, loss_of, *, num_steps=3, num_micro=1, momentum=0.
 def sgd(model, lr=0.1, momentum=0.9):
     """SGD with momentum over the parameters of ``model`` that require a gradient."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
+
+
+def await_device():
+    """Let the host wait for all work on this rank's device, so that no later work is at once with it."""
+    if rank_device().type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def randn(*shape, key=()):

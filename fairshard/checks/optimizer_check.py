@@ -261,7 +261,7 @@ def check_whole_gradients(optimizer: Optimizer) -> None:
         PartialGradientError: naming the first such shard.
     """
     for root in list(roots):
-        if root.backward is not None and root.backward.task() is None:  # it raised, and no forward has run since
+        if root.backward is not None and root.backward.is_over:  # it raised, and no forward has run since
             root.reset()
     if not interrupted:
         return

@@ -75,6 +75,7 @@ class Bucket:
         self.comms = first.comms
         self.sources = tuple(sources)
         self._missing = set(range(len(sources)))
+        self._kept: list[Tensor | None] = []  # sums that were added; until `close`: another stream may own the memory
         width = sum(source.shard_numel for source in sources)
         self.data = torch.empty(
             first.comms.shard.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
@@ -131,8 +132,8 @@ class Bucket:
 
     def _with_kept(self, reduced: Tensor) -> Tensor:
         """``reduced`` ``[width]``, plus sums of earlier backwards that wait for the sum over replicas."""
-        kept = [None if index in self._missing else source.take_kept() for index, source in enumerate(self.sources)]
-        return add_runs(reduced, kept, [source.shard_numel for source in self.sources])
+        self._kept = [None if i in self._missing else source.take_kept() for i, source in enumerate(self.sources)]
+        return add_runs(reduced, self._kept, [source.shard_numel for source in self.sources])
 
     def deliver(self, reduced: Tensor) -> None:
         """Divide ``reduced`` ``[width]``, a sum, and pass its parts to the sources that have written."""
@@ -155,6 +156,7 @@ class Bucket:
     def close(self) -> None:
         """Free the memory, and expect all sources again."""
         free_storage_(self.data)
+        self._kept = []
         self.is_open = False
         self.written = None
         self._missing = set(range(len(self.sources)))
@@ -325,10 +327,12 @@ class ReduceScatterBucketer:
         with self._stream.use():
             self._stream.wait(written)
             transfer = bucket.launch()
-            if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
-                self.deliver(bucket, transfer)
-                transfer.result = None  # its memory is needed no more; the stream keeps the order
-        self._flying.append((bucket, transfer, self._stream.record()))
+            try:
+                if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
+                    self.deliver(bucket, transfer)
+                    transfer.result = None  # its memory is needed no more; the stream keeps the order
+            finally:  # also if a user's hook raises: `reset` waits for it
+                self._flying.append((bucket, transfer, self._stream.record()))
 
     def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
         """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""

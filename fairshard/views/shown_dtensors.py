@@ -20,6 +20,7 @@ from fairshard.params.slot import ParamSlot
 from fairshard.settings.mesh import SavedMesh
 from fairshard.utils.device import current_device
 from fairshard.utils.storage import own_storage
+from fairshard.utils.tensors import set_data
 from fairshard.views.cut import Cut
 from fairshard.views.rows import Rows
 from fairshard.views.rows_grad import RowsGrad
@@ -114,6 +115,8 @@ class ShownDTensors(ShownRuns):
         """Make ``registered[index]`` the DTensor of ``run``."""
         view, shown = self.registered[index], self.shown_as(index, run)
         assert isinstance(view, DTensor)
+        if view.device != shown.device:
+            set_data(view, shown)
         view._local_tensor, view._spec = shown._local_tensor, shown._spec
 
     def link(self) -> None:

@@ -49,7 +49,7 @@ def moved(tmp_path_factory):
     return tree
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
 @pytest.mark.full
 @pytest.mark.parametrize("door", engines.OURS)
 def test_both_layouts_are_measured_alike(moved, door):

@@ -10,7 +10,7 @@ import record
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
 @pytest.mark.full
 def test_it_runs_on_a_small_model(tmp_path):
     """Every engine loads what it saved, and everything is measured on both ranks."""

@@ -70,7 +70,7 @@ def save_into_little_room(root, disk_folder, rooms, async_save):
     return found
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("is about disks, and needs no device")
 @pytest.mark.parametrize(("async_save", "pages"), [(True, 4), pytest.param(False, 1, marks=pytest.mark.full)])
 def test_a_full_disk_is_an_error_wherever_it_strikes(written, tmp_path, async_save, pages):
     """With more and more room a save fails later and later, and each time leaves the disk as it was."""
@@ -97,7 +97,7 @@ def test_a_full_disk_is_an_error_wherever_it_strikes(written, tmp_path, async_sa
         assert_resumes_from(root, 6, written[1])
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("is about disks, and needs no device")
 def test_a_folder_that_is_only_read(written, tmp_path):
     """A read-only folder can be loaded from; a save into it fails on every rank and names it."""
     with disk(tmp_path / "disk", "size=2m") as folder:

@@ -318,7 +318,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("measures the memory of the CPU")
 def test_memory_for_one_parameter_is_enough(tmp_path):
     """A process that may take only 12 MB more private memory consolidates 12 parameters of 8 MB each.
 

@@ -17,6 +17,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import ShardedGradScaler
+from fairshard.utils.testing import rank_device
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state
@@ -32,7 +33,7 @@ def test_everything_goes_on(shared_folder, async_save):
         model = wrap_tiny(tiny(), mixed_precision=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-        scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scaler = ShardedGradScaler(rank_device().type, init_scale=8.0, growth_interval=2)
         position = {"text": "a", "offsets": torch.zeros(2)}
         of_all = (model, optimizer, scheduler, scaler, position)
         checkpointer = Checkpointer(f"{shared_folder}/{async_save}", every=2, async_save=async_save)

@@ -16,7 +16,7 @@ from tests.checkpoint.written import Exploit, change_byte
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 @dataclass

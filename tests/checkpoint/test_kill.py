@@ -22,7 +22,7 @@ def kill(num_kills, seed):
     return done.stdout
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
 @pytest.mark.parametrize(("num_kills", "seed"), [(3, 1), pytest.param(20, 2, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_from_the_newest_durable_step(num_kills, seed):
     """Whenever one rank or all are killed, the last start ends with the same bits as a run that was never killed."""

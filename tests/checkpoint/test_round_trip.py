@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from fairshard.checkpoint import load, save
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import OptimStateKeyType
-from fairshard.utils.testing import run_ranks
+from fairshard.utils.testing import rank_device, run_ranks
 from tests.checkpoint.compared import assert_same, whole
 from tests.covering import all_cells, covering_array
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
@@ -149,7 +149,7 @@ def test_plain_torch_reads_ours(shared_folder):
 @pytest.mark.parametrize("flat_optimizer", [False, True])
 def test_what_fsdp2_wrote_is_read(shared_folder, level, flat_optimizer):
     """A model and optimizer of FSDP2, saved with torch's own tools at three levels, continue here bit for bit."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(rank_device().type, (2,))
     model = tiny()
     for part in (model.first, model.second, model):
         fully_shard(part, mesh=mesh)

@@ -151,6 +151,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step():
         trainer.step(2)
 
 
+@pytest.mark.cpu_only("the trainer is told to use the CPU")
 @on_ranks(2)
 @pytest.mark.parametrize("offload", [{"cpu_offload": True}, {"move_grads_to_cpu": True}])
 def test_both_kinds_of_adamw_give_the_same_losses(offload):
@@ -162,6 +163,7 @@ def test_both_kinds_of_adamw_give_the_same_losses(offload):
     assert curves[0] == curves[1]
 
 
+@pytest.mark.cpu_only("the trainer is told to use the CPU")
 @on_ranks(2)
 def test_state_is_where_the_options_put_it():
     """Shards, gradients and moments are counted on the host with offload, and on the device without."""

@@ -39,7 +39,7 @@ def both_engines(name):
     return outcome(case, *runs)
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("the clients' programs run on the CPU")
 @pytest.mark.parametrize("name", FAST)
 def test_client_trains_as_on_torchs_engine(name):
     """The client's program gives the same losses and norms on both engines, and says which engine trained."""

@@ -11,7 +11,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import randn, sgd
+from tests.reference import await_device, randn, sgd
 
 
 def output_of(model, grad=False):
@@ -92,6 +92,7 @@ def test_weights_changed_between_forward_and_backward_raise(index, reshard):
     loss = wrapped(randn(3, 4)).sum()
     with torch.no_grad():
         wrapped[index].params[0].add_(1)
+    await_device()  # the backward's gather, whose result is refused, does not wait for the write
     with pytest.raises(FairshardError, match=rf"between its forward and its backward.*`{index}\."):
         loss.backward()
     wrapped.zero_grad()
@@ -107,6 +108,7 @@ def test_an_optimizer_step_between_forward_and_backward_raises():
     first, second = wrapped(randn(3, 4)).sum(), wrapped(randn(3, 4)).sum()
     first.backward()
     optimizer.step()
+    await_device()
     with pytest.raises(FairshardError, match="between its forward and its backward"):
         second.backward()
 

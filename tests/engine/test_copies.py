@@ -32,7 +32,7 @@ def shard_sizes(world_size):
 
 
 @pytest.mark.pairs
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("counts the writes of gloo's calls, which other collectives do not make")
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("bucket", [0, 0.0005, 25])
@@ -53,7 +53,7 @@ def test_one_write_per_gradient_and_none_per_gather(reshard, bucket):
     assert copies.counts["_foreach_copy_"] == len(SIZES), "one call for all gradients of a unit"
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("counts the writes of gloo's calls, which other collectives do not make")
 @on_ranks(2)
 def test_writes_of_unflattened_parameters():
     """Without flattening, the bytes follow the same formula, parameter by parameter."""
@@ -65,7 +65,7 @@ def test_writes_of_unflattened_parameters():
     assert copies.nbytes["cat"] == copies.nbytes["clone"] == copies.nbytes["_to_copy"] == 0
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("counts the writes of gloo's calls, which other collectives do not make")
 @on_ranks(2)
 @pytest.mark.parametrize("fp32_reduce", [True, False])
 def test_writes_under_mixed_precision(fp32_reduce):
@@ -81,7 +81,7 @@ def test_writes_under_mixed_precision(fp32_reduce):
     assert copies.nbytes["_to_copy"] == BF16 * 4 * WIDTHS[0] + widened
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("counts the writes of gloo's calls, which other collectives do not make")
 @on_ranks(1)
 def test_alone_nothing_is_copied_for_the_gather():
     """With one rank and one dtype, the module computes on the shard itself."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fairshard.engine.tree import units_below
+from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from tests.models import mlp, wrap_each
@@ -45,6 +46,32 @@ def test_a_task_that_ends_late_hides_nothing_of_the_next_pass():
     task.clear()
     assert [tuple(param.shape) for param in model[0].parameters()] == [(9, 4), (9,)]
     assert all(type(param) is nn.Parameter for param in model[0].parameters())
+
+
+@on_ranks(2)
+def test_zero_grad_after_an_exception_zeroes_shards():
+    """After a backward that raised, even if its task is still alive, `zero_grad` drops gradients of shards."""
+    model = wrap_each(mlp(4, 9, 5))
+    model(randn(3, 4, key=(0,))).square().sum().backward()
+    shards = list(model.parameters())
+    task = run_backward(model, fails=True)
+    model.zero_grad()
+    assert all(shard.grad is None for shard in shards)
+    assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
+    task.clear()
+
+
+@on_ranks(2)
+def test_a_step_after_an_exception_cleans_up():
+    """A step after a backward that raised drops that backward first, even if its task is still alive."""
+    model = wrap_each(mlp(4, 9, 5))
+    optimizer = sgd(model)
+    task = run_backward(model, fails=True)
+    with contextlib.suppress(PartialGradientError):
+        optimizer.step()
+    _, unit = next(iter(units_below(model)))
+    assert unit.root.backward is None
+    task.clear()
 
 
 @on_ranks(2)

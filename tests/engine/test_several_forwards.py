@@ -12,7 +12,7 @@ from fairshard.nn import BackwardPrefetch, observe
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike
+from tests.reference import assert_same_state, average_grads_, await_device, randn, sgd, train_alike
 
 FULL = pytest.mark.full
 KINDS = {
@@ -147,6 +147,7 @@ def test_weights_that_change_after_a_backward_that_is_not_the_last():
     model.set_is_last_backward(False)
     second.backward()
     optimizers[0].step()
+    await_device()  # the backward's gather, whose result is refused, does not wait for the step
     model.set_is_last_backward(True)
     with pytest.raises(ShardChangedError, match="must not change"):
         first.backward()

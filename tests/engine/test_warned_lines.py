@@ -9,6 +9,7 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard, observe
+from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
 
 
@@ -50,5 +51,5 @@ def test_the_line_of_the_call(shard):
     torch.manual_seed(dist.get_rank())
     call = caller(shard(nn.Linear(3, 3)))
     assert lines_of(call, "begin with the same weights") == {line_of(call)}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(rank_device().type, torch.bfloat16):
         assert lines_of(call, "Under autocast") == {line_of(call)}

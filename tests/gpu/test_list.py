@@ -18,7 +18,7 @@ from tests.gpu.lines import races
 from tests.gpu.logged_tests import LOG
 from tests.gpu.results import Result, Results
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.cpu_only("tries make gpu in processes of its own")
 
 LIST = """# The list
 

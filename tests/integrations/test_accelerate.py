@@ -26,7 +26,7 @@ from fairshard.nn import FSDPModule, FullyShardedDataParallel
 from fairshard.nn.data_parallel.in_place.module import sharded_class
 from fairshard.nn.wrap import ModuleWrapPolicy
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.cpu_only("the Accelerator is told to use the CPU")
 
 
 def accelerator(version=1, backend=None, **plugin_options):

@@ -16,7 +16,7 @@ from tests.clients.lightning_runs import QUIET, Rows, _strategy
 from tests.clients.loops import net, next_token_loss, shard_each, tokens
 
 pytest.importorskip("lightning")
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.cpu_only("the Trainer is told to use the CPU")
 
 
 def module(shards):

@@ -32,7 +32,7 @@ def run_page(name, folder):
             os.chdir(FOLDER)
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("the scripts of the pages run on the CPU")
 @pytest.mark.parametrize("name", PAGES)
 def test_scripts_of_a_page_run_on_two_ranks(name, tmp_path):
     """Every python block of the page is a whole script, and trains without the warning of differing ranks."""

@@ -60,6 +60,7 @@ WAYS = {
 COMMON = ("plain", "zeroed before", "accumulated", "divided by those that compute", "checked")
 
 
+@pytest.mark.cpu_only("DDP drops a work that is under way: NCCL keeps its tensors, the simulator frees them")
 @on_ranks(in_full(1), 2, in_full(3), in_full(4))
 @pytest.mark.parametrize("way", [way if way in COMMON else in_full(way) for way in WAYS])
 def test_weights_are_those_of_ddp(way):
@@ -130,6 +131,7 @@ def test_a_rank_that_is_done_gives_zeros(case):
     assert_same_state(*states)
 
 
+@pytest.mark.cpu_only("DDP drops a work that is under way: NCCL keeps its tensors, the simulator frees them")
 @on_ranks(2, in_full(3))
 def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
     """An optimizer that has never stepped is not found; passed in ``stateful`` it steps, and all weights are DDP's."""
@@ -146,6 +148,7 @@ def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
     assert_same_state(wrapped.state_dict(), before)
 
 
+@pytest.mark.cpu_only("DDP drops a work that is under way: NCCL keeps its tensors, the simulator frees them")
 @on_ranks(2, in_full(3))
 def test_schedulers_are_taken_along_or_asked_for():
     """A rate that changes each step differs on a rank that is done: all raise unless given the scheduler."""

@@ -35,7 +35,9 @@ def loss_of(model, key):
 
 
 def train_shapes(shapes, flatten):
-    train_alike(Params(shapes).to(rank_device()), lambda model: FSDP(model, flatten_parameters=flatten), loss_of)
+    rtol = 0.0 if rank_device().type == "cpu" else 1e-6  # kernels may round 0-d tensors differently
+    model = Params(shapes).to(rank_device())
+    train_alike(model, lambda model: FSDP(model, flatten_parameters=flatten), loss_of, rtol=rtol)
 
 
 @pytest.mark.pairs

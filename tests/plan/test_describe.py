@@ -21,7 +21,7 @@ from fairshard.nn.wrap import (
 )
 from fairshard.plan.summary import unit_table
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import fake_group
+from fairshard.utils.testing import fake_group, rank_device
 from tests.models import Block as TinyBlock
 from tests.models import mlp, tiny
 from tests.on_ranks import on_ranks
@@ -80,6 +80,7 @@ def full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+@pytest.mark.cpu_only("measures the memory of the CPU")
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "policy", "optimizer", "frozen", "kwargs"),
@@ -158,7 +159,7 @@ def test_the_units_are_those_that_wrapping_makes(kwargs, frozen, world_size):
 @pytest.mark.parametrize("cap", [0, 0.5, 4, 25])
 def test_the_buckets_are_those_that_are_sent(cap):
     """A step sends one reduce-scatter per bucket of the plan, with the same bytes; half of the bytes stay local."""
-    model = FSDP(gpt(), auto_wrap_policy=BLOCKS, bucket_cap_mb=cap)
+    model = FSDP(gpt().to(rank_device()), auto_wrap_policy=BLOCKS, bucket_cap_mb=cap)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     train(model, optimizer, 1)
     reset_counters()

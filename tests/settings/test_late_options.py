@@ -81,7 +81,9 @@ def test_state_dicts_in_host_memory():
     wrapped = FSDP(wrap_each(mlp(4, 9, 5)), state_dict_device=torch.device("cpu"))
     for model in (wrapped, copy.deepcopy(wrapped)):
         assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig(offload_to_cpu=True)
-        assert_same_state(model.state_dict(), mlp(4, 9, 5).state_dict())
+        state = model.state_dict()
+        assert {value.device.type for value in state.values()} == {"cpu"}
+        assert_same_state(state, mlp(4, 9, 5).state_dict())
     assert wrapped.state_dict_device == torch.device("cpu")
     before = FSDP.get_state_dict_type(FSDP(wrap_each(mlp(4, 9, 5))))
     assert before.state_dict_config == FullStateDictConfig()

@@ -86,7 +86,7 @@ def test_inputs_of_any_nesting_are_cast():
 
     wrapped = FSDP(Collect().to(rank_device()), **BF16)
     x, index = randn(3, 4), torch.arange(3)
-    packed = pack_padded_sequence(randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    packed = pack_padded_sequence(randn(2, 3, 4), torch.tensor([3, 2], device="cpu"), batch_first=True)
     wrapped(x, [x, index], Pair(x, "text"), Record(x, index), packed, named={"x": x}, flag=True)
     args, kwargs = wrapped.seen
     assert args[0].dtype == args[1][0].dtype == args[2].left.dtype == torch.bfloat16

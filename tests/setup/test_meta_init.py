@@ -166,6 +166,7 @@ def test_weights_that_param_init_fn_unties_are_tied_again():
     assert len(wrapped._unit.flat_params[0].slots) == len(list(Tiny().parameters()))
 
 
+@pytest.mark.cpu_only("torch has kernels of LSTMs for its own devices only")
 @on_ranks(2)
 def test_recurrent_modules_keep_their_saved_references():
     """An LSTM, which keeps a list of its weights, computes with the gathered ones."""
@@ -290,7 +291,7 @@ def alive_and_peak(wrap):
     return alive, peak, wrapped
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("measures the memory of the CPU")
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("wrap", [wrap_each, wrap_by_policy])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])

@@ -176,7 +176,7 @@ class Largest(TorchDispatchMode):
 WIDTHS = (32, 64, 32, 64, 32)
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("measures the memory of the CPU")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_other_ranks_never_hold_a_whole_parameter(flatten):
@@ -239,7 +239,7 @@ class Peak(TorchDispatchMode):
         return result
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("measures the memory of the CPU")
 @on_ranks(2)
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_whole_state_is_built_unit_by_unit(rank0_only):
@@ -264,7 +264,7 @@ def test_whole_state_is_built_unit_by_unit(rank0_only):
     assert most[0] <= 2
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("measures the memory of the CPU")
 @on_ranks(2)
 def test_peak_memory_of_a_whole_state_dict():
     """The peak memory is that of the result and of one unit."""

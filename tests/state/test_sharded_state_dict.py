@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fairshard.nn import FSDP, OptimStateKeyType, ShardedStateDictConfig, StateDictType
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.span_tensor import SpanTensor
-from fairshard.utils.testing import CollectiveCounter, run_ranks
+from fairshard.utils.testing import CollectiveCounter, rank_device, run_ranks
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import Body, on_ranks
 from tests.reference import assert_same_state
@@ -104,7 +104,7 @@ def test_plain_modules_and_optimizers_load_it(tmp_path):
 
 
 def dtensor_body(folder, expected):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     by_fsdp2 = mlp(4, 5, 3, seed=9)
     for layer in (by_fsdp2[0], by_fsdp2[2], by_fsdp2):
         fully_shard(layer, mesh=mesh)
@@ -132,7 +132,7 @@ def save_mlp_body(folder):
     dcp.save(sharded(wrap_each(mlp(4, 5, 3)))["model"], checkpoint_id=folder)
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("its DTensors are on a mesh of the CPU")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_dtensors_load_it_and_are_loaded(tmp_path, world_size):
     """FSDP2's parameters and DTensors sharded by columns read what we wrote; we read what they wrote, and load them."""

@@ -13,7 +13,7 @@ from fairshard.nn import register_forward_method
 from fairshard.nn.data_parallel import TrainingState
 from tests.models import mlp, tiny, tiny_batch, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
-from tests.reference import assert_same_state, randn
+from tests.reference import assert_same_state, await_device, randn
 
 flattened = pytest.mark.parametrize("flatten", [True, False], ids=["flat", "apart"])
 
@@ -188,6 +188,7 @@ def test_between_forward_and_backward_a_change_is_noticed():
     loss = wrapped(randn(2, 4)).sum()
     with wrapped.summon_full_params(), torch.no_grad():
         wrapped[0].weight.add_(1)
+    await_device()  # the backward's gather, whose result is refused, does not wait for the write
     with pytest.raises(FairshardError, match="between its forward and its backward"):
         loss.backward()
     wrapped(randn(2, 4)).sum().backward()

@@ -47,7 +47,7 @@ def test_a_usable_group_passes():
     validate_process_group(rank_device(), dist.new_group())
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("names a device that gloo has no part in")
 @on_ranks(2)
 def test_a_group_without_a_backend_for_the_device_is_refused():
     """A gloo group raises for a device that it was not set up for."""

@@ -145,7 +145,7 @@ def test_reset_forgets_an_interrupted_pass():
     assert a.accepted[-1] == b.accepted[-1] == c.accepted[-1] == mean()
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("gloo's reductions end by themselves: work of a device ends when somebody waits")
 @on_ranks(2)
 def test_memory_is_bounded():
     """However late the other rank is, at most two buckets are in flight, and none holds memory after the pass."""
@@ -168,7 +168,7 @@ def test_memory_is_bounded():
     assert [source.accepted for source in own] == [[mean()]] * 8
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("gloo's reductions end by themselves: work of a device ends when somebody waits")
 @on_ranks(2)
 def test_few_small_buckets_are_under_way():
     """Unplanned sources have buckets of their own, far below the cap; at most two of these are in flight."""

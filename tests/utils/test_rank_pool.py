@@ -14,7 +14,7 @@ from fairshard.utils import rank_pool
 from fairshard.utils.testing import RankPool, RanksFailed, delayed, rank_device, run_ranks
 from tests.on_ranks import on_ranks
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.cpu_only("its pool has ranks of the CPU")
 
 
 @pytest.fixture(scope="module")

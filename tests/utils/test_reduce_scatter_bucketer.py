@@ -163,9 +163,10 @@ def test_sums_do_not_depend_on_what_shares_the_bucket(dtype):
     """Random values give the sum in rank order, to the bit, alone or together with others."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given = [
-        [torch.randn(5, generator=torch.Generator().manual_seed(10 * r + c)).to(dtype) for c in range(world_size)]
+        [torch.randn(5, generator=torch.Generator().manual_seed(10 * r + c), device="cpu") for c in range(world_size)]
         for r in range(world_size)
     ]
+    given = [[values.to(dtype) for values in row] for row in given]
     wide = functools.reduce(torch.add, [given[r][rank].float() for r in range(world_size)])
     results = []
     for cap in (0, 1):

@@ -50,7 +50,8 @@ def assert_same_grads(wrapped, plain):
     for name, param in plain.named_parameters():
         assert (found[name] is None) == (param.grad is None), name
         if param.grad is not None:
-            torch.testing.assert_close(found[name], param.grad.flatten().float(), rtol=1e-6, atol=1e-6)
+            expected = param.grad.flatten().float().cpu()
+            torch.testing.assert_close(found[name].cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(1, in_full(2), 3)

@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import StateDictType
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, randn
+from tests.reference import assert_same_state, await_device, randn
 
 LAYOUTS = {
     "views": {"use_orig_params": True},
@@ -213,6 +213,7 @@ def test_a_copy_trains_on_its_own(by, when):
     loss = other(randn(3, 4)).square().sum()
     with torch.no_grad():
         other[0].params[0].add_(1)
+    await_device()  # the backward's gather, whose result is refused, does not wait for the write
     with pytest.raises(RuntimeError, match="must not change between"):
         loss.backward()
 

@@ -13,7 +13,7 @@ from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, OptimStateKeyType, ShardingStrategy
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import run_ranks
+from fairshard.utils.testing import rank_device, run_ranks
 from tests.checkpoint.compared import assert_same, whole
 from tests.models import mlp
 from tests.on_ranks import on_ranks
@@ -85,7 +85,9 @@ def test_parameters_gradients_and_states_are_shaped_and_train_as_plain_ones(layo
     ours, theirs = build(model, torch.optim.Adam, **options), torch.optim.Adam(plain.parameters(), **options)
     train(model, ours)
     train(plain, theirs)
-    assert_same_state(model.state_dict(), plain.state_dict())
+    is_exact = placement != "held" or rank_device().type == "cpu"  # otherwise one is stepped on the CPU only
+    rtol, atol = (0.0, 0.0) if is_exact else (1e-5, 1e-6)
+    assert_same_state(model.state_dict(), plain.state_dict(), rtol, atol)
     named = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         if not param.numel():

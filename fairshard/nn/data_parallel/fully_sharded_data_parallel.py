@@ -272,6 +272,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, including those held by units."""
+        root = self._unit.root
+        if root is not None and root.backward is not None and root.backward.is_over:
+            for _, unit in units_below(self):
+                unit.listing.hide()  # the backward raised, and its task may still be alive
         super().zero_grad(set_to_none)
         for _, unit in units_below(self):
             unit.zero_grad(set_to_none)

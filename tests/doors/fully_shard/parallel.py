@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fairshard.utils.testing import rank_device
+
 VOCAB, DIM = 12, 8
 
 
@@ -59,14 +61,14 @@ NAMES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
 def mesh_of(*shape):
     """A mesh of ``shape`` whose last dimension is tensor-parallel, and its data-parallel part."""
     names = NAMES[len(shape)]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
     return mesh, mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
 
 
-def parallelized(mesh, hidden=10, recomputes=False, ties=False, device="cpu", seed=0):
+def parallelized(mesh, hidden=10, recomputes=False, ties=False, device=None, seed=0):
     """A `Net` in which all parameters are DTensors on the tensor-parallel part of ``mesh``."""
     torch.manual_seed(seed)
-    with torch.device(device):
+    with torch.device(device or rank_device()):
         model = Net(hidden, recomputes)
     outer = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -119,10 +121,11 @@ class Batches:
     def loss(self, model, step):
         if self.mesh is None:
             generator = torch.Generator().manual_seed(10 * step + self.part)
-            tokens = torch.randint(0, VOCAB, (2, 4), generator=generator)
+            tokens = torch.randint(0, VOCAB, (2, 4), generator=generator, device="cpu").to(rank_device())
             return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
         mesh = self.mesh
-        tokens = torch.randint(0, VOCAB, (8, 4), generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, VOCAB, (8, 4), generator=generator, device="cpu").to(rank_device())
         placements = [Replicate() if name == "tp" else Shard(0) for name in mesh.mesh_dim_names]
         given = distribute_tensor(tokens, mesh, placements)
         out = model(given).redistribute(placements=placements).to_local()

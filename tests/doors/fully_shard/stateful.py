@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import fully_shard
+from fairshard.utils.testing import rank_device
 from tests.reference import average_grads_, randn
 from tests.trained import odd
 
@@ -37,7 +38,7 @@ def sharded_odd(how="rows", seed=1):
 
 def hybrid_mesh():
     """A mesh of two replicas."""
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return init_device_mesh(rank_device().type, (2, dist.get_world_size() // 2))
 
 
 def train_odd(model, optimizer, steps):

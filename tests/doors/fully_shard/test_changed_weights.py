@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel, fully_shard
 from fairshard.utils.testing import rank_device
 from fairshard.views.shown_dtensors import _Wrapper
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import average_grads_, await_device, randn, sgd
 
 
 def plain_model():
@@ -40,6 +40,7 @@ def test_gathers_under_way_are_waited_for_before_they_are_repeated():
     model = in_place(copy.deepcopy(plain))
     for step in range(4):
         handles = [module.unshard(async_op=True) for module in (model, model[0], model[2])]
+        await_device()  # a gather reads the shards that change now
         with torch.no_grad():
             for param in (*model.parameters(), *plain.parameters()):
                 param.mul_(1.5)

@@ -14,7 +14,7 @@ from fairshard.errors import TrainingStateError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fairshard.nn.data_parallel.in_place.module import root_of
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
-from fairshard.utils.streams import Stream
+from fairshard.utils.streams import Stream, now
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
@@ -40,7 +40,7 @@ def own_grads(module):
 
 def assert_equal(actual, expected, rtol=0.0):
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol, check_device=False)
 
 
 # ---- sums
@@ -279,7 +279,7 @@ def test_the_event_of_a_step_is_waited_for_once():
     model.set_post_optim_event(event)
     given = root_of(model).shared.after_step
     with mock.patch.object(Stream, "wait", noting):
-        with mock.patch("fairshard.engine.shared.now") as moment:
+        with mock.patch("fairshard.engine.shared.now", side_effect=now) as moment:
             model(randn(3, 4, key=(0,)))
             is_asynchronous = rank_device().type != "cpu"
             assert given is not None

@@ -159,7 +159,7 @@ def test_another_rank_or_world_size_is_refused():
         foreign(randn(2, 4))
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("memory of a device is not shared this way")
 @on_ranks(2)
 def test_shared_memory_is_copied_out():
     """A copy sent the way torch.multiprocessing does is not affected by later changes to the original."""
@@ -183,7 +183,7 @@ def _continue_elsewhere(rank, world_size, path, model, queue):
         dist.destroy_process_group()
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("the other process is one without the test's device")
 @pytest.mark.full
 @on_ranks(2, timeout=120)
 def test_it_can_be_passed_to_another_process():

@@ -204,7 +204,7 @@ def test_memory_of_the_wrong_size_is_refused():
     model(randn(3, 4))
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("gloo is the backend without an allocator")
 @on_ranks(2)
 def test_memory_of_the_group_is_refused_where_there_is_none():
     """Group memory is refused on gloo, which has no allocator, and together with custom communication."""
@@ -219,7 +219,7 @@ def test_memory_of_the_group_is_refused_where_there_is_none():
             model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("gloo is the backend without an allocator")
 @on_ranks(2)
 def test_memory_of_the_group_is_used_where_there_is_some():
     """With a mocked allocator, each gather and reduction uses group memory, and results are the same."""

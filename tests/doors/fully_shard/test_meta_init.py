@@ -243,6 +243,7 @@ def test_parameters_without_dimensions():
     assert torch.equal(model.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
 
 
+@pytest.mark.cpu_only("torch has kernels of LSTMs for its own devices only")
 @on_ranks(2)
 def test_recurrent_modules():
     """An RNN, which keeps a list of its weights, computes with whole ones, also after a cast or from meta."""

@@ -14,7 +14,7 @@ from tests.doors.fully_shard.assorted import Assorted, ByRows
 from tests.doors.fully_shard.models import full_state, shard_tiny, torch_tiny
 from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, randn, sgd
+from tests.reference import assert_same_state, average_grads_, await_device, randn, sgd
 from tests.torch_gaps import needs_fsdp2_on_cpu
 
 ELEMENTWISE = {
@@ -199,6 +199,7 @@ def test_a_step_between_forward_and_backward_is_refused(way):
     optimizer = torch.optim.AdamW(sharded.parameters(), **way)
     loss = loss_of_tiny(sharded, (0,))
     optimizer.step()
+    await_device()  # the backward's gather, whose result is refused, does not wait for the step
     with pytest.raises(ShardChangedError):
         loss.backward()
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.models import torch_fully_shard
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
@@ -33,7 +34,8 @@ class Block(nn.Module):
 
 
 def meshes(num_stages):
-    return init_device_mesh("cpu", (num_stages, dist.get_world_size() // num_stages), mesh_dim_names=("pp", "dp"))
+    shape = (num_stages, dist.get_world_size() // num_stages)
+    return init_device_mesh(rank_device().type, shape, mesh_dim_names=("pp", "dp"))
 
 
 def train(name, mesh, shard, num_on_rank=1, loss_fn=nn.functional.mse_loss, interrupt=None):
@@ -49,7 +51,7 @@ def train(name, mesh, shard, num_on_rank=1, loss_fn=nn.functional.mse_loss, inte
         shard(module)
     group = mesh.get_group("pp")
     stages = [
-        PipelineStage(module, index, num_stages, torch.device("cpu"), group=group)
+        PipelineStage(module, index, num_stages, rank_device(), group=group)
         for module, index in zip(modules, indexes, strict=True)
     ]
 
@@ -62,7 +64,8 @@ def train(name, mesh, shard, num_on_rank=1, loss_fn=nn.functional.mse_loss, inte
 
     def step(number):
         generator = torch.Generator().manual_seed(100 * number + mesh.get_local_rank("dp"))
-        inputs, targets = torch.randn(2, 2 * NUM_MICROBATCHES, WIDTH, generator=generator)
+        batch = torch.randn(2, 2 * NUM_MICROBATCHES, WIDTH, generator=generator, device="cpu")
+        inputs, targets = batch.to(rank_device())
         losses = []
         given = (inputs,) if place == 0 else ()
         wanted = {"target": targets, "losses": losses} if num_stages - 1 in indexes else {}
@@ -185,7 +188,7 @@ def test_a_split_backward_is_refused():
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    stage = PipelineStage(model, 1, 2, torch.device("cpu"))
+    stage = PipelineStage(model, 1, 2, rank_device())
     inputs = torch.randn(2, WIDTH, requires_grad=True)
     outputs = model(inputs)
     given = {"stage_output": (outputs,), "output_grads": (torch.ones_like(outputs),), "input_values": [inputs]}

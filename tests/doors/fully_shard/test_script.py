@@ -23,6 +23,7 @@ def functions_of(line):
     return names
 
 
+@pytest.mark.cpu_only("the script trains on the CPU")
 @needs_fsdp2_on_cpu
 @on_ranks()
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_only_the_import_changes(precision, tmp_path):
     assert_same_state(our_moments, moments)
 
 
+@pytest.mark.cpu_only("the script trains on the CPU")
 @needs_fsdp2_on_cpu
 @on_ranks(2, in_full(4))
 def test_each_loads_what_the_other_has_saved(tmp_path):

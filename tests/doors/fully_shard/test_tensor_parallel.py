@@ -24,6 +24,7 @@ from fairshard.errors import FairshardError, NonFiniteGradientError
 from fairshard.nn import DataParallelMeshDims, ShardPlacementResult, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.parallel import Batches, distributed, mesh_of, parallelized, sharded, train, whole
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
@@ -145,7 +146,7 @@ def test_parameters_on_the_whole_mesh_train_like_torch(case):
     if torch_dims is None:
         pytest.skip("this torch has no dp_mesh_dims")
     shape, names, shard, replicate = SPMD[case]
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = dist.device_mesh.init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
     dims = {torch_fsdp.fully_shard: torch_dims, fully_shard: DataParallelMeshDims}
     theirs, ours = (
         sharded(engine, distributed(mesh), mesh, dp_mesh_dims=cls(shard, replicate)) for engine, cls in dims.items()
@@ -252,7 +253,7 @@ def test_meta_init_equals_torch():
     theirs, ours = both(mesh, dp, {}, {"device": "meta"})
     for model in (theirs, ours):
         assert all(param.is_meta for param in model.parameters())
-        model.to_empty(device="cpu")
+        model.to_empty(device=rank_device())
         model.load_state_dict(values)
     assert_same_training(theirs, ours, Batches(dp.get_local_rank()))
 
@@ -367,8 +368,8 @@ def test_modules_over_other_ranks_equal_torch():
     infos = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(infos, "ShardPlacementResult"):
         pytest.skip("this torch has no ShardPlacementResult")
-    whole_mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    experts_mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    whole_mesh = dist.device_mesh.init_device_mesh(rank_device().type, (4,), mesh_dim_names=("all",))
+    experts_mesh = dist.device_mesh.init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("efsdp", "ep"))
     losses, weights = [], []
     for engine, result in ((torch_fsdp.fully_shard, infos.ShardPlacementResult), (fully_shard, ShardPlacementResult)):
         torch.manual_seed(0)
@@ -434,7 +435,8 @@ def test_a_scaler_skips_a_step_on_all_tensor_parallel_ranks():
     """An overflow in the part of one tensor-parallel rank skips the step on all; PyTorch's scaler and ours agree."""
     mesh, dp = mesh_of(1, 2)
     found = []
-    for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), ShardedGradScaler("cpu", init_scale=4.0)):
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):
+        scaler = kind(rank_device().type, init_scale=4.0)
         model = sharded(fully_shard, parallelized(mesh), dp)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):

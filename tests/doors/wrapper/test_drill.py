@@ -21,7 +21,7 @@ def drill(*args):
     return done.stdout
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
 def test_each_fault_once():
     """The other ranks name the rank with a fault, even if it is rank 0, and the run resumes from its checkpoint."""
     printed = drill("--times", "1", "--timeout", "3")
@@ -29,7 +29,7 @@ def test_each_fault_once():
     assert "killed in forward, rank 0" in printed
 
 
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
 @pytest.mark.full
 def test_each_fault_on_each_rank():
     """The same holds for a fault on any rank, and when the run resumes on one rank fewer."""

@@ -30,6 +30,12 @@ def language_model(kind):
     return model.to(rank_device()).eval(), model.model.layers
 
 
+def prompt_of(rank, length):
+    """Two sequences of tokens that depend on the rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(3, 32, (2, length), generator=generator, device="cpu").to(rank_device())
+
+
 @on_ranks(2, timeout=180.0)  # the first import of transformers takes a while
 @pytest.mark.parametrize(("kind", "num_units"), [("gpt2", 0), ("gpt2", 2), ("llama", 2)])
 def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
@@ -44,7 +50,7 @@ def test_greedy_text_is_that_of_the_plain_model(kind, num_units):
         blocks[index] = FSDP(blocks[index])
     wrapped = FSDP(model)
     rank = dist.get_rank()
-    prompt = torch.randint(3, 32, (2, 3 + rank), generator=torch.Generator().manual_seed(rank)).to(rank_device())
+    prompt = prompt_of(rank, 3 + rank)
     new = {"max_new_tokens": 4 + 5 * rank, "do_sample": False}
     if not num_units:
         with pytest.raises(ParameterShardedError, match=r"`generate` of .*GPT2LM.*register_forward_method"):
@@ -70,7 +76,7 @@ def test_greedy_text_inside_summon_is_that_of_the_plain_model():
     wrapped = FSDP(model, use_orig_params=True)
     register_forward_method(wrapped, "generate")
     rank = dist.get_rank()
-    prompt = torch.randint(3, 32, (2, 3), generator=torch.Generator().manual_seed(rank)).to(rank_device())
+    prompt = prompt_of(rank, 3)
     new = {"max_new_tokens": 2 + 5 * rank, "do_sample": False}
     for _ in range(2):
         with FSDP.summon_full_params(wrapped):

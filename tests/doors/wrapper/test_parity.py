@@ -59,7 +59,8 @@ def _train(cell):
     )
     of_reference, of_wrapped = sgd(reference.master), sgd(wrapped)
     exact = rank_device().type == "cpu"
-    rtol, atol = (0.0, 0.0) if exact else (4 * torch.finfo(reduce_dtype).eps, 1e-5)
+    eps = torch.finfo(reduce_dtype).eps  # of each sum over ranks, on gradients near 1 and a rate of 0.1
+    rtol, atol = (0.0, 0.0) if exact else (4 * eps, max(1e-5, eps / 4))
     num_micro = 1 if cell["accumulate"] == "none" else NUM_MICRO
     for step in range(NUM_STEPS):
         for micro in range(num_micro):

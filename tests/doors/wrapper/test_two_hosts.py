@@ -40,7 +40,7 @@ def hosts():
 
 # Six processes import torch: about 20 s on two cores.
 @pytest.mark.full
-@pytest.mark.cpu_only
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
 def test_hybrid_sharding_follows_the_hosts(hosts, tmp_path):
     """Shards within a host and replicas across them, then shards across both: each trains as a plain replica does."""
     launched = []
