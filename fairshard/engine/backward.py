@@ -306,9 +306,9 @@ class Backward:
         """Whether the graph task has ended.
 
         After an exception, autograd's thread for a device may hold the task longer than the call of the backward takes.
-        A thread that is in no backward knows that it is over.
+        The thread of the forward, if it is in no backward, knows that it is over.
         """
-        return self.task() is None or current_task() == NO_BACKWARD
+        return self.task() is None or (current_task() == NO_BACKWARD and self._first.shared.is_on_its_thread)
 
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""

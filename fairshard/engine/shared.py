@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from fairshard.params.gathered import CopyOuts
@@ -31,13 +33,20 @@ class Shared:
         self.free = Event()
         self.after_step: Event | None = None
         self.depth = 0
+        self._thread = threading.get_ident()
 
     def await_step(self) -> None:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""
         self.unshard_stream.wait(self.after_step or now(self.device))
 
+    @property
+    def is_on_its_thread(self) -> bool:
+        """Whether the calling thread is the one that ran the last forward."""
+        return self._thread == threading.get_ident()
+
     def end_forward(self) -> None:
-        """Free the buffer from which parameters were copied out last."""
+        """Note the thread, and free the buffer from which parameters were copied out last."""
+        self._thread = threading.get_ident()
         if self._is_asynchronous:
             with self.unshard_stream.use():
                 self.copies.free()

@@ -1,6 +1,7 @@
 """Autograd's thread for a device may let go of a graph task only after ``backward()`` has returned."""
 
 import contextlib
+import threading
 
 import torch
 from torch import nn
@@ -87,3 +88,23 @@ def test_a_forward_after_an_exception_begins_a_pass():
     task.clear()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_step_on_another_thread_leaves_a_running_backward_alone():
+    """A second optimizer steps on a thread of its own, in the middle of a backward; the backward goes on."""
+    model, expected = wrap_each(mlp(4, 9, 5)), wrap_each(mlp(4, 9, 5))
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+
+    def step_elsewhere(_module, _grads):
+        thread = threading.Thread(target=torch.optim.SGD([other], lr=0.1).step)
+        thread.start()
+        thread.join()
+
+    model.module[0].register_full_backward_pre_hook(step_elsewhere)
+    for each in (model, expected):
+        each(randn(3, 4, key=(1,))).square().sum().backward()
+    assert other.item() < 1
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
