@@ -85,7 +85,7 @@ CAUGHT = {
 }
 """Each site below ``fairshard.``, and the cell that has a race or other numbers without it; ``@4``: on four ranks."""
 
-FAILED = "only after a collective has failed; then nothing is computed any more"
+FAILED = "after a collective has failed; otherwise the end of the abandoned backward has waited before"
 HOST = "a collective on tensors in host memory"
 PINNED = "memory pinned in place must not be unpinned under a copy; the simulator pins in torch's way only"
 THREAD = "waits for a thread, a process or a file, not for a device"
