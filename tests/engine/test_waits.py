@@ -57,7 +57,7 @@ def without_wait(kind):
 
     def wait(transfer):
         if kind is not None and transfer._works and kind_of(transfer) == kind:
-            parked.append((transfer._works, transfer._held, transfer._finish))
+            parked.append((transfer._works, transfer.result, transfer._finish))
             transfer._works = ()
         return original(transfer)
 
