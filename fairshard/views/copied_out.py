@@ -19,6 +19,7 @@ from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import Ready
 from fairshard.utils.custom_comms import AllGather
 from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.streams import now
 from fairshard.utils.tensors import joined_columns
 from fairshard.views.joint_gather import JointGather
 
@@ -74,8 +75,9 @@ class CopiedOut(Gathered):
         if not self.buffer.is_cpu and self is self._together[-1]:
             assert self.copies is not None
             self.copies.free()
-            stream = self.copies.stream
-            with stream.use():  # the gather has waited for the memory freed last, which the line's may come from
+            stream, gathers = self.copies.stream, now(self.buffer.device)
+            with stream.use():
+                stream.wait(gathers)  # which have waited for the memory freed last: the line's comes from it
                 for each in self._together:
                     if each._is_to_copy:
                         each._copy_out()

@@ -78,8 +78,10 @@ CAUGHT = {
     "views.copied_out:CopiedOut._copy_out:wait": "fully_shard-bf16-device",
     "params.gathered:CopyOuts.free:wait": "fully_shard-bf16-device",
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reduce:record": "fully_shard-medium-buckets",
-    "views.copied_out:CopiedOut.start:record": "fully_shard-bf16-device",
+    "views.copied_out:CopiedOut.start:record": "subclass@1",
     "views.copied_out:CopiedOut.start:record-2": "fully_shard-bf16-device",
+    "views.copied_out:CopiedOut.start:record-3": "fully_shard-bf16-device",
+    "views.copied_out:CopiedOut.start:wait": "subclass@1",
     "views.extension:Extension.first:wait": "subclass",
     "views.joint_gather:JointGather.wait:wait": "mixed-dtypes",
 }
@@ -139,14 +141,16 @@ def test_every_site_is_in_the_table():
 def test_without_it_there_is_a_race(site, name, shared_folder):
     """The cell is right with the site, and has a race or gives other numbers without it."""
     cell = BY_NAME[name]
-    expected, found = run(cell, f"{shared_folder}/whole")
+    expected, found = run(cell, f"{shared_folder}/whole", 0)
     assert not found, found[0]
-    with planted(SITES[site]):
-        sim.watch(raises=site in PART_WAYS)
-        other, found = run(cell, f"{shared_folder}/planted")
-        sim.watch()
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, bool(found) or other != expected)
+    every = [False] * dist.get_world_size()
+    for seed in range(5):  # steps on the optimizer's thread may be too late to race
+        if not any(every):
+            with planted(SITES[site]):
+                sim.watch(raises=site in PART_WAYS)
+                other, found = run(cell, f"{shared_folder}/planted{seed}", seed)
+                sim.watch()
+            dist.all_gather_object(every, bool(found) or other != expected)
     assert any(every), f"nothing depends on {site} in cell {name}"
 
 
@@ -167,10 +171,10 @@ def run_without(site, name, folder):
         train(BY_NAME[name], folder)
 
 
-def run(cell, folder):
-    """The digest of a run of ``cell`` in a late order, and its races; no digest if it has raised."""
+def run(cell, folder, seed):
+    """The digest of a run of ``cell`` in the order of ``seed``, and its races; no digest if it has raised."""
     sim.reset()
-    sim.order_by_seed(0)
+    sim.order_by_seed(seed)
     result = None
     try:
         result = digest(train(cell, folder))
