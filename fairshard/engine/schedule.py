@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import islice
 from typing import NamedTuple
 
 ENDS = 2
@@ -90,9 +89,10 @@ class Schedule:
 
     def gathers_before_send(self, start: int) -> bool:
         """Whether, from position ``start`` on, a gather comes before the next send."""
-        for step in islice(self.steps, start, None):
-            if step.kind in (Kind.GATHER, Kind.SEND):
-                return step.kind is Kind.GATHER
+        for position in range(start, len(self.steps)):  # no slice: it would walk or copy all steps
+            kind = self.steps[position].kind
+            if kind in (Kind.GATHER, Kind.SEND):
+                return kind is Kind.GATHER
         return False
 
     def lines(self, name: Callable[[int], str]) -> list[str]:
