@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.nn import AllGather, ReduceScatter, fully_shard
+from fairshard.nn import fully_shard
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import UNSHARD
 from tests.gpu.lines.construction import peak_of, require_at_most
 from tests.gpu.training import Way, batches, build, digest, own_part, same_when_late
+from tests.sim.comms import OwnGather, OwnReduce
 
 
 @on_ranks("copy-out")
@@ -65,23 +66,12 @@ def block_copy(is_small):
     return figures
 
 
-class _OwnGather(AllGather):
+class _CountedGather(OwnGather):
     calls = 0
 
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        _OwnGather.calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _OwnReduce(ReduceScatter):
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+    def __call__(self, *args, **kwargs):
+        _CountedGather.calls += 1
+        return super().__call__(*args, **kwargs)
 
 
 def _trained(prepare):
@@ -101,12 +91,12 @@ def _trained(prepare):
 def custom_comms(is_small):
     """Custom gathers and reductions, and memory of the group's allocator where it has one, change no bit."""
     plain = _trained(lambda unit: None)
-    _OwnGather.calls = 0
+    _CountedGather.calls = 0
     own = _trained(
-        lambda unit: (unit.set_custom_all_gather(_OwnGather()), unit.set_custom_reduce_scatter(_OwnReduce()))
+        lambda unit: (unit.set_custom_all_gather(_CountedGather()), unit.set_custom_reduce_scatter(OwnReduce()))
     )
-    if own != plain or (dist.get_world_size() > 1 and not _OwnGather.calls):
-        raise Missed(f"weights differ, or none of the {_OwnGather.calls} custom gathers ran", {})
+    if own != plain or (dist.get_world_size() > 1 and not _CountedGather.calls):
+        raise Missed(f"weights differ, or none of the {_CountedGather.calls} custom gathers ran", {})
     try:
         grouped = _trained(lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True))
     except ValueError as error:
@@ -115,4 +105,4 @@ def custom_comms(is_small):
         return {"memory of the group": str(error)}
     if grouped != plain:
         raise Missed("weights differ in memory of the process group", {})
-    return {"custom gathers": _OwnGather.calls}
+    return {"custom gathers": _CountedGather.calls}
