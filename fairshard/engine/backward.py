@@ -228,9 +228,11 @@ class Backward:
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit, from_part=plan.from_parts[number])
-                plan.model_of[unit].shared.bucketer.send_due()
+                bucketer = plan.model_of[unit].shared.bucketer
+                if bucketer.due is not None:
+                    bucketer.send_due()
             elif kind is _SEND:
-                self._send(unit, plan.schedule.gathers_before_send(cursor + 1))
+                self._send(unit, cursor in plan.schedule.yields)
             else:
                 self._free(unit)
         self._is_broken = is_broken

@@ -26,6 +26,7 @@ from fairshard.utils.autograd import (
     reached,
     sequence_number,
 )
+from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.dynamo import not_traced, set_tracer
 
 
@@ -59,13 +60,23 @@ class Call:
         self._inputs: list[Any] = []  # graph nodes of the inputs, until the outputs are known
         self._leaves: list[Tensor] = []  # inputs that are leaves, until the outputs are known
 
-    def watch_input(self, tensor: Tensor) -> Tensor:
+    def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor | None) -> None:
+        """Call `_watch_input` on all, except ``last``, an output of another call whose hook reports the same event."""
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if value is last and last is not None:
+                self._note_input(last)
+            elif type(value) is Tensor:
+                self._watch_input(value)
+            else:
+                apply_to_tensors(self._watch_input, value)
+
+    def _watch_input(self, tensor: Tensor) -> Tensor:
         """Report when the backward goes on to ``tensor``, whose graph is older than the call's.
 
         Of the nodes that are ready, autograd runs the newest first: when it reaches any input, it has finished the
         call. The gradient of a leaf shows nothing, because a leaf gets its gradient immediately.
         """
-        self.note_input(tensor)
+        self._note_input(tensor)
         if tensor.grad_fn is not None:
             call = weakref.ref(self)  # the node is older than the call, and may outlive it
 
@@ -82,8 +93,8 @@ class Call:
             hook_first(tensor, on_input)
         return tensor
 
-    def note_input(self, tensor: Tensor) -> None:
-        """Like `watch_input`, for a tensor on which another hook already reports the same event."""
+    def _note_input(self, tensor: Tensor) -> None:
+        """Like `_watch_input`, for a tensor on which another hook already reports the same event."""
         node = tensor.grad_fn
         if node is not None:
             self._inputs += (node,)

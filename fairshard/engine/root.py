@@ -23,7 +23,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.containers import apply_to_all, apply_to_tensors, cast_inputs_to_fp16, plain_objects
+from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.watchdog import watch
 
@@ -110,7 +110,7 @@ class Root:
                 call = Call(self, unit.stamp[1], Bracket(unit) if bracket is None else bracket)
                 if bracket is not None and self.backward is None:
                     bracket.call, bracket.versions, bracket.began = weakref.ref(call), call.versions, newest_node()
-                self._watch_inputs(call, args, kwargs)
+                call.watch_inputs(args, kwargs, self._last_output())
             if unit.input_dtype is not None:
                 args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             return args, kwargs, call
@@ -170,17 +170,6 @@ class Root:
             if self.join is not None:
                 self.join.announce(unit)
             unit.unshard()
-
-    def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Attach hooks to the inputs, except to the last called unit's output, whose hook reports the same event."""
-        last = self._last_output()
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if value is last and last is not None:
-                call.note_input(last)
-            elif type(value) is Tensor:
-                call.watch_input(value)
-            else:
-                apply_to_tensors(call.watch_input, value)
 
     def _keeps_gathered(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered after the call that is ending."""

@@ -74,26 +74,22 @@ class UnitRule:
 
 @dataclass
 class Schedule:
-    """The ``steps``, and the positions of the marks: ``at`` and ``done`` by call, ``recompute`` by segment."""
+    """The ``steps``, and the positions of the marks: ``at`` and ``done`` by call, ``recompute`` by segment.
+
+    ``yields`` holds the positions of the sends that a gather follows before the next send.
+    """
 
     steps: list[Step] = field(default_factory=list)
     at: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     recompute: dict[int, int] = field(default_factory=dict)
     segments: dict[int, list[int]] = field(default_factory=dict)
+    yields: set[int] = field(default_factory=set)
 
     @property
     def sends(self) -> list[int]:
         """The units whose gradients are sent, in order."""
         return [step.unit for step in self.steps if step.kind is Kind.SEND]
-
-    def gathers_before_send(self, start: int) -> bool:
-        """Whether, from position ``start`` on, a gather comes before the next send."""
-        for position in range(start, len(self.steps)):  # no slice: it would walk or copy all steps
-            kind = self.steps[position].kind
-            if kind in (Kind.GATHER, Kind.SEND):
-                return kind is Kind.GATHER
-        return False
 
     def lines(self, name: Callable[[int], str]) -> list[str]:
         """The schedule in words: one line for each mark, with the actions that follow it."""
@@ -170,6 +166,7 @@ class _Builder:
                     self.schedule.segments.setdefault(place.segment, []).append(call)
         self._order: Sequence[int] = ()  # all calls, in the order in which the backward reaches them
         self._num_reached = 0
+        self._last_send: int | None = None  # position of the last send, if no gather follows it yet
         self._next: dict[int, int] = {}  # for each call, the next reached call of another unit
 
     def look_ahead(self, order: Sequence[int]) -> None:
@@ -232,11 +229,15 @@ class _Builder:
     def _send(self, unit: int) -> None:
         if unit in self._owed:
             self._owed.discard(unit)
+            self._last_send = len(self.schedule.steps)
             self.schedule.steps.append(Step(Kind.SEND, unit))
 
     def _gather(self, unit: int, call: int) -> None:
         if unit not in self._gathered and self._rules[unit].gathers:
             self._gathered.add(unit)
+            if self._last_send is not None:
+                self.schedule.yields.add(self._last_send)
+                self._last_send = None
             self.schedule.steps.append(Step(Kind.GATHER, unit, call))
 
     def _gather_ahead(self, unit: int, call: int) -> None:

@@ -176,7 +176,7 @@ class ReduceScatterBucketer:
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
-        self._due: Bucket | None = None  # complete, not sent yet
+        self.due: Bucket | None = None  # complete; sent after the next gather
         self.drops = False  # send zeros instead of gradients, and drop the sums
 
     @torch.no_grad()
@@ -244,7 +244,8 @@ class ReduceScatterBucketer:
         ``yields``: a gather follows. On an accelerator, a bucket of several sources then waits for `send_due`, because
         its sum would hold up the gather, which compute needs sooner.
         """
-        self.send_due()
+        if self.due is not None:
+            self.send_due()
         if source.hook is not None:
             self.reduce_by_hook(source, source.hook)
             return
@@ -264,7 +265,7 @@ class ReduceScatterBucketer:
             return
         if yields and len(bucket.sources) > 1 and not bucket.data.is_cpu:
             bucket.written = now(bucket.data.device)
-            self._due = bucket
+            self.due = bucket
         else:
             self.launch(bucket)
             lands = bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources)
@@ -273,8 +274,8 @@ class ReduceScatterBucketer:
 
     def send_due(self) -> None:
         """Send the bucket that has waited for a gather, if any."""
-        if self._due is not None:
-            due, self._due = self._due, None
+        due, self.due = self.due, None
+        if due is not None:
             self.launch(due)
 
     def flush(self) -> None:
@@ -296,7 +297,7 @@ class ReduceScatterBucketer:
     def reset(self) -> None:
         """Drop the buckets of an interrupted backward, after waiting for those in flight."""
         self._chunks.clear()
-        self._due = None
+        self.due = None
         while self._flying:
             bucket, transfer, done = self._flying.popleft()
             transfer.wait()

@@ -68,21 +68,21 @@ class CopiedOut(Gathered):
             self.transfer = self._gather_from(part).start(tag)
             self._is_to_copy = False
             return
-        if self.copies is not None:
-            self.copies.free_if(self._storage)
+        copies = None if self.buffer.is_cpu else self.copies
+        if copies is not None:
+            copies.free_if(self._storage)
         super().start(own, part, tag)
         self._is_to_copy = True
-        if not self.buffer.is_cpu and self is self._together[-1]:
-            assert self.copies is not None
-            self.copies.free()
-            stream, gathers = self.copies.stream, now(self.buffer.device)
+        if copies is not None and self is self._together[-1]:
+            copies.free()
+            stream, gathers = copies.stream, now(self.buffer.device)
             with stream.use():
                 stream.wait(gathers)  # which have waited for the memory freed last: the line's comes from it
                 for each in self._together:
                     if each._is_to_copy:
                         each._copy_out()
                         each.transfer = Ready(stream.record(), self._line)
-            self.copies.keep(self._storage, stream.record())
+            copies.keep(self._storage, stream.record())
 
     def wait(self) -> None:
         """Wait for the running gather, if any, and copy the parameters out."""
