@@ -256,9 +256,10 @@ class Backward:
         model = self._plan.model_of[unit]
         model.note(unit)
         unit.state = TrainingState.BACKWARD_POST
-        if not self._is_serving:
-            model.before_send(unit)
-        unit.send_grads(model.shared.bucketer, yields)
+        with model.shared.at_home():
+            if not self._is_serving:
+                model.before_send(unit)
+            unit.send_grads(model.shared.bucketer, yields)
 
     def _free(self, unit: Unit) -> None:
         if not unit.frees_in_backward:

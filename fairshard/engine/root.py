@@ -93,7 +93,7 @@ class Root:
         """Gather, prefetch, and cast the inputs; returns the inputs and, with grad enabled, the `Call`."""
         if self.shared.depth == 0 and (self.backward is None or self.backward.is_over):
             self._begin_pass(unit)
-        self.shared.depth += 1
+        self.shared.enter()
         try:
             unit.state = TrainingState.FORWARD
             is_grad_enabled = torch.is_grad_enabled()
@@ -206,8 +206,9 @@ class Root:
             self.join.begin_pass()
         self._warned_hooks = self._warned_hooks or warn_of_hooks(self.units, next(self._turns))
         self.has_begun = True
-        for each in self.units:
-            each.begin_pass()
+        with self.shared.at_home():
+            for each in self.units:
+                each.begin_pass()
         self.order.begin()
         self._is_trained = torch.is_grad_enabled()
         if self._is_trained:
@@ -318,7 +319,8 @@ class Root:
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
-        self.shared.bucketer.flush()
+        with self.shared.at_home(returns=True):
+            self.shared.bucketer.flush()
         if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
             self._land_grads()
         self._wait_for_reads()
@@ -327,10 +329,11 @@ class Root:
         """Clean up after a pass that raised, in all models that it went through."""
         backward = self.backward
         reached = [self] if backward is None else [root for root in roots if root.backward is backward]
-        if backward is not None:
-            backward.abandon()
-        for root in reached:
-            root._drop_pass(backward)
+        with self.shared.at_home(returns=True):
+            if backward is not None:
+                backward.abandon()
+            for root in reached:
+                root._drop_pass(backward)
 
     def drop_interrupted(self) -> None:
         """Call `reset` if a backward has raised and was not cleaned up yet."""

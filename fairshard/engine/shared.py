@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
 from fairshard.params.gathered import CopyOuts
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
-from fairshard.utils.streams import Event, Stream, is_asynchronous, now
+from fairshard.utils.streams import Event, Stream, current_stream, is_asynchronous, now
 
 
 class Shared:
@@ -34,6 +36,7 @@ class Shared:
         self.after_step: Event | None = None
         self.depth = 0
         self._thread = threading.get_ident()
+        self._computing = [current_stream(device)] if self._is_asynchronous else []  # streams on which units compute
 
     def await_step(self) -> None:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""
@@ -51,9 +54,38 @@ class Shared:
             with self.unshard_stream.use():
                 self.copies.free()
 
+    def enter(self) -> None:
+        """A call of a unit begins, on the current stream."""
+        self.depth += 1
+        if self._is_asynchronous and (current := current_stream(self.device)) not in self._computing:
+            self._computing.append(current)
+
+    def at_home(self, returns: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A context for work with leaves and their gradients: on one stream, on whatever streams units compute.
+
+        Autograd has the gradient of a leaf ready on the stream on which the leaf's node was made. ``returns``: the
+        current stream then waits for that work.
+        """
+        if not self._is_asynchronous or current_stream(self.device) == self._computing[0]:
+            return _HERE
+        return self._at_home(returns)
+
+    @contextlib.contextmanager
+    def _at_home(self, returns: bool) -> Iterator[None]:
+        home = Stream.of(self._computing[0])
+        with home.use():
+            yield
+        if returns:
+            home.record().wait()
+
     def note_free(self) -> None:
-        """Memory was freed: later gathers wait until compute has passed this moment."""
+        """Memory was freed: later gathers wait until compute has passed this moment, on every stream."""
         if self._is_asynchronous:
             self.free = now(self.device)
+            for stream in self._computing if len(self._computing) > 1 else ():
+                self.unshard_stream.wait(Stream.of(stream).record())
         if self.depth and torch.is_autocast_enabled(self._kind):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would seem unchanged
+
+
+_HERE = contextlib.nullcontext()

@@ -68,7 +68,7 @@ class Event:
     def wait(self) -> None:
         """Make the current stream of the event's device wait, never the host."""
         if self.real is not None:
-            _current_stream(self.real.device).wait_event(self.real)
+            current_stream(self.real.device).wait_event(self.real)
 
     def has_passed(self) -> bool:
         """Whether `synchronize` would return immediately."""
@@ -85,8 +85,9 @@ _PASSED = Event()
 
 def now(device: torch.device) -> Event:
     """Event that passes when all work queued on the current stream of ``device`` so far is done."""
-    return Event(_current_stream(device).record_event()) if is_asynchronous(device) else _PASSED
+    return Event(current_stream(device).record_event()) if is_asynchronous(device) else _PASSED
 
 
-def _current_stream(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> Any:
+    """torch's own object for the stream on which work for ``device`` is queued."""
     return torch.get_device_module(device.type).current_stream(device)

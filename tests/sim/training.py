@@ -37,20 +37,39 @@ MEDIUM_MB = 1400 / 2**20  # two blocks, of 672 bytes each on two ranks
 
 
 class Net(nn.Module):
-    """Residual blocks between two Linears; ``checkpoints`` recomputes the blocks in the backward."""
+    """Residual blocks between two Linears; ``checkpoints`` recomputes the blocks in the backward.
 
-    def __init__(self, checkpoints=False, num_blocks=3):
+    On a ``side`` stream all blocks but the last compute beside the last one.
+    """
+
+    def __init__(self, checkpoints=False, num_blocks=3, side=None):
         super().__init__()
         self.checkpoints = checkpoints
+        self.side = side
         self.first = nn.Linear(4, DIM)
         self.blocks = nn.ModuleList(Block(DIM) for _ in range(num_blocks))
         self.last = nn.Linear(DIM, 3)
 
     def forward(self, x):
         x = self.first(x)
+        if self.side is not None:
+            return self.last(self._on_two_streams(x))
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.last(x)
+
+    def _on_two_streams(self, x):
+        *beside, own = self.blocks
+        current, y = torch.accelerator.current_stream(), x.detach()
+        self.side.wait_stream(current)
+        y.record_stream(self.side)
+        with self.side:
+            for block in beside:
+                y = block(y)
+        x = own(x)
+        current.wait_stream(self.side)
+        y.record_stream(current)
+        return x * y  # of a sum both would get one gradient, to which autograd adds in place, on either stream
 
 
 def build(cell):
@@ -60,7 +79,8 @@ def build(cell):
         mesh = init_device_mesh(rank_device().type, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
         net = parallel.parallelized(mesh, device=rank_device())
         return parallel.sharded(fully_shard, net, mesh["dp"])
-    net = Net("checkpoints" in cell.ways, 4 if "medium_buckets" in cell.ways else 3).to(rank_device())
+    side = torch.Stream(rank_device()) if "two_streams" in cell.ways else None
+    net = Net("checkpoints" in cell.ways, 4 if "medium_buckets" in cell.ways else 3, side).to(rank_device())
     if "subclass" in cell.ways:
         blocks = [subclass_weights.Block(DIM, DIM, seed, kinds=(subclass_weights.Half,)) for seed in range(3)]
         net.blocks = nn.ModuleList(blocks).to(rank_device())
@@ -187,10 +207,14 @@ def train(cell, folder=None):
         if "join" in cell.ways:
             kept.enter_context(model.join())
             data = data[: len(data) - 2 * dist.get_rank()]
+        stream = torch.Stream(rank_device()) if "own_stream" in cell.ways else torch.accelerator.current_stream()
+        stream.wait_stream(torch.accelerator.current_stream())
         for step in range(len(data) // 2):
-            results += _step(cell, model, optimizer, scaler, data[2 * step : 2 * step + 2])
+            with stream:
+                results += _step(cell, model, optimizer, scaler, data[2 * step : 2 * step + 2])
             if checkpointer is not None:
                 checkpointer.save(step + 1, model, optimizer)
+        torch.accelerator.current_stream().wait_stream(stream)
     if "save" in cell.ways:
         Checkpointer(folder).load_step(1, model, optimizer)  # written while training went on
     if "state" in cell.ways:
