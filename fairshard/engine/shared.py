@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from fairshard.params.gathered import CopyOuts
+from fairshard.params.gathered import CopyOuts, Gathered
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.streams import Event, Stream, current_stream, is_asynchronous, now
@@ -21,6 +21,7 @@ class Shared:
         free: the latest moment at which memory was freed; gathers wait for it.
         after_step: event recorded after the optimizer's step by the user; None: all work queued so far.
         depth: number of running calls of units, one inside the other.
+        is_split: units compute on several streams of the user.
     """
 
     def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
@@ -36,6 +37,7 @@ class Shared:
         self.after_step: Event | None = None
         self.depth = 0
         self._thread = threading.get_ident()
+        self.is_split = False
         self._computing = [current_stream(device)] if self._is_asynchronous else []  # streams on which units compute
 
     def await_step(self) -> None:
@@ -58,7 +60,19 @@ class Shared:
         """A call of a unit begins, on the current stream."""
         self.depth += 1
         if self._is_asynchronous and (current := current_stream(self.device)) not in self._computing:
+            for stream in self._computing:  # they have waited for what is gathered now
+                Stream.of(stream).record().wait()
             self._computing.append(current)
+            self.is_split = True
+
+    def await_gathers(self, under_way: Sequence[Gathered]) -> None:
+        """Make all streams on which units compute wait for these gathers: a unit may be used on each of them."""
+        with self.unshard_stream.use():
+            for gathered in under_way:
+                gathered.wait()
+        arrived = self.unshard_stream.record()
+        for stream in self._computing:
+            Stream.of(stream).wait(arrived)
 
     def at_home(self, returns: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context for work with leaves and their gradients: on one stream, on whatever streams units compute.
@@ -82,7 +96,7 @@ class Shared:
         """Memory was freed: later gathers wait until compute has passed this moment, on every stream."""
         if self._is_asynchronous:
             self.free = now(self.device)
-            for stream in self._computing if len(self._computing) > 1 else ():
+            for stream in self._computing if self.is_split else ():
                 self.unshard_stream.wait(Stream.of(stream).record())
         if self.depth and torch.is_autocast_enabled(self._kind):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would seem unchanged

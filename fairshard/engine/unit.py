@@ -158,6 +158,8 @@ class Unit:
 
     def wait_unshard(self, attach: bool = True) -> None:
         """Wait until the parameters are whole; ``attach`` them to the modules if `listing` does not register them."""
+        if self.shared.is_split and self.is_under_way:
+            self.shared.await_gathers([flat_param.gathered for flat_param in self.flat_params])
         for flat_param in self.flat_params:
             flat_param.wait_unshard(attach)
 

@@ -39,13 +39,13 @@ MEDIUM_MB = 1400 / 2**20  # two blocks, of 672 bytes each on two ranks
 class Net(nn.Module):
     """Residual blocks between two Linears; ``checkpoints`` recomputes the blocks in the backward.
 
-    On a ``side`` stream all blocks but the last compute beside the last one.
+    On a ``side`` stream all blocks but the last compute beside the last one; if one is ``shared``, also the first.
     """
 
-    def __init__(self, checkpoints=False, num_blocks=3, side=None):
+    def __init__(self, checkpoints=False, num_blocks=3, side=None, shared=False):
         super().__init__()
         self.checkpoints = checkpoints
-        self.side = side
+        self.side, self.shared = side, shared
         self.first = nn.Linear(4, DIM)
         self.blocks = nn.ModuleList(Block(DIM) for _ in range(num_blocks))
         self.last = nn.Linear(DIM, 3)
@@ -63,6 +63,8 @@ class Net(nn.Module):
         current, y = torch.accelerator.current_stream(), x.detach()
         self.side.wait_stream(current)
         y.record_stream(self.side)
+        if self.shared:
+            x = beside[0](x)
         with self.side:
             for block in beside:
                 y = block(y)
@@ -80,7 +82,8 @@ def build(cell):
         net = parallel.parallelized(mesh, device=rank_device())
         return parallel.sharded(fully_shard, net, mesh["dp"])
     side = torch.Stream(rank_device()) if "two_streams" in cell.ways else None
-    net = Net("checkpoints" in cell.ways, 4 if "medium_buckets" in cell.ways else 3, side).to(rank_device())
+    num_blocks = 4 if "medium_buckets" in cell.ways else 3
+    net = Net("checkpoints" in cell.ways, num_blocks, side, "shared_block" in cell.ways).to(rank_device())
     if "subclass" in cell.ways:
         blocks = [subclass_weights.Block(DIM, DIM, seed, kinds=(subclass_weights.Half,)) for seed in range(3)]
         net.blocks = nn.ModuleList(blocks).to(rank_device())
