@@ -42,13 +42,29 @@ class Twin:
         """Step the parameters of ``groups`` with their hyperparameters and ``.grad``."""
         about_to_step()
         entered, state = self._parts.enter(groups, self._owner.state)
-        self._optimizer.param_groups, self._optimizer.state = entered, state
+        is_sgd = type(self._optimizer) is torch.optim.SGD  # a subclass may count steps in its groups
+        self._optimizer.param_groups = _by_momentum(entered, state) if is_sgd else entered
+        self._optimizer.state = state
         try:
             self._step(self._optimizer)
         finally:
             self._parts.leave(groups, state, self._owner.state)
         for group, stepped in zip(groups, entered, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
+
+
+def _by_momentum(groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """``groups``, each cut in two if only some of its parameters have a momentum buffer yet.
+
+    Otherwise torch's fused SGD (to 2.13) raises a TypeError, when an expert gets its first gradient in a later step.
+    """
+    cut: list[dict[str, Any]] = []
+    for group in groups:
+        parts: dict[bool, list[nn.Parameter]] = {}
+        for param in group["params"]:
+            parts.setdefault(state.get(param, {}).get("momentum_buffer") is None, []).append(param)
+        cut += [{**group, "params": params} for params in parts.values()]
+    return cut
 
 
 class ShardStep:

@@ -130,6 +130,24 @@ def test_the_fused_kernel_gets_whole_shards(placement):
 
 
 @on_ranks(2)
+def test_units_may_get_their_first_gradients_in_later_steps():
+    """Fused SGD with momentum steps units that some batches do not reach, as separate optimizers would."""
+    model, twin = model_and_twin(cpu_offload=True)
+    ours = CPUOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = [torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=True) for param in twin.parameters()]
+    for step, num_layers in enumerate((2, 5, 4)):
+        for one, optimizers in ((model, [ours]), (twin, plain)):
+            x = randn(3, 4, key=step)
+            for layer in one[:num_layers]:
+                x = layer(x)
+            x.square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_params(model, twin)
+
+
+@on_ranks(2)
 def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
     """`step` raises the worker thread's failure by name; later steps raise too, since only some shards were stepped."""
     model, _ = model_and_twin(**HELD)
