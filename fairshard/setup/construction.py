@@ -207,7 +207,8 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
             if device not in (cpu, wanted):
                 raise ValueError(
                     f"A module must be on the CPU or on the requested device, {wanted}, but `{fqn}` is on {device}. "
-                    "Move it there, or pass that device."
+                    "Move it there, or pass that device; `fully_shard` computes on the current one, which "
+                    "`torch.accelerator.set_device_index` chooses."
                 )
         return wanted
     if len(devices) > 1:
