@@ -13,7 +13,7 @@ from fairshard.errors import FairshardError
 from fairshard.params.kept_sum import KeptSum
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.custom_comms import AllGather, CustomReduce, ReduceScatter
-from fairshard.utils.streams import Stream, now
+from fairshard.utils.streams import Stream
 
 
 @dataclass
@@ -67,10 +67,8 @@ class Route:
         """Call the user's hook with ``reduced``, a mean, which it changes in place."""
         assert self.hook is not None
         stream = Stream.of(None if reduced.is_cpu else self.hook_stream)
-        stream.wait(now(reduced.device))
-        with stream.use():
+        with stream.in_turn(reduced.device):
             self.hook(reduced)
-        stream.record().wait()
 
     @property
     def has_waiting(self) -> bool:

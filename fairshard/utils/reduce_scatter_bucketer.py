@@ -93,24 +93,18 @@ class Bucket:
         """Whether the source at ``index`` has not written since the bucket was opened."""
         return index in self._missing
 
-    def write(self, index: int) -> bool:
-        """Make the source at ``index`` write its gradients; returns whether the bucket is now complete."""
+    def write(self, index: int, zeros: bool = False) -> bool:
+        """Make the source at ``index`` write its gradients, or ``zeros``; returns whether the bucket is complete."""
         if not self.is_open:
             alloc_storage_(self.data)
             self.is_open = True
-        source = self.sources[index]
-        source.write_grads(self._views[index])
-        if source.division.before != 1 and source.hook is None:
-            self._columns[index].div_(source.division.before)
-        self._missing.discard(index)
-        return not self._missing
-
-    def leave_empty(self, index: int) -> bool:
-        """Write zeros for the source at ``index``; returns whether the bucket is now complete."""
-        if not self.is_open:
-            alloc_storage_(self.data)
-            self.is_open = True
-        self._columns[index].zero_()
+        source, columns = self.sources[index], self._columns[index]
+        if zeros:
+            columns.zero_()
+        else:
+            source.write_grads(self._views[index])
+            if source.division.before != 1 and source.hook is None:
+                columns.div_(source.division.before)
         self._missing.discard(index)
         return not self._missing
 
@@ -249,19 +243,18 @@ class ReduceScatterBucketer:
         if source.hook is not None:
             self.reduce_by_hook(source, source.hook)
             return
-        if source.comms.num_ranks == 1 and self.drops:
-            return
         if source.comms.num_ranks == 1:
-            alone = Bucket([source])
-            alone.write(0)
-            alone.deliver(alone.data[0])
+            if not self.drops:
+                alone = Bucket([source])
+                alone.write(0)
+                alone.deliver(alone.data[0])
             return
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or not bucket.is_missing(index):
             bucket, index = Bucket([source]), 0
         while self._flying and (self._has_ended() or self._is_crowded(bucket)):
             self._land()
-        if not (bucket.leave_empty(index) if self.drops else bucket.write(index)):
+        if not bucket.write(index, zeros=self.drops):
             return
         if yields and len(bucket.sources) > 1 and not bucket.data.is_cpu:
             bucket.written = now(bucket.data.device)
@@ -309,24 +302,17 @@ class ReduceScatterBucketer:
     def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
         """Reduce with ``hook``, on the reduce stream; the hook does all averaging."""
         bucket = Bucket([source])
-        if self.drops:
-            bucket.leave_empty(0)
-        else:
-            bucket.write(0)
-        written = now(bucket.data.device)
-        with self._stream.use():
-            self._stream.wait(written)
+        bucket.write(0, zeros=self.drops)
+        with self._stream.in_turn(bucket.data.device):
             reduced = bucket.data.new_empty(source.shard_numel)
             hook(bucket.data.view(-1), reduced)
             if not self.drops:
                 source.accept_grad(reduced)
-        self._stream.record().wait()  # invariant: the bucket's memory is not reused before the stream has read it
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""
-        written = bucket.written or now(bucket.data.device)
+        self._stream.wait(bucket.written or now(bucket.data.device))
         with self._stream.use():
-            self._stream.wait(written)
             transfer = bucket.launch()
             try:
                 if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits

@@ -5,6 +5,7 @@ which are asynchronous there too, are waited for through their `fairshard.utils.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,19 @@ class Stream:
         enter = getattr(torch.get_device_module(self._real.device.type), "stream", None)  # torch 2.6 needs it
         context: contextlib.AbstractContextManager[Any] = self._real if enter is None else enter(self._real)
         return context
+
+    @contextlib.contextmanager
+    def in_turn(self, device: torch.device) -> Iterator[None]:
+        """A context in which new work goes to this stream, behind that of the current stream of ``device``.
+
+        The current stream then waits for it, also after an exception: it may reuse memory that this work reads.
+        """
+        self.wait(now(device))
+        try:
+            with self.use():
+                yield
+        finally:
+            self.record().wait()
 
     def wait(self, event: "Event") -> None:
         """Make work queued on this stream from now on start after ``event``."""

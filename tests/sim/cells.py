@@ -90,6 +90,8 @@ CELLS = [
     cell("raises-offload", "raises", "small_buckets", placement="offload"),
     cell("raises-in-forward", "raises_in_forward"),
     cell("raises-in-hook", "raises_in_hook", "reduce_hook", "small_buckets", door="fully_shard"),
+    cell("raises-in-hook-stream", "raises_in_hook", "reduce_hook", "hook_stream", "small_buckets", door="fully_shard"),
+    cell("raises-in-comm-hook", "raises_in_hook", "hook"),
     cell("small-buckets-offload", "small_buckets", placement="offload"),
     cell("few-kept-offload", "small_buckets", "few_kept", placement="offload"),
     cell("clip-inf", "clip_inf"),

@@ -123,7 +123,7 @@ def _wrapped(net, cell):
         net.blocks[index] = FSDP(block, **inner)
     model = FSDP(net, **options)
     if "hook" in cell.ways:
-        model.register_comm_hook(DefaultState(), allreduce_hook if "no_shard" in cell.ways else reduce_scatter_hook)
+        model.register_comm_hook(_HookState(), allreduce_hook if "no_shard" in cell.ways else _reduce)
     return model
 
 
@@ -149,8 +149,7 @@ def _fully_sharded(net, cell):
             unit.set_custom_all_gather(OwnGather())
             unit.set_custom_reduce_scatter(OwnReduce())
         if "reduce_hook" in cell.ways:
-            stream = torch.Stream(rank_device()) if "hook_stream" in cell.ways else None
-            unit.set_all_reduce_hook(_halve, stream=stream)
+            _set_hook(cell, unit, _halve)
     if "reduce_group" in cell.ways:
         model.set_separate_reduce_scatter_group()
     return model
@@ -158,6 +157,18 @@ def _fully_sharded(net, cell):
 
 def _halve(mean):
     mean.mul_(0.5)
+
+
+class _HookState(DefaultState):
+    """State of `_reduce`, which raises an error while ``raises``."""
+
+    raises = False
+
+
+def _reduce(state, grad, output):
+    reduce_scatter_hook(state, grad, output)
+    if state.raises:
+        raise InterruptedError
 
 
 def mesh_of(cell):
@@ -268,7 +279,7 @@ def _step(cell, model, optimizer, scaler, pairs):
             for block in model.blocks:
                 block.reshard()
     if "raises_in_hook" in ways:
-        _raise_in_hook(model, pairs[1])
+        _raise_in_hook(cell, model, pairs[1])
         optimizer.zero_grad()
     if "raises_in_forward" in ways:
         _raise_in_forward(model, pairs[1])
@@ -352,16 +363,24 @@ def _raise_in_forward(model, pair):
     handle.remove()
 
 
-def _raise_in_hook(model, pair):
-    """Raise in the hook of a unit whose bucket is the second to arrive."""
+def _raise_in_hook(cell, model, pair):
+    """Raise in a hook, behind work that it has queued, and use the memory that this frees."""
 
-    def raises(_mean):
+    def raises(mean):
+        _halve(mean)
         raise InterruptedError
 
-    model.blocks[1].set_all_reduce_hook(raises)
-    with contextlib.suppress(InterruptedError):
+    if cell.door == "fully_shard":
+        _set_hook(cell, model.blocks[1], raises)
+    with mock.patch.object(_HookState, "raises", True), contextlib.suppress(InterruptedError):
         (model(pair[0]) - pair[1]).square().mean().backward()
-    model.blocks[1].set_all_reduce_hook(_halve)
+    _used = [torch.zeros_like(param) for param in model.parameters() for _ in range(4)]
+    if cell.door == "fully_shard":
+        _set_hook(cell, model.blocks[1], _halve)
+
+
+def _set_hook(cell, unit, hook):
+    unit.set_all_reduce_hook(hook, stream=torch.Stream(rank_device()) if "hook_stream" in cell.ways else None)
 
 
 def _own(value):
