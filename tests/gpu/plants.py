@@ -1,62 +1,43 @@
-"""Planted bugs that one rank can show: each removes a wait of the engine, by name.
+"""Planted bugs that one rank can show on a real device, with a stream that sleeps.
 
-`tests/sim/` has the table of all waits, which the simulator checks; here are those that a sleeping stream shows on a
-real device at world size 1.
+Each is a site of ``tests/sim/planted.py``, which finds all of them in the engine's source and needs no simulator.
+``tests/sim/test_planted.py`` has the table of all sites, and shows each one as a race.
 """
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 
-from fairshard.engine.root import Root
-from fairshard.engine.shared import Shared
-from fairshard.params.shard_grad import GradTransfers
-from fairshard.utils.collectives import Ready
 from tests.gpu.delays import COMPUTE, COPY, UNSHARD
 from tests.gpu.training import Way
 
 BF16 = torch.bfloat16
+HELD = Way(placement="held", optimizer="cpu")
+OFFLOAD = Way(placement="offload")
+WRITES = Way(placement="offload", writes=True)
 
 
 @dataclass(frozen=True)
 class Plant:
-    """A bug: in the context ``planted()`` the engine has it; ``way`` of training shows it with ``late`` streams."""
+    """A bug: without ``site`` of `fairshard`, ``way`` of training is wrong while the stream of ``late`` sleeps."""
 
-    name: str
-    planted: Callable[[], contextlib.AbstractContextManager]
+    claim: str
+    site: str
     way: Way
-    late: tuple[str, ...]
-
-
-def _without(owner, name):
-    """Patch ``owner.name`` so that it does nothing."""
-    return lambda: mock.patch.object(owner, name, return_value=None)
-
-
-@contextlib.contextmanager
-def _no_wait_for_sums():
-    """Copies of gradients to the host start without waiting for the sum that they copy."""
-    copy = GradTransfers.copy
-
-    def early(self, source, target):
-        with mock.patch.object(self.stream, "wait"):
-            return copy(self, source, target)
-
-    with mock.patch.object(GradTransfers, "copy", early):
-        yield
+    late: str
 
 
 PLANTS = (
-    Plant("compute waits for the cast", _without(Ready, "wait"), Way("fully_shard", BF16), (UNSHARD,)),
-    Plant("compute waits for the copy from the host", _without(Ready, "wait"), Way(placement="offload"), (UNSHARD,)),
-    Plant("gathers wait for the optimizer's step", _without(Shared, "await_step"), Way(low=BF16), (COMPUTE,)),
-    Plant("gathers wait for freed memory", _without(Shared, "note_free"), Way(low=BF16), (COMPUTE,)),
-    Plant("the host waits for gradients", _without(GradTransfers, "wait"), Way(placement="offload"), (COPY,)),
-    Plant("copies wait for their sums", _no_wait_for_sums, Way(placement="offload"), (COMPUTE,)),
-    Plant(
-        "the host waits for reads", _without(Root, "_wait_for_reads"), Way(placement="offload", writes=True), (UNSHARD,)
-    ),
+    Plant("compute waits for the cast", "utils.collectives:Ready.wait:wait", Way("fully_shard", BF16), UNSHARD),
+    Plant("compute waits for the copy from the host", "utils.collectives:Ready.wait:wait", OFFLOAD, UNSHARD),
+    Plant("compute waits for a unit", "params.flat_param:FlatParam.wait_unshard:wait", Way(low=BF16), UNSHARD),
+    Plant("gathers wait for the optimizer's step", "engine.shared:Shared.await_step:wait", Way(low=BF16), COMPUTE),
+    Plant("freed memory has an event", "engine.shared:Shared.note_free:record", Way(low=BF16), COMPUTE),
+    Plant("gathers wait for freed memory", "engine.unit:Unit.unshard:wait", Way(low=BF16), COMPUTE),
+    Plant("copies to the host wait for sums", "params.shard_grad:GradTransfers.copy:wait", OFFLOAD, COMPUTE),
+    Plant("the host waits for gradients", "params.shard_grad:GradTransfers.wait:wait", OFFLOAD, COPY),
+    Plant("events make the host wait", "utils.streams:Event.synchronize:wait", OFFLOAD, COPY),
+    Plant("a step waits for held gradients", "optim.grad_staging:GradStaging.fetch:wait", HELD, COPY),
+    Plant("reads of shards have an event", "engine.root:Root._wait_for_reads:record", WRITES, UNSHARD),
+    Plant("the host waits for reads of shards", "engine.root:Root._wait_for_reads:wait", WRITES, UNSHARD),
 )

@@ -16,7 +16,9 @@ from tests.gpu import page, parts, report, results
 from tests.gpu.check import Check, Machine, Missed, NotHere, Registry
 from tests.gpu.lines import races
 from tests.gpu.logged_tests import LOG
+from tests.gpu.plants import PLANTS
 from tests.gpu.results import Result, Results
+from tests.sim.test_planted import CAUGHT
 
 pytestmark = pytest.mark.cpu_only("tries make gpu in processes of its own")
 
@@ -104,6 +106,12 @@ def test_a_line_needs_a_name_of_its_own():
     registry.leave_out("first", "no reason")
     with pytest.raises(ValueError, match="must be bound once"):
         registry.add(Check("first", "lines", passes))
+
+
+def test_planted_bugs_are_sites_of_the_engine():
+    """Each planted bug is a site that the simulator's table knows, so a renamed function fails here, without a GPU."""
+    assert not {plant.site for plant in PLANTS} - CAUGHT.keys()
+    assert len({plant.claim for plant in PLANTS}) == len(PLANTS)
 
 
 def test_a_tick_is_that_of_the_last_run():

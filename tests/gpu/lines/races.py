@@ -17,6 +17,7 @@ from tests.gpu.check import SIMULATED, Missed, on_ranks
 from tests.gpu.delays import ROLES, late
 from tests.gpu.plants import PLANTS
 from tests.gpu.training import Way, digest, train
+from tests.sim.planted import planted
 
 BF16 = torch.bfloat16
 _PACKAGE = str(Path(fairshard.__file__).parent) + os.sep
@@ -147,14 +148,11 @@ def planted_bugs(is_small):
     outcomes = {}
     for plant in PLANTS:
         expected = digest(train(plant.way))
-        outcomes[plant.name] = "missed"
-        for role in plant.late:
-            with plant.planted(), late(role):
-                found = digest(train(plant.way))
-            if _num_races() or found != expected:
-                outcomes[plant.name] = f"caught, late {role}"
-                break
-    missed = [name for name, outcome in outcomes.items() if outcome == "missed"]
+        with planted(f"fairshard.{plant.site}"), late(plant.late):
+            found = digest(train(plant.way))
+        is_caught = bool(_num_races()) or found != expected
+        outcomes[plant.claim] = f"caught, late {plant.late}" if is_caught else "missed"
+    missed = [claim for claim, outcome in outcomes.items() if outcome == "missed"]
     if missed:
         raise Missed(f"not caught: {', '.join(missed)}", outcomes)
     return outcomes
