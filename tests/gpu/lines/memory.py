@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
-from fairshard.plan.memory import GRADS
+from fairshard.plan.memory import ON_WAY
 from fairshard.utils.rank_pool import RankPool
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import SIMULATED, Missed, NotHere, on_host, on_ranks
@@ -29,9 +29,8 @@ CASES = {
     "offload": {"cpu_offload": True},
     "bf16, offload": {"mixed_precision": True, "compute_dtype": torch.bfloat16, "cpu_offload": True},
 }
-TOLERANCE = {"fp32": 0.02, "bf16": 0.02, "offload": 0.05, "bf16, offload": 0.05}
-MAX_COPIED_NBYTES = 64 << 20
-"""Gradients on their way to the host, which the device keeps until they have landed; the plan does not count them."""
+TOLERANCE = 0.02
+"""On the simulated accelerator all cases are within 0.2 %; allocators of real devices round blocks up."""
 
 
 def _peak(sizes, options):
@@ -48,9 +47,7 @@ def _peak(sizes, options):
         plain = GPT(sizes)
     model = FSDP(plain, auto_wrap_policy=POLICY, device_id=torch.device(here.type, module.current_device()), **options)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    tokens = torch.randint(256, (1, 2), device="cpu").to(
-        here
-    )  # activations of two bytes are nothing beside the weights
+    tokens = torch.randint(256, (1, 2), device="cpu").to(here)  # their activations are nothing beside the weights
     peak = 0
     for step in range(3):
         module.reset_peak_memory_stats()
@@ -65,8 +62,8 @@ def _peak(sizes, options):
 
 @on_ranks("peak-formula", part="memory", timeout=90.0)
 def peak_formula(is_small):
-    """The peak of a step is that of `describe` for the same model: within 2 %; with offload within 5 %, and at most
-    64 MiB of gradients more that are being copied.
+    """The peak of a step is that of `describe` for the same model, within 2 %; it may lack the gradients on their way to
+    the host, which a fast device holds for a shorter time than the plan allows for.
     """
     sizes, figures, missed = SIZES[is_small], {}, []
     for name, options in CASES.items():
@@ -75,12 +72,11 @@ def peak_formula(is_small):
         ranks = torch.distributed.get_world_size()
         plan = describe(plain, POLICY, ranks, optimizer="adamw", device=rank_device().type, **options)
         peak = _peak(sizes, options)
-        grads = sum(term.nbytes for term in plan.terms if term.on_host and term.name == GRADS)
-        over = max(peak - plan.peak_nbytes - min(grads, MAX_COPIED_NBYTES), plan.peak_nbytes - peak, 0)
-        off = over / plan.peak_nbytes
+        on_way = 0 if is_small else sum(term.nbytes for term in plan.terms if term.name == ON_WAY)
+        off = max(peak - plan.peak_nbytes, plan.peak_nbytes - on_way - peak) / plan.peak_nbytes
         terms = ", ".join(f"{term.name} {term.nbytes}" for term in plan.terms if not term.on_host)
         figures[f"{name}: bytes at the peak"] = f"{peak} measured, {plan.peak_nbytes} predicted ({terms})"
-        if off > TOLERANCE[name]:
+        if off > TOLERANCE:
             missed.append(f"{name} is off by {off:.1%}")
     if missed:
         raise Missed("; ".join(missed), figures)
