@@ -28,7 +28,6 @@ VARIANTS = {
     "none": "fairshard, no offload",
     "offload": "fairshard, cpu_offload, CPUOptimizer after the backward",
     "overlap": "fairshard, cpu_offload, CPUOptimizer during the backward, clip_mode=speculate",
-    "wait": "fairshard, cpu_offload, CPUOptimizer during the backward, clip_mode=wait",
     "torch-adamw": "fairshard, cpu_offload, torch's fused AdamW",
     "master": "fairshard, move_grads_to_cpu only",
     "held": "fairshard, cpu_offload, gradients on the device",

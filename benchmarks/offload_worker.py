@@ -123,8 +123,8 @@ def _plain(gpt: torch.nn.Module, job: Job) -> Trained:
     return Trained(gpt, torch.Tensor.backward, update)
 
 
-def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: str = "", **placement: Any) -> Trained:
-    """``overlap``: how `CPUOptimizer` clips during the backward; empty: it steps after the backward."""
+def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: bool = False, **placement: Any) -> Trained:
+    """``overlap``: `CPUOptimizer` steps during the backward, and speculates on the norm; otherwise after it."""
     from engines.engine import wrap_children
 
     from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -143,9 +143,8 @@ def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: str = "", **
             plain.zero_grad()
 
         return Trained(model, torch.Tensor.backward, update)
-    optimizer = CPUOptimizer(
-        model, torch.optim.AdamW, lr=LR, clip_grad_norm=MAX_NORM, clip_mode=overlap or "wait", overlap=bool(overlap)
-    )
+    mode = {"overlap": True, "clip_mode": "speculate"} if overlap else {}
+    optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=LR, clip_grad_norm=MAX_NORM, **mode)
 
     def last_backward(loss: torch.Tensor) -> None:
         with optimizer.last_backward():
@@ -218,8 +217,7 @@ BUILDERS: dict[str, Callable[[torch.nn.Module, Job], Trained]] = {
     "plain": _plain,
     "none": functools.partial(_fairshard, ours=False),
     "offload": functools.partial(_fairshard, ours=True, cpu_offload=True),
-    "overlap": functools.partial(_fairshard, ours=True, overlap="speculate", cpu_offload=True),
-    "wait": functools.partial(_fairshard, ours=True, overlap="wait", cpu_offload=True),
+    "overlap": functools.partial(_fairshard, ours=True, overlap=True, cpu_offload=True),
     "torch-adamw": functools.partial(_fairshard, ours=False, cpu_offload=True),
     "master": functools.partial(_fairshard, ours=True, move_grads_to_cpu=True),
     "held": functools.partial(_fairshard, ours=True, cpu_offload=True, move_grads_to_cpu=False),

@@ -27,7 +27,8 @@ def main(argv=None):
     except ValueError as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 2
-    command = shlex.join(["make", "gpu", f"PART={given.part}", f"DEVICE={machine.device}"])
+    chosen_part = [f"PART={given.part}"] if given.part else []
+    command = shlex.join(["make", "gpu", *chosen_part, f"DEVICE={machine.device}"])
     for part in chosen:
         print(f"== {part.name}: {part.does}, at most {part.limit_s:.0f} s", flush=True)
         found = results.Results(machine.out, parts.header(machine, part, command))

@@ -1,9 +1,12 @@
 """The parts of ``make gpu``: what each runs, in which time, and how a check is run and judged."""
 
 import contextlib
+import datetime
 import functools
 import importlib
 import os
+import platform
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +25,8 @@ _LINES = ("passes", "offload", "construction", "state", "strategies", "in_place"
 MODULES = (*_LINES, "suite", "races", "steps", "offload_steps", "memory", "left_out")
 """The modules of ``lines/``."""
 
-_SHOWN = 1500  # characters of an error in a report
+_SHOWN = 300  # characters of an error in a report
+_ERROR = re.compile(r"^(?:\[.*\] )?Traceback .*\n(?:[ ].*\n|\n)*(\S.*)", re.MULTILINE)
 _COLD_S = 60.0  # the first call of a pool loads the device's libraries
 
 
@@ -113,9 +117,17 @@ def _run(check, machine, deadline, ranks):
         outcome, reason = results.FAILED, f"took longer than {error.timeout:.0f} s"
     except Exception as error:  # any failure is that of one line
         text = str(error) if isinstance(error, RanksFailed) else traceback.format_exc()
-        outcome, reason = results.FAILED, text[-_SHOWN:]
+        log = machine.out / f"{check.line}.log"
+        log.write_text(text)
+        outcome, reason = results.FAILED, f"{_gist(text)} (all of it: {log.name})"
     shown = {name: value for name, value in figures.items() if not machine.is_small or "bytes" in name}
     return Result(check.line, check.part, outcome, reason, shown, round(time.monotonic() - begin, 1))
+
+
+def _gist(text):
+    """The error of the first traceback in ``text``; without one, the first line."""
+    error = _ERROR.search(text)
+    return (error[1] if error else text.strip().partition("\n")[0])[:_SHOWN]
 
 
 class _Ranks:
@@ -171,9 +183,6 @@ def _body(module, name, is_small):
 
 def header(machine, part, command):
     """What is true of a whole run: the device, the versions, the command, the date."""
-    import datetime
-    import platform
-
     return {
         "part": part.name,
         "command": command,

@@ -142,6 +142,16 @@ def test_outcomes_of_a_check(tmp_path, cpu_ranks, function, outcome, reason, num
     assert reason in found.reason
 
 
+def test_the_reason_of_a_failure_is_its_error(tmp_path, cpu_ranks):
+    """On two ranks the report has the first rank's error, and a file beside it has every traceback."""
+    machine = Machine("cpu", 0, tmp_path)
+    found = parts._run(Check("first", "lines", breaks, 2), machine, parts.time.monotonic() + 60, cpu_ranks)
+    assert found.reason == "ZeroDivisionError (all of it: first.log)"
+    text = (tmp_path / "first.log").read_text()
+    assert text.count("in breaks") == 2
+    assert parts._gist("rank 0 hung\n  at a line") == "rank 0 hung"
+
+
 def test_what_a_machine_lacks_is_named(one_gpu, tmp_path, monkeypatch):
     """A check whose package, library or devices are missing is not run, and the result says what is missing."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -62,8 +62,9 @@ def _peak(sizes, options):
 
 @on_ranks("peak-formula", part="memory", timeout=90.0)
 def peak_formula(is_small):
-    """The peak of a step is that of `describe` for the same model, within 2 %; it may lack the gradients on their way to
-    the host, which a fast device holds for a shorter time than the plan allows for.
+    """The peak of a step is that of `describe` for the same model, within 2 %.
+
+    A device that copies fast may hold none of the gradients on their way to the host.
     """
     sizes, figures, missed = SIZES[is_small], {}, []
     for name, options in CASES.items():
