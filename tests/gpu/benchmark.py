@@ -73,12 +73,12 @@ def require(targets, figures, is_small, is_cut_off):
     """
     shown = {f"{name} (target {most})": found for name, (found, most) in targets.items()}
     missed = [
-        f"{name} is {found}, target {most}"
+        f"{name} is {found or 'not measured'}, target {most}"
         for name, (found, most) in targets.items()
         if not found or (found > most and not is_small)
     ]
     if is_cut_off:
         shown["cut off by the limit of its part"] = True
     if missed:
-        raise Missed("; ".join(missed), {**figures, **shown})
+        raise Missed("; ".join(missed) + ", cut off by the limit of its part" * is_cut_off, {**figures, **shown})
     return {**figures, **shown}

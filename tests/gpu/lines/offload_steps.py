@@ -49,7 +49,8 @@ def clip_mode(machine, seconds):
     times = variant_ms(content)
     missing = {"offload", "overlap"} - times.keys()
     if missing:
-        raise Missed(f"not measured: {', '.join(sorted(missing))}", {**times, **content["failures"]})
+        cut = ", cut off by its limit" * content["is_cut_off"]
+        raise Missed(f"not measured: {', '.join(sorted(missing))}{cut}", {**times, **content["failures"]})
     return {"wait ms": times["offload"], "speculate ms": times["overlap"]}
 
 
