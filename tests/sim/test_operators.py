@@ -1,6 +1,7 @@
 """What torch offers on every device, on the simulator: equal to the CPU, whatever the order of work."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -158,3 +159,23 @@ def test_memory_is_counted():
     del more
     assert torch.sim.memory_allocated() - before == held.nbytes
     assert torch.accelerator.max_memory_allocated() - before >= 6000
+
+
+@on_sim(1, timeout=60.0)
+def test_a_query_does_not_stop_another_threads_work():
+    """A task may need Python's lock, here for the hooks of its thread, while another thread asks for an event."""
+    event, is_over = torch.accelerator.current_stream().record_event(), threading.Event()
+
+    def ask():
+        while not is_over.is_set():
+            event.query()
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        x = torch.ones(4, device="sim")
+        for _ in range(100):
+            x = x.add(1)
+    is_over.set()
+    asks.join()
+    assert x.tolist() == [101.0] * 4

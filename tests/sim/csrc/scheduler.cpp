@@ -1,5 +1,7 @@
 // Streams are queues. Their work is done while the host waits, or by chance when it issues work ("eagerness"): each time
 // one task, at the head of a stream chosen by the seed.
+#include <Python.h>
+
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -14,6 +16,13 @@ namespace sim {
 State& state() {
   static State* made = new State;
   return *made;
+}
+
+void take(Lock& lock) {
+  if (lock.try_lock()) return;
+  PyThreadState* python = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  lock.lock();
+  if (python) PyEval_RestoreThread(python);
 }
 
 Queue& queue_of(StreamId id) {
@@ -145,7 +154,7 @@ bool step(Lock& lock) {
     for (int i = 0; i < 200 && !exchange->poll(); i++) {
       lock.unlock();
       std::this_thread::sleep_for(std::chrono::microseconds(100));
-      lock.lock();
+      take(lock);
     }
     if (queue->items.empty() || queue->items.front().exchange != exchange) return true;  // another thread finished it
     if (!exchange->poll()) {
@@ -166,7 +175,7 @@ void drive(Lock& lock, Done done) {
     if (step(lock)) continue;
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(100));
-    lock.lock();
+    take(lock);
   }
 }
 

@@ -101,7 +101,13 @@ struct State {
 
 State& state();  // never destroyed: tensors may outlive the statics of this library
 using Lock = std::unique_lock<std::mutex>;
-inline Lock locked() { return Lock(state().mutex); }
+// Nobody waits for the lock while holding Python's: a task may need Python's, to save its thread's state.
+void take(Lock& lock);
+inline Lock locked() {
+  Lock lock(state().mutex, std::defer_lock);
+  take(lock);
+  return lock;
+}
 inline std::string where_now() { return state().stack_provider ? state().stack_provider() : ""; }  // before the lock
 
 // Below, the lock is held.
