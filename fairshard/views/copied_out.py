@@ -43,7 +43,7 @@ class CopiedOut(Gathered):
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
         self.line_id = self._own_storage._cdata
         columns = None if buffer.is_cpu else joined_columns(beside.sources)
-        is_filled = columns is not None and columns.shape == buffer.shape
+        is_filled = columns is not None and (columns.shape, columns.dtype) == (buffer.shape, buffer.dtype)
         has_shapes = all(a.shape == b.shape for a, b in zip(beside.sources, beside.targets, strict=True))
         # Each parameter fills its columns: one kernel copies all.
         self._widths = [source.size(1) for source in beside.sources] if is_filled and has_shapes else None
