@@ -78,5 +78,8 @@ class Origin:
 
 
 def move_inputs(inputs: Any, device: torch.device) -> Any:
-    """Move every tensor in ``inputs`` to ``device``, differentiably; containers keep their types."""
-    return apply_to_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
+    """Move every tensor in ``inputs`` to ``device``, differentiably; containers keep their types.
+
+    To the CPU it waits: operators there do not wait for a copy.
+    """
+    return apply_to_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), inputs)

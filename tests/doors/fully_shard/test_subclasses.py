@@ -218,7 +218,7 @@ def test_meta_device():
     with torch.device("meta"):
         empty = Net(kinds=(Half,))
     shard(empty)
-    empty.to_empty(device="cpu")
+    empty.to_empty(device=rank_device())
     with torch.no_grad():
         for (name, own), (_, whole) in zip(empty.named_parameters(), shard(net).named_parameters(), strict=True):
             assert own.shape == whole.shape, name
