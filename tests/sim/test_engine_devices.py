@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.nn.wrap import describe
 from fairshard.utils import device
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import set_data
 from tests import sim
 from tests.sim.ranks import on_sim
+from tests.subclass_weights import Half
 
 
 @on_sim(1)
@@ -95,3 +97,33 @@ def test_a_plan_for_the_accelerator():
         net = nn.Linear(4, 4)
     assert describe(net, None, 2).device == describe(net, None, 2, device="sim").device == "sim"
     assert not sim.races()
+
+
+@on_sim(1)
+def test_inputs_that_move_to_the_cpu_have_arrived():
+    """A module that computes on the CPU waits for the copy of an input that is on the accelerator."""
+    sim.configure(0, 0.0, "random")
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(4, 4))
+    model.to_empty(device="cpu").reset_parameters()
+    expected = model(torch.full((2, 4), 3.0, device="cpu"))
+    assert torch.equal(model(torch.full((2, 4), 3.0)), expected)
+
+
+class InBytes(Half):
+    """Values that are gathered as int8."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.values.view(torch.int8),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return (outputs[0].view(torch.float32), outputs) if out is None else None
+
+
+@on_sim(2)
+def test_gathered_bytes_are_copied_to_a_dtype_of_one_byte():
+    """A subclass may gather one tensor of int8: the bytes are copied out of the buffer, which has another dtype."""
+    layer, x = nn.Linear(8, 6), torch.ones(2, 8)
+    expected = layer(x)
+    layer.weight = nn.Parameter(InBytes(layer.weight.detach()))
+    assert torch.equal(fully_shard(layer)(x), expected)
