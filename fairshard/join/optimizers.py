@@ -49,6 +49,7 @@ class JoinedOptimizers:
             for one in flat_param.stepped
         }
         self._stepped: list[Optimizer] = []  # in this block
+        self._root = root
         self._rank = root.units[0].group.rank
         self.join: Join | None = None
 
@@ -66,7 +67,7 @@ class JoinedOptimizers:
     def before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Announce that ``optimizer`` steps next."""
         join = self.join
-        if join is None or join.is_done or not self._holds(optimizer):
+        if join is None or not self._is_open or join.is_done or not self._holds(optimizer):
             return
         if any(closure is not None for closure in (*args[1:], *kwargs.values())):
             join.check_all_compute("optimizer.step(closure)")
@@ -76,7 +77,7 @@ class JoinedOptimizers:
 
     def before_unscale(self, optimizer: Optimizer) -> None:
         """Check that all ranks compute, before a loss scaler reads the gradients of ``optimizer``."""
-        if self.join is not None and self._holds(optimizer):
+        if self.join is not None and self._is_open and self._holds(optimizer):
             self.join.check_all_compute("ShardedGradScaler.unscale_")
 
     # ---- a rank that is done
@@ -123,6 +124,11 @@ class JoinedOptimizers:
                 _set(one, theirs)
 
     # ---- private
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the root is in this block: an exception ends PyTorch's ``Join`` without a call of its hook."""
+        return self._root.join is self.join
 
     def _step(self, optimizer: Optimizer, settings: _Settings) -> None:
         self._note(optimizer)

@@ -60,7 +60,6 @@ WAYS = {
 COMMON = ("plain", "zeroed before", "accumulated", "divided by those that compute", "checked")
 
 
-@pytest.mark.cpu_only("DDP drops a work that is under way: NCCL keeps its tensors, the simulator frees them")
 @on_ranks(in_full(1), 2, in_full(3), in_full(4))
 @pytest.mark.parametrize("way", [way if way in COMMON else in_full(way) for way in WAYS])
 def test_weights_are_those_of_ddp(way):
@@ -131,7 +130,6 @@ def test_a_rank_that_is_done_gives_zeros(case):
     assert_same_state(*states)
 
 
-@pytest.mark.cpu_only("DDP drops a work that is under way: NCCL keeps its tensors, the simulator frees them")
 @on_ranks(2, in_full(3))
 def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
     """An optimizer that has never stepped is not found; passed in ``stateful`` it steps, and all weights are DDP's."""
@@ -148,7 +146,6 @@ def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer():
     assert_same_state(wrapped.state_dict(), before)
 
 
-@pytest.mark.cpu_only("DDP drops a work that is under way: NCCL keeps its tensors, the simulator frees them")
 @on_ranks(2, in_full(3))
 def test_schedulers_are_taken_along_or_asked_for():
     """A rate that changes each step differs on a rank that is done: all raise unless given the scheduler."""
@@ -188,10 +185,18 @@ def test_torchs_own_join():
                     model(*tiny_batch(0)[:2])
         states.append(model.state_dict())
     assert_same_state(*states)
-    with pytest.raises(RuntimeError, match=r"run out|exhausted"), Join([model], throw_on_early_termination=True):
+
+    def messages_of_a_step():
+        reset_counters()
+        run(model, optimizer, 1)
+        return counters()
+
+    expected = messages_of_a_step()
+    ended = Join([model], throw_on_early_termination=True)
+    with pytest.raises(RuntimeError, match=r"run out|exhausted"), ended:
         run(model, optimizer, num_batches(3))
     with Join([model], enable=False):
-        run(model, optimizer, 1)
+        assert messages_of_a_step() == expected, "no join sends any, not even `ended`, which still exists"
     assert_same_state(model.state_dict(), model.state_dict())
 
 
