@@ -171,7 +171,7 @@ class SimBackend final : public c10d::Backend {
     Tensors inputs = std::move(held_in_), outputs = std::move(held_out_);
     held_in_.clear();
     held_out_.clear();
-    if (parts.empty()) return c10::make_intrusive<SimWork>(current_device(), nullptr, inputs, outputs);
+    if (parts.empty()) return c10::make_intrusive<SimWork>(std::make_shared<Shelf>(stream_on(current_device())), outputs);
     return put(std::move(parts), std::move(inputs), std::move(outputs));
   }
 
@@ -289,6 +289,7 @@ class SimBackend final : public c10d::Backend {
   WorkPtr put(std::vector<Part> given, Tensors inputs, Tensors outputs) {
     int device = (inputs.empty() ? outputs : inputs)[0].device().index();
     StreamId stream = stream_on(device);
+    clear_shelves();
     sim::wait(stream, record(current_stream(device)));
     Task task{given.size() == 1 ? given[0].name : "coalesced"};
     for (auto& t : inputs) touch(task.ranges, t, false);
@@ -308,7 +309,20 @@ class SimBackend final : public c10d::Backend {
     };
     exchange->finish = [=] { in_clean_state([&] { self->finish(*parts, *compared); }); };
     enqueue_exchange(stream, std::move(task), exchange);
-    return c10::make_intrusive<SimWork>(device, record(stream), std::move(inputs), std::move(outputs));
+    inputs.insert(inputs.end(), outputs.begin(), outputs.end());
+    shelves_.push_back(std::make_shared<Shelf>(stream, record(stream), std::move(inputs)));
+    return c10::make_intrusive<SimWork>(shelves_.back(), std::move(outputs));
+  }
+
+  // That a work has ended orders nothing but the reuse of its memory, so the host does not see it.
+  void clear_shelves() {
+    std::erase_if(shelves_, [](const ShelfPtr& shelf) {
+      if (!shelf->tensors.empty() && has_passed(shelf->done)) {
+        for (auto& t : shelf->tensors) record_stream(t.storage().mutable_data(), shelf->stream);
+        shelf->tensors.clear();
+      }
+      return shelf->tensors.empty();
+    });
   }
 
   // ---- within a task
@@ -367,6 +381,7 @@ class SimBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> host_;
   std::map<int, StreamId> streams_;
+  std::vector<ShelfPtr> shelves_;
   uint64_t count_ = 0;
   int depth_ = 0;
   std::vector<Part> coalesced_;

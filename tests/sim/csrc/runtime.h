@@ -57,6 +57,7 @@ void enqueue_exchange(StreamId stream, Task task, std::shared_ptr<Exchange> exch
 MomentPtr record(StreamId stream);
 void wait(StreamId stream, const MomentPtr& moment);
 bool query(const MomentPtr& moment);
+bool has_passed(const MomentPtr& moment);  // without the host seeing it
 bool query_stream(StreamId stream);
 void synchronize(const MomentPtr& moment);
 void synchronize_stream(StreamId stream);

@@ -317,6 +317,11 @@ bool query(const MomentPtr& moment) {
   return moment->done;
 }
 
+bool has_passed(const MomentPtr& moment) {
+  auto lock = locked();
+  return moment->done;
+}
+
 bool query_stream(StreamId stream) { return query(record(stream)); }
 
 void synchronize(const MomentPtr& moment) {

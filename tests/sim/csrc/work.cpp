@@ -6,23 +6,22 @@
 
 namespace sim {
 
-SimWork::SimWork(int device, MomentPtr done, Tensors inputs, Tensors outputs)
-    : device_(device), done_(std::move(done)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+SimWork::SimWork(ShelfPtr shelf, Tensors outputs) : shelf_(std::move(shelf)), outputs_(std::move(outputs)) {}
 
-bool SimWork::isCompleted() { return query(done_); }
+bool SimWork::isCompleted() { return query(shelf_->done); }
 
 bool SimWork::wait(std::chrono::milliseconds) {
-  sim::wait(current_stream(device_), done_);
-  inputs_.clear();
+  sim::wait(current_stream(shelf_->stream.device), shelf_->done);
+  shelf_->tensors.clear();
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> SimWork::getFuture() {
   if (!future_) {
-    std::vector<c10::Device> devices{c10::Device(DEVICE, device_)};
+    std::vector<c10::Device> devices{c10::Device(DEVICE, shelf_->stream.device)};
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
-    StreamId stream = new_stream(device_, 0);  // has nothing but this work to wait for
-    sim::wait(stream, done_);
+    StreamId stream = new_stream(shelf_->stream.device, 0);  // has nothing but this work to wait for
+    sim::wait(stream, shelf_->done);
     c10::StreamGuard guard(stream_of(stream));
     future_->markCompleted(c10::IValue(outputs_));
   }

@@ -12,10 +12,19 @@ namespace sim {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// The tensors of a collective, which its backend holds, as NCCL's does, until the work is waited for or has ended.
+// Holds tensors only: memory that `resize_` takes from them is free at once.
+struct Shelf {
+  StreamId stream;
+  MomentPtr done;
+  Tensors tensors;
+};
+using ShelfPtr = std::shared_ptr<Shelf>;
+
 // A collective on its stream: `wait` makes the current stream wait, never the host.
 class SimWork final : public c10d::Work {
  public:
-  SimWork(int device, MomentPtr done, Tensors inputs, Tensors outputs);
+  SimWork(ShelfPtr shelf, Tensors outputs);
   bool isCompleted() override;
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds timeout) override;
@@ -25,9 +34,8 @@ class SimWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  int device_;
-  MomentPtr done_;
-  Tensors inputs_, outputs_;
+  ShelfPtr shelf_;
+  Tensors outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -39,7 +47,7 @@ class WaitedWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
 
  private:
-  std::future<void> ended_;
+  std::shared_future<void> ended_;  // the scheduler may ask again after `wait`
 };
 
 }  // namespace sim
