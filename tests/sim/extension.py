@@ -36,7 +36,6 @@ _FLAGS = [
     "-fvisibility=hidden",
     "-w",
     "-DUSE_C10D_GLOO",
-    "-DNDEBUG",
     f"-DTORCH_EXTENSION_NAME={NAME}",
 ]
 _LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
