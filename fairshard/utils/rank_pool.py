@@ -57,7 +57,6 @@ _MAX_COLLECTIONS = 4
 _MAX_THREADS = 120
 """Threads of a worker before it is replaced: each group that is still referenced has three, which poll."""
 
-
 _RELEASE_S = 0.0 if hasattr(Store, "clone") else 0.005
 """Time without the GIL before a group is destroyed, for torch < 2.7: there the destructor keeps the GIL while it waits
 for gloo's threads, and one of them may need the GIL to drop its last tensor."""
@@ -271,11 +270,10 @@ class _Waiting:
     def receive(self) -> bool:
         """Receive available answers; ``False`` if no answer is pending any more, or no answer arrived in time."""
         ranks = {id(worker.pipe): rank for rank, worker in self.pending.items()}
-        left = self.deadline - time.monotonic()
-        ready = connection.wait([worker.pipe for worker in self.pending.values()], max(0.0, left))
+        pipes = [worker.pipe for worker in self.pending.values()]
+        ready = connection.wait(pipes, max(0.0, self.deadline - time.monotonic()))
         for pipe in ready:
-            rank = ranks[id(pipe)]
-            worker = self.pending.pop(rank)
+            worker = self.pending.pop(rank := ranks[id(pipe)])
             try:
                 ok, value = pickle.loads(worker.pipe.recv_bytes())
             except (EOFError, OSError):
@@ -350,10 +348,12 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" not in sys.modules:
         return
     debug = importlib.import_module("torch.distributed.tensor.debug")
-    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):  # the second in older torch
-        if hasattr(debug, name):
-            getattr(debug, name)()
-            return
+    names = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache")  # the second in older torch
+    clear = next(getattr(debug, name) for name in names if hasattr(debug, name))
+    clear()
+    probe = torch.ones((), device=_rank_device, requires_grad=True)
+    probe.register_hook(lambda _: clear())  # each thread has its own caches: on a device backwards have a thread
+    probe.backward()
 
 
 def _exit_with_parent() -> None:
