@@ -201,6 +201,11 @@ def await_device():
         torch.accelerator.synchronize()
 
 
+def await_autograd():
+    """Let autograd's thread of this rank's device drop the last backward, which may happen after its `backward()`."""
+    torch.ones((), requires_grad=True).backward()
+
+
 def randn(*shape, key=()):
     """Normal numbers that depend on ``key`` and this rank only, on this rank's device."""
     random = torch.Generator("cpu").manual_seed(zlib.crc32(repr((dist.get_rank(), key)).encode()))

@@ -10,6 +10,7 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.on_ranks import on_ranks
+from tests.reference import await_autograd
 
 
 class Box:
@@ -106,6 +107,7 @@ def test_a_dropped_model_is_freed(mixed_precision, backward):
     shard = weakref.ref(next(model.parameters()))
     wrapper = weakref.ref(model)
     del model, inner, loss
+    await_autograd()
     gc.collect()
     assert (wrapper(), leaf(), shard()) == (None, None, None)
 
