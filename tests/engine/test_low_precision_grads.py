@@ -21,6 +21,9 @@ policies = pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"), [(BF16, None), (None, BF16), (FP16, None), (BF16, FP32)], ids=str
 )
 
+IN_FP32 = "collectives of devices add bf16 and fp16 as they are; ours on gloo in fp32"
+ON_THREE = pytest.param(3, marks=pytest.mark.cpu_only(IN_FP32))  # a sum of two is rounded once anyway
+
 
 def wrap(model, param_dtype=BF16, reduce_dtype=None, **kwargs):
     policy = MixedPrecision(param_dtype, reduce_dtype, keep_low_precision_grads=True)
@@ -38,7 +41,7 @@ def whole_grads(model):
 
 
 @pytest.mark.pairs
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, ON_THREE)
 @policies
 @pytest.mark.parametrize("flatten", [True, False])
 def test_gradients_keep_the_dtype_they_were_reduced_in(param_dtype, reduce_dtype, flatten):
