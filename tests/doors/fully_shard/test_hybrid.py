@@ -171,7 +171,7 @@ def whole_grads(model):
     return [param.grad.full_tensor() for param in model.parameters()]
 
 
-@pytest.mark.cpu_only("a device adds a gradient at once that gloo has in flight, so after an exception a part is there")
+@pytest.mark.cpu_only("a device adds at once what gloo has in flight: a part stays after an exception, and steps raise")
 @on_ranks(2)
 def test_what_waits_survives_other_events():
     """Deferred sums survive evaluation, a backward that raises, and a unit that the backward does not reach."""
