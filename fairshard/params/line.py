@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gathered
+from fairshard.utils.block import Block
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.layout import FlatLayout
+
+_MAX_ROWS_APART = 64
+"""Most rows of a block that are copied to one by one: one kernel of CUDA's foreach copy fills up to 64 tensors."""
 
 
 class FlatLine:
@@ -73,16 +77,20 @@ class FlatLine:
         """For each parameter, the runs of ``columns`` ``[W, S]`` with its gradient; the last entry: the padding."""
         if columns.is_contiguous():
             return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
-        runs: list[list[Tensor]] = [[] for _ in (*self.shapes, "padding")]
-        for piece in (*self.layout.pieces, *self.layout.padding):
-            runs[piece.index].append(columns[piece.row, piece.target.start : piece.target.stop])
-        for index, shape in enumerate(self.shapes):
-            if len(runs[index]) == 1:
-                runs[index] = [runs[index][0].view(shape)]
-        return runs
+        views = [[run for block in blocks for run in _runs(block, columns)] for blocks in self.layout.blocks]
+        for runs, shape in zip(views, self.shapes, strict=True):
+            if len(runs) == 1 and runs[0].is_contiguous():
+                runs[:] = [runs[0].view(shape)]
+        return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
-        if len(runs) > 1:
-            return torch.split_with_sizes(value.reshape(-1), self.layout.lengths[index])
-        return [value.reshape(run.shape) for run in runs]
+        parts = torch.split_with_sizes(value.reshape(-1), [run.numel() for run in runs]) if len(runs) > 1 else [value]
+        return [part.reshape(run.shape) for part, run in zip(parts, runs, strict=True)]
+
+
+def _runs(block: Block, columns: Tensor) -> Sequence[Tensor]:
+    """``block`` of ``columns`` ``[W, S]``; its rows one by one where one kernel can copy to all of them."""
+    part = block.of(columns)
+    is_split = len(part) == 1 or (len(part) <= _MAX_ROWS_APART and not part.is_cpu)
+    return part.unbind() if is_split else [part]

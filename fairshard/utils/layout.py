@@ -9,6 +9,8 @@ The parameters of one flat param are laid end to end and padded to ``world_size 
               row 1: weight[8:16]                                  several flat params side by side,
               row 2: weight[16:18] bias[0:3] pad                   each in its own columns
 
+A parameter is in at most three *blocks*, rectangles of the rows: a part of one row, whole rows, a part of one row.
+
 All arithmetic is on integers: shards, buckets and state dicts use it, and tests need no process group.
 """
 
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from fairshard.utils.block import Block, rectangles
 from fairshard.utils.span import Span, cut, overlap, part
 
 
@@ -65,17 +68,14 @@ class FlatLayout:
         )
 
     @cached_property
-    def padding(self) -> tuple[Piece, ...]:
-        """Columns of the rows that no parameter fills (``index`` -1); they are zero in every transfer."""
-        return tuple(self._cut(-1, Span(self.numel, self.padded_numel)))
+    def blocks(self) -> tuple[Sequence[Block], ...]:
+        """For each parameter the blocks that hold it."""
+        return tuple(rectangles(self.param_span(index), self.shard_numel) for index in range(len(self.numels)))
 
     @cached_property
-    def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """For every parameter, the lengths of its runs in the rows."""
-        runs: list[list[int]] = [[] for _ in self.numels]
-        for piece in self.pieces:
-            runs[piece.index].append(piece.source.numel)
-        return tuple(map(tuple, runs))
+    def empty_blocks(self) -> list[Block]:
+        """The blocks of the padding; they are zero in every transfer."""
+        return rectangles(Span(self.numel, self.padded_numel), self.shard_numel)
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """The pieces that rank ``rank`` owns, parameter by parameter."""

@@ -15,46 +15,18 @@ A parameter without dimensions (``D`` None) is whole in every row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from torch import Tensor
-
+from fairshard.utils.block import Block, rectangles
 from fairshard.utils.layout import FlatLayout, Piece
 from fairshard.utils.span import Span, cut
-
-
-@dataclass(frozen=True)
-class Block:
-    """A rectangle of the buffer: rows, and the columns of one parameter; it holds the elements ``source``."""
-
-    rows: Span
-    columns: Span
-    source: Span
-
-    @cached_property
-    def _shape(self) -> tuple[int, int]:
-        return self.rows.numel, self.columns.numel
-
-    @cached_property
-    def _is_repeated(self) -> bool:
-        return self.source.numel != self._shape[0] * self._shape[1]
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """The block, as a view of ``buffer`` ``[W, S]``."""
-        return buffer[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
-
-    def like(self, flat: Tensor) -> Tensor:
-        """The elements of ``flat``, the flattened parameter, that belong in the block; in the shape of the block."""
-        run = flat[self.source.start : self.source.stop]
-        return run.expand(self._shape) if self._is_repeated else run.view(self._shape)
 
 
 class RowsLayout(FlatLayout):
     """Parameters, each of ``(D, elements per row)``, sharded by rows over ``world_size`` ranks.
 
-    `param_span` is a parameter's span on the line; `pieces` and `padding` describe the buffer.
+    `param_span` is a parameter's span on the line; `pieces` and blocks describe the buffer.
     """
 
     def __init__(self, sizes: Sequence[tuple[int | None, int]], world_size: int) -> None:
@@ -98,35 +70,21 @@ class RowsLayout(FlatLayout):
 
     @cached_property
     def blocks(self) -> tuple[Sequence[Block], ...]:
-        """For each parameter the rectangles that hold it: one, or two if a rank's rows do not fill its columns."""
+        """For each parameter the blocks that hold it: one, or two if a rank's rows do not fill its columns."""
         return tuple(self._blocks_of(index) for index in range(len(self.sizes)))
 
     def _blocks_of(self, index: int) -> list[Block]:
-        numel, width = self.numels[index], self.widths[index]
-        if not numel:
-            return []
-        columns = Span(0, width).shift(self.columns[index])
-        if self.sizes[index][0] is None:
-            return [Block(Span(0, self.world_size), columns, Span(0, numel))]
-        full, rest = divmod(numel, width)
-        blocks = [Block(Span(0, full), columns, Span(0, full * width))] if full else []
-        if rest:
-            short = Span(columns.start, columns.start + rest)
-            blocks.append(Block(Span(full, full + 1), short, Span(full * width, numel)))
-        return blocks
+        if self.sizes[index][0] is not None:
+            return rectangles(Span(0, self.numels[index]), self.widths[index], self.columns[index])
+        source = Span(0, self.numels[index])
+        return [Block(Span(0, self.world_size), source.shift(self.columns[index]), source)]
 
     @cached_property
     def empty_blocks(self) -> list[Block]:
-        """The rectangles without elements; they are zero in every transfer."""
-        blocks = []
-        for index, (numel, width) in enumerate(zip(self.numels, self.widths, strict=True)):
-            if not width or self.sizes[index][0] is None:
-                continue
-            columns = Span(0, width).shift(self.columns[index])
-            full, rest = divmod(numel, width)
-            if rest:
-                blocks.append(Block(Span(full, full + 1), Span(columns.start + rest, columns.stop), Span(0, 0)))
-            first_empty = full + bool(rest)
-            if first_empty < self.world_size:
-                blocks.append(Block(Span(first_empty, self.world_size), columns, Span(0, 0)))
-        return blocks
+        """The blocks of the padding; they are zero in every transfer."""
+        cut_params = [index for index, (rows, _) in enumerate(self.sizes) if rows is not None]
+        return [block for index in cut_params for block in self._padding_of(index)]
+
+    def _padding_of(self, index: int) -> list[Block]:
+        width = self.widths[index]
+        return rectangles(Span(self.numels[index], width * self.world_size), width, self.columns[index])

@@ -21,9 +21,7 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
     if not tensors:
         return torch.tensor(0.0, device="cpu")
     norms = [
-        torch.linalg.vector_norm(
-            tensor, p, dtype=torch.promote_types(tensor.dtype, torch.float32)
-        )
+        torch.linalg.vector_norm(tensor, p, dtype=torch.promote_types(tensor.dtype, torch.float32))
         for tensor in tensors
     ]
     widest = norms[0].dtype

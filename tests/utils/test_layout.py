@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.rows_layout import RowsLayout
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+row_sizes = st.lists(st.one_of(st.tuples(st.integers(0, 9), st.integers(0, 3)), st.just((None, 1))), max_size=4)
 worlds = st.integers(1, 7)
 
 
@@ -38,16 +40,56 @@ def test_pieces_name_every_element_once(numels, world_size):
     assert [element for row in rows for element in row] == line_of(layout)
 
 
+def filled_by_blocks(layout):
+    """The rows ``[W, S]``, written block by block: parameters count from 1, padding is -1, what is left out is nan."""
+    rows = torch.full((layout.world_size, layout.shard_numel), float("nan"))
+    for value, block in [(-1, block) for block in layout.empty_blocks] + [
+        (index + 1, block) for index, blocks in enumerate(layout.blocks) for block in blocks
+    ]:
+        target = block.of(rows)
+        assert target.numel() > 0
+        assert target.isnan().all()
+        target.fill_(value)
+    return rows
+
+
+@given(st.one_of(st.builds(FlatLayout, sizes, worlds), st.builds(RowsLayout, row_sizes, worlds)))
+def test_blocks_fill_every_column_once(layout):
+    """Blocks of parameters and of padding together fill the rows, at most three for each; pieces say the same."""
+    rows = filled_by_blocks(layout)
+    assert not rows.isnan().any()
+    assert all(len(blocks) <= 3 for blocks in layout.blocks)
+    expected = torch.full_like(rows, -1)
+    for piece in layout.pieces:
+        expected[piece.row, piece.target.start : piece.target.stop] = piece.index + 1
+    assert torch.equal(rows, expected)
+
+
 @given(sizes, worlds)
-def test_padding_is_the_rest(numels, world_size):
-    """Pieces and padding together fill every column of every row."""
+def test_blocks_hold_the_elements_in_order(numels, world_size):
+    """Parameters copied to their blocks are the line that they are laid out on."""
     layout = FlatLayout(numels, world_size)
-    filled = sum(piece.target.numel for piece in (*layout.pieces, *layout.padding))
-    assert filled == layout.padded_numel
+    rows = torch.zeros(world_size, layout.shard_numel)
+    line = torch.arange(1.0, layout.numel + 1)
+    for index, blocks in enumerate(layout.blocks):
+        span = layout.param_span(index)
+        for block in blocks:
+            block.of(rows).copy_(block.like(line[span.start : span.stop]))
+    assert torch.equal(rows.view(-1)[: layout.numel], line)
+
+
+def test_blocks_are_few_on_many_ranks():
+    """The number of blocks does not depend on the number of ranks."""
+    layout = FlatLayout([10_000, 3, 2_000], 1_000)
+    assert [len(blocks) for blocks in layout.blocks] == [2, 1, 3]
+    assert len(layout.empty_blocks) == 2
+
+
+@given(sizes, worlds)
+def test_filled_says_how_much_of_each_row_belongs_to_parameters(numels, world_size):
+    """`filled` counts each rank's elements of parameters, and `pieces_of` names them."""
+    layout = FlatLayout(numels, world_size)
     line = line_of(layout)
-    for piece in layout.padding:
-        start = piece.row * layout.shard_numel
-        assert all(line[start + column] is None for column in range(*piece.target))
     for rank in range(world_size):
         row = line[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
         assert layout.filled(rank) == sum(element is not None for element in row)

@@ -1,0 +1,59 @@
+r"""Rectangles of the rows that ranks own, by which whole parameters are copied to rows and back.
+
+A parameter that lies on a line is in few rectangles, however many rows the line is cut into::
+
+    rows of 8    | . . . . . a a a |      a, a part of one row
+                 | b b b b b b b b |      b, whole rows
+                 | b b b b b b b b |
+                 | c c . . . . . . |      c, a part of one row
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from fairshard.utils.span import Span
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of the rows that holds the elements ``source`` of one parameter, or of the padding."""
+
+    rows: Span
+    columns: Span
+    source: Span
+
+    @cached_property
+    def _shape(self) -> tuple[int, int]:
+        return self.rows.numel, self.columns.numel
+
+    @cached_property
+    def _is_repeated(self) -> bool:
+        return self.source.numel != self._shape[0] * self._shape[1]
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The block, as a view of ``buffer`` ``[W, S]``."""
+        return buffer[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
+
+    def like(self, flat: Tensor) -> Tensor:
+        """The elements of ``flat``, the flattened parameter, that belong in the block; in the shape of the block."""
+        run = flat[self.source.start : self.source.stop]
+        return run.expand(self._shape) if self._is_repeated else run.view(self._shape)
+
+
+def rectangles(span: Span, width: int, offset: int = 0) -> list[Block]:
+    """The blocks that ``span`` fills in rows of ``width`` elements, in order; at most three, whatever its length.
+
+    ``offset``: the rows' first column. The sources of the blocks count from the first element of ``span``.
+    """
+    blocks = []
+    start = span.start
+    while start < span.stop:
+        row, column = divmod(start, width)
+        num_rows = 1 if column else max(1, (span.stop - start) // width)
+        stop = min(span.stop, (row + num_rows) * width)
+        columns = Span(column, column + (stop - start) // num_rows).shift(offset)
+        blocks.append(Block(Span(row, row + num_rows), columns, Span(start, stop).shift(-span.start)))
+        start = stop
+    return blocks
