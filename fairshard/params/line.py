@@ -85,7 +85,7 @@ class FlatLine:
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
-        parts = torch.split_with_sizes(value.reshape(-1), [run.numel() for run in runs]) if len(runs) > 1 else [value]
+        parts = torch.split_with_sizes(value.reshape(-1), [run.numel() for run in runs]) if len(runs) != 1 else [value]
         return [part.reshape(run.shape) for part, run in zip(parts, runs, strict=True)]
 
 
