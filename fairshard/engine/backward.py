@@ -256,10 +256,16 @@ class Backward:
         model = self._plan.model_of[unit]
         model.note(unit)
         unit.state = TrainingState.BACKWARD_POST
-        with model.shared.at_home():
-            if not self._is_serving:
-                model.before_send(unit)
-            unit.send_grads(model.shared.bucketer, yields)
+        if model.shared.is_asynchronous:
+            with model.shared.at_home():
+                self._hand_over(unit, model, yields)
+        else:
+            self._hand_over(unit, model, yields)
+
+    def _hand_over(self, unit: Unit, model: Model, yields: bool) -> None:
+        if model.nan_check.is_on and not self._is_serving:
+            model.nan_check.look(unit)
+        unit.send_grads(model.shared.bucketer, yields)
 
     def _free(self, unit: Unit) -> None:
         if not unit.frees_in_backward:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from fairshard.engine.exec_order import Record
+from fairshard.engine.listener import GradListener
 from fairshard.engine.shared import Shared
 from fairshard.engine.unit import Unit
 from fairshard.utils.autograd import reaches
@@ -17,6 +18,7 @@ class Model(Protocol):
 
     Attributes:
         note: is called with each unit before it is gathered or sent.
+        nan_check: looks at gradients before they are sent.
         last: what the planner keeps for the next backward, a `Last`.
         is_last_backward: no other backward of the same forwards follows.
     """
@@ -29,6 +31,7 @@ class Model(Protocol):
     comms_of: dict[Unit, set[Communicator | None]]
     record: Record[Unit]
     num_interrupted: int
+    nan_check: GradListener
     last: Any
     is_last_backward: bool
 
@@ -41,9 +44,6 @@ class Model(Protocol):
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered from its forward to its backward."""
-
-    def before_send(self, unit: Unit) -> None:
-        """The gradients of ``unit`` are sent next."""
 
     def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""

@@ -93,7 +93,9 @@ class Root:
         """Gather, prefetch, and cast the inputs; returns the inputs and, with grad enabled, the `Call`."""
         if self.shared.depth == 0 and (self.backward is None or self.backward.is_over):
             self._begin_pass(unit)
-        self.shared.enter()
+        self.shared.depth += 1
+        if self.shared.is_asynchronous:
+            self.shared.note_stream()
         try:
             unit.state = TrainingState.FORWARD
             is_grad_enabled = torch.is_grad_enabled()
@@ -311,11 +313,6 @@ class Root:
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
         state = f"backwards that have raised: {self.num_interrupted}; units under no_sync: {', '.join(unsynced)}"
         self.order_check.raise_difference(state)
-
-    def before_send(self, unit: Unit) -> None:
-        """The gradients of ``unit`` are sent next."""
-        if self.nan_check.is_on:
-            self.nan_check.look(unit)
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""

@@ -74,9 +74,8 @@ class UnitRule:
 
 @dataclass
 class Schedule:
-    """The ``steps``, and the positions of the marks: ``at`` and ``done`` by call, ``recompute`` by segment.
-
-    ``yields`` holds the positions of the sends that a gather follows before the next send.
+    """The ``steps``, and positions in them: of the marks, ``at`` and ``done`` by call and ``recompute`` by segment; of
+    the sends that a gather follows before the next send, ``yields``.
     """
 
     steps: list[Step] = field(default_factory=list)

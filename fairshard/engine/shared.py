@@ -27,7 +27,7 @@ class Shared:
     def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
         self.device = device
         self._kind = device.type
-        self._is_asynchronous = is_asynchronous(device)
+        self.is_asynchronous = is_asynchronous(device)
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
@@ -38,7 +38,7 @@ class Shared:
         self.depth = 0
         self._thread = threading.get_ident()
         self.is_split = False
-        self._computing = [current_stream(device)] if self._is_asynchronous else []  # streams on which units compute
+        self._computing = [current_stream(device)] if self.is_asynchronous else []  # streams on which units compute
 
     def await_step(self) -> None:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""
@@ -52,14 +52,13 @@ class Shared:
     def end_forward(self) -> None:
         """Note the thread, and free the buffer from which parameters were copied out last."""
         self._thread = threading.get_ident()
-        if self._is_asynchronous:
+        if self.is_asynchronous:
             with self.unshard_stream.use():
                 self.copies.free()
 
-    def enter(self) -> None:
-        """A call of a unit begins, on the current stream."""
-        self.depth += 1
-        if self._is_asynchronous and (current := current_stream(self.device)) not in self._computing:
+    def note_stream(self) -> None:
+        """A call of a unit begins, on the current stream of a device that is asynchronous."""
+        if (current := current_stream(self.device)) not in self._computing:
             for stream in self._computing:  # they have waited for what is gathered now
                 Stream.of(stream).record().wait()
             self._computing.append(current)
@@ -80,7 +79,7 @@ class Shared:
         Autograd has the gradient of a leaf ready on the stream on which the leaf's node was made. ``returns``: the
         current stream then waits for that work.
         """
-        if not self._is_asynchronous or current_stream(self.device) == self._computing[0]:
+        if not self.is_asynchronous or current_stream(self.device) == self._computing[0]:
             return _HERE
         return self._at_home(returns)
 
@@ -94,7 +93,7 @@ class Shared:
 
     def note_free(self) -> None:
         """Memory was freed: later gathers wait until compute has passed this moment, on every stream."""
-        if self._is_asynchronous:
+        if self.is_asynchronous:
             self.free = now(self.device)
             for stream in self._computing if self.is_split else ():
                 self.unshard_stream.wait(Stream.of(stream).record())

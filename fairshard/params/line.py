@@ -12,8 +12,9 @@ from fairshard.utils.block import Block
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.layout import FlatLayout
 
-_MAX_ROWS_APART = 64
-"""Most rows of a block that are copied to one by one: one kernel of CUDA's foreach copy fills up to 64 tensors."""
+_MAX_ROWS_APART = {"cpu": 6, "device": 64}
+"""Most rows of a block that are copied to one by one: on the CPU a view of more costs less host time than their copies;
+one kernel of CUDA's foreach copy fills up to 64 tensors, if each is contiguous."""
 
 
 class FlatLine:
@@ -24,6 +25,8 @@ class FlatLine:
         self.rank = rank
         self.layout = layout
         self.shard_numel = layout.shard_numel
+        self._lengths: list[list[int]] = []  # of the runs of each parameter, as last cut by `bucket_views`
+        self._wide: list[dict[int, torch.Size]] = []  # the shapes of those that have several rows, by position
 
     @staticmethod
     def among(shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
@@ -81,16 +84,20 @@ class FlatLine:
         for runs, shape in zip(views, self.shapes, strict=True):
             if len(runs) == 1 and runs[0].is_contiguous():
                 runs[:] = [runs[0].view(shape)]
+        self._lengths = [[run.numel() for run in runs] for runs in views]
+        self._wide = [{i: run.shape for i, run in enumerate(runs) if run.dim() > 1} for runs in views]
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
-        parts = torch.split_with_sizes(value.reshape(-1), [run.numel() for run in runs]) if len(runs) != 1 else [value]
-        return [part.reshape(run.shape) for part, run in zip(parts, runs, strict=True)]
+        if len(runs) == 1:
+            return [value.reshape(runs[0].shape)]
+        parts = torch.split_with_sizes(value.reshape(-1), self._lengths[index])
+        wide = self._wide[index]
+        return [part.view(wide.get(i, part.shape)) for i, part in enumerate(parts)] if wide else parts
 
 
 def _runs(block: Block, columns: Tensor) -> Sequence[Tensor]:
-    """``block`` of ``columns`` ``[W, S]``; its rows one by one where one kernel can copy to all of them."""
+    """``block`` of ``columns`` ``[W, S]``; if there are few rows, one by one."""
     part = block.of(columns)
-    is_split = len(part) == 1 or (len(part) <= _MAX_ROWS_APART and not part.is_cpu)
-    return part.unbind() if is_split else [part]
+    return part.unbind() if len(part) <= _MAX_ROWS_APART["cpu" if part.is_cpu else "device"] else [part]

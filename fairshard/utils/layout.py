@@ -9,8 +9,6 @@ The parameters of one flat param are laid end to end and padded to ``world_size 
               row 1: weight[8:16]                                  several flat params side by side,
               row 2: weight[16:18] bias[0:3] pad                   each in its own columns
 
-A parameter is in at most three *blocks*, rectangles of the rows: a part of one row, whole rows, a part of one row.
-
 All arithmetic is on integers: shards, buckets and state dicts use it, and tests need no process group.
 """
 
