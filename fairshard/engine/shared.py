@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -77,19 +77,12 @@ class Shared:
         """A context for work with leaves and their gradients: on one stream, on whatever streams units compute.
 
         Autograd has the gradient of a leaf ready on the stream on which the leaf's node was made. ``returns``: the
-        current stream then waits for that work.
+        current stream then waits for that work, also after an exception.
         """
         if not self.is_asynchronous or current_stream(self.device) == self._computing[0]:
             return _HERE
-        return self._at_home(returns)
-
-    @contextlib.contextmanager
-    def _at_home(self, returns: bool) -> Iterator[None]:
         home = Stream.of(self._computing[0])
-        with home.use():
-            yield
-        if returns:
-            home.record().wait()
+        return home.in_turn(self.device) if returns else home.use()
 
     def note_free(self) -> None:
         """Memory was freed: later gathers wait until compute has passed this moment, on every stream."""

@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import importlib
 import os
 import pickle
 import random
@@ -41,6 +40,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fairshard.utils.device import device_count, set_device
+from fairshard.utils.dtensor_caches import clear_dtensor_caches
 
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
@@ -270,10 +270,11 @@ class _Waiting:
     def receive(self) -> bool:
         """Receive available answers; ``False`` if no answer is pending any more, or no answer arrived in time."""
         ranks = {id(worker.pipe): rank for rank, worker in self.pending.items()}
-        pipes = [worker.pipe for worker in self.pending.values()]
-        ready = connection.wait(pipes, max(0.0, self.deadline - time.monotonic()))
+        left = self.deadline - time.monotonic()
+        ready = connection.wait([worker.pipe for worker in self.pending.values()], max(0.0, left))
         for pipe in ready:
-            worker = self.pending.pop(rank := ranks[id(pipe)])
+            rank = ranks[id(pipe)]
+            worker = self.pending.pop(rank)
             try:
                 ok, value = pickle.loads(worker.pipe.recv_bytes())
             except (EOFError, OSError):
@@ -335,25 +336,12 @@ def _leave_group() -> bool:
     if _RELEASE_S:
         time.sleep(_RELEASE_S)
     dist.destroy_process_group()
-    _forget_meshes()
+    clear_dtensor_caches(_rank_device)
     for _ in range(_MAX_COLLECTIONS):  # one collection may leave a cycle for the next
         gc.collect()
         if group() is None:
             return True
     return False
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches, because they keep meshes, and meshes keep groups."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    debug = importlib.import_module("torch.distributed.tensor.debug")
-    names = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache")  # the second in older torch
-    clear = next(getattr(debug, name) for name in names if hasattr(debug, name))
-    clear()
-    probe = torch.ones((), device=_rank_device, requires_grad=True)
-    probe.register_hook(lambda _: clear())  # each thread has its own caches: on a device backwards have a thread
-    probe.backward()
 
 
 def _exit_with_parent() -> None:

@@ -1,5 +1,7 @@
 """The schedule of a backward is pure integers, so every rule can be read from the list."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +43,10 @@ rules = st.builds(
 
 @given(forwards(), st.data())
 def test_what_holds_for_every_schedule(model, data):
-    """A unit is gathered before it is used, never while already gathered, and sent once, after its calls."""
+    """A unit is gathered before it is used, never while already gathered, and sent once, after its calls.
+
+    A send yields if a gather comes before the next send.
+    """
     num_units, events, calls = model
     reached = data.draw(st.lists(st.sampled_from([0, 1, ENDS]), min_size=len(calls), max_size=len(calls)))
     resident = data.draw(st.lists(st.booleans(), min_size=num_units, max_size=num_units))
@@ -66,6 +71,9 @@ def test_what_holds_for_every_schedule(model, data):
         elif step.kind is Kind.SEND:
             later = schedule.steps[position:]
             assert not any(other.kind in (Kind.AT, Kind.DONE) and other.unit == step.unit for other in later)
+    moves = [(at, step.kind) for at, step in enumerate(schedule.steps) if step.kind in (Kind.SEND, Kind.GATHER)]
+    followed = {at for (at, kind), (_, after) in pairwise(moves) if (kind, after) == (Kind.SEND, Kind.GATHER)}
+    assert schedule.yields == followed
     marks = [step.call for step in schedule.steps if step.kind is Kind.AT]
     assert sorted(marks) == [call for call, is_reached in enumerate(reached) if is_reached]
     assert sorted(schedule.sends) == [unit for unit in range(num_units) if owed[unit]]

@@ -22,8 +22,6 @@ CAUGHT = {
     "engine.root:Root._wait_for_reads:wait": "write-offload",
     "engine.shared:Shared.await_step:record": "wrapper-bf16-device",
     "engine.shared:Shared.await_step:wait": "wrapper-bf16-device",
-    "engine.shared:Shared._at_home:record": "own-stream",
-    "engine.shared:Shared._at_home:wait": "own-stream",
     "engine.shared:Shared.await_gathers:record": "fully_shard-two-streams-shared",
     "engine.shared:Shared.await_gathers:wait": "fully_shard-two-streams-shared",
     "engine.shared:Shared.await_gathers:wait-2": "fully_shard-two-streams-shared",
