@@ -1,6 +1,5 @@
 """Lines about ``fully_shard``: copies out of the gathered buffer, blocks of gradients, custom communication."""
 
-import time
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import UNSHARD
 from tests.gpu.lines.construction import peak_of, require_at_most
-from tests.gpu.training import Way, batches, build, digest, own_part, same_when_late
+from tests.gpu.training import Way, batches, build, digest, median_ms, own_part, same_when_late
 from tests.sim.comms import OwnGather, OwnReduce
 
 
@@ -50,17 +49,9 @@ def block_copy(is_small):
         "_foreach_copy_ ms": lambda: torch._foreach_copy_(views, blocks),
         "_chunk_cat ms": lambda: torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=theirs),
     }
-    module = torch.get_device_module(rank_device().type)
     figures = {}
     for name, act in ways.items():
-        times = []
-        for _ in range(5):
-            module.synchronize()
-            begin = time.perf_counter()
-            act()
-            module.synchronize()
-            times.append(time.perf_counter() - begin)
-        figures[name] = round(1e3 * sorted(times)[2], 3)
+        figures[name] = round(median_ms(act), 3)
     if not torch.equal(bucket, theirs):
         raise Missed("the two ways write other bytes", figures)
     return figures

@@ -17,7 +17,7 @@ from fairshard.utils import pinned
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import COMPUTE, COPY, UNSHARD, late
-from tests.gpu.training import DIM, Way, batches, build, same_when_late
+from tests.gpu.training import DIM, Way, batches, build, median_ms, same_when_late
 from tests.models import mlp, wrap_each
 
 BF16 = torch.bfloat16
@@ -164,7 +164,6 @@ def cast_side(is_small):
     shard = pinned.host_empty_like(torch.empty(numel, device=rank_device()), rank_device()).fill_(1.0)
     low = pinned.host_empty_like(torch.empty(numel, dtype=BF16, device=rank_device()), rank_device())
     row = torch.empty(numel, dtype=BF16, device=rank_device())
-    module = torch.get_device_module(rank_device().type)
 
     def on_device():
         row.copy_(shard, non_blocking=True)
@@ -175,14 +174,7 @@ def cast_side(is_small):
 
     figures = {}
     for name, bring in (("device", on_device), ("host", on_host)):
-        times = []
-        for _ in range(5):
-            module.synchronize()
-            begin = time.perf_counter()
-            bring()
-            module.synchronize()
-            times.append(time.perf_counter() - begin)
-        figures[f"cast on the {name} ms"] = round(1e3 * sorted(times)[2], 2)
+        figures[f"cast on the {name} ms"] = round(median_ms(bring), 2)
     if not bool((row == 1).all()):
         raise Missed("the values have not arrived", figures)
     return figures
