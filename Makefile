@@ -3,6 +3,7 @@
 #   make train                    train a byte-level GPT on two ranks, in two minutes
 #   make train ARGS="--steps 50"  the same with other flags; see: .venv/bin/fairshard train --help
 #   make test                     all tests but those marked `full`
+#   make test WORKERS=0           the same in one process: easier to debug; two are the default
 #   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own (5.6 GB with CUDA)
 #   make test-all                 every cell of every matrix
 #   make test-sim                 the tests of ranks on the simulated accelerator of tests/sim, in three orders of its work
@@ -22,6 +23,7 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
+WORKERS ?= 2
 TORCH ?=
 PART ?=
 OUT ?= runs/gpu
@@ -36,6 +38,8 @@ EXTRA := test
 endif
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Each worker takes whole files, and has ranks of its own.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DELETE_ON_ERROR:
 .PHONY: train test test-all test-sim kill drill clients check docs bench gpu clean
@@ -44,13 +48,13 @@ train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+	$(PYTEST) -m "full or not full" $(ARGS)
 
 test-sim: $(INSTALLED)
-	set -e; for seed in 1 2 3; do FAIRSHARD_SIM_SEED=$$seed $(BIN)/python -m pytest --device sim $(ARGS); done
+	set -e; for seed in 1 2 3; do FAIRSHARD_SIM_SEED=$$seed $(PYTEST) --device sim $(ARGS); done
 
 kill: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.kill_loop $(ARGS)

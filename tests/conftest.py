@@ -11,6 +11,7 @@ from fairshard.utils.testing import default_pool
 from tests import sim
 from tests.covering import leave_cells_to_full
 from tests.sim import ranks
+from tests.test_features import refuse_skip_of_a_row
 from tests.torch_gaps import PREFIX
 
 
@@ -41,8 +42,6 @@ def pytest_configure(config):
         pool.around = ranks.around()
     elif pool.device != "cpu":
         pool.run = functools.partial(_run_or_skip, pool.run, torch.get_device_module(pool.device).device_count())
-    config.skipped_tests = []
-    config.pluginmanager.register(Skipped(config.skipped_tests))
 
 
 def _run_or_skip(run, num_devices, world_size, *args, **kwargs):
@@ -53,15 +52,13 @@ def _run_or_skip(run, num_devices, world_size, *args, **kwargs):
     return run(world_size, *args, **kwargs)
 
 
-class Skipped:
-    """Notes the tests that are skipped, other than for a gap of an older torch, for tests/test_features.py."""
-
-    def __init__(self, names):
-        self._names = names
-
-    def pytest_runtest_logreport(self, report):
-        if report.skipped and PREFIX not in str(report.longrepr):
-            self._names.append(report.nodeid)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Fail a test that a row of docs/features.md names if it is skipped, other than for a gap of an older torch."""
+    report = yield
+    if report.skipped and item.config.getoption("--device") == "cpu" and PREFIX not in str(report.longrepr):
+        refuse_skip_of_a_row(report)
+    return report
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -91,7 +88,6 @@ def shared_folder(tmp_path):
 def pytest_collection_modifyitems(config, items):
     """Mark what only ``make test-all`` runs; on another device, skip what needs more of them or is about the CPU."""
     leave_cells_to_full(items)
-    items.sort(key=lambda item: item.name == "test_no_test_of_a_row_was_skipped_while_it_ran")  # last: checks others
     if config.getoption("--device") == "cpu":
         return
     device = config.getoption("--device")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,7 @@ def rows():
 
 
 ROWS = rows()
+SHOWN_BY = {match[1]: row for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
 
 
 def seed_names():
@@ -132,17 +134,16 @@ def test_every_cell_is_filled(row):
 
 def test_every_test_exists_and_runs(tmp_path):
     """Every test that a row names is collected in a run without options, and neither skipped nor expected to fail."""
-    shown_by = {match[1]: row for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
     awaited = {match[2]: row for row in ROWS if (match := re.fullmatch(NOT_YET, row.shown_by)) and match[2]}
     restated = re.findall(TEST, PYTORCHS_TESTS.read_text())
-    files = {name.partition("::")[0] for name in {**shown_by, **awaited, **dict.fromkeys(restated)}}
+    files = {name.partition("::")[0] for name in {**SHOWN_BY, **awaited, **dict.fromkeys(restated)}}
     found = collected(sorted(files), tmp_path / "collected.json")
     for name in restated:
         file, function = name.split("::")
         assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), name
         assert found.get(name, True), f"{name} is skipped"  # not found if only `make test-all` runs it
-    missing = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if name not in found]
-    skipped = [f"{PAGE.name}:{row.line}: {name}" for name, row in shown_by.items() if found.get(name) is False]
+    missing = [f"{PAGE.name}:{row.line}: {name}" for name, row in SHOWN_BY.items() if name not in found]
+    skipped = [f"{PAGE.name}:{row.line}: {name}" for name, row in SHOWN_BY.items() if found.get(name) is False]
     due = [f"{PAGE.name}:{row.line}: {name}" for name, row in awaited.items() if name in found]
     assert not missing
     assert not skipped
@@ -212,12 +213,20 @@ def collected(files, out):
     return json.loads(out.read_text())
 
 
-def test_no_test_of_a_row_was_skipped_while_it_ran(request):
-    """No test that a row names skipped itself while it ran; this test runs last, to see all skips."""
-    if request.config.getoption("--device") == "cpu":
-        shown_by = {match[1] for row in ROWS if (match := re.fullmatch(TEST, row.shown_by))}
-        skipped = {name.partition("[")[0] for name in request.config.skipped_tests}
-        assert not shown_by & skipped
+def refuse_skip_of_a_row(report):
+    """Make ``report``, of a test that was skipped while it ran, a failure if a row names the test."""
+    if report.nodeid.partition("[")[0] in SHOWN_BY:
+        report.outcome = "failed"
+        report.longrepr = f"a row of {PAGE.name} names this test: it must run, but was skipped: {report.longrepr}"
+
+
+@pytest.mark.parametrize(("name", "outcome"), [(min(SHOWN_BY) + "[1-fp32]", "failed"), ("tests/x.py::y", "skipped")])
+def test_a_test_of_a_row_must_not_skip_itself(name, outcome):
+    """The check of every report, in conftest.py, fails the tests that a row names, and no others."""
+    report = SimpleNamespace(nodeid=name, outcome="skipped", longrepr="no peer")
+    refuse_skip_of_a_row(report)
+    assert report.outcome == outcome
+    assert ("it must run, but was skipped: no peer" in report.longrepr) == (outcome == "failed")
 
 
 def test_the_newest_torch_lacks_nothing():
