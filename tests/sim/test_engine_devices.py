@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -88,6 +89,20 @@ def test_a_module_on_the_host_computes_on_the_device_that_is_asked_for():
     model = FSDP(net, device_id=0, cpu_offload=True)
     model(torch.ones(1, 4)).sum().backward()
     assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+@on_sim(1, num_devices=2)
+def test_a_module_on_another_accelerator_is_refused():
+    """Both doors refuse parameters on another accelerator than theirs, by name, and leave the module as it was."""
+    torch.accelerator.set_device_index(0)
+    other = torch.device("sim", 1)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device=other))
+    with pytest.raises(ValueError, match="the requested device, sim:0, but `1.weight` is on sim:1. Move it there"):
+        FSDP(net, device_id=0)
+    with pytest.raises(ValueError, match="but `1.weight` is on sim:1.* `torch.accelerator.set_device_index` chooses"):
+        fully_shard(net)
+    assert type(net) is nn.Sequential
+    assert [param.device.index for param in net.parameters()] == [0, 0, 1, 1]
 
 
 @on_sim(1)
