@@ -104,7 +104,7 @@ def _watch_copies() -> None:
 
 
 def allow_held_gradients(optimizer: Optimizer) -> None:
-    """Let ``optimizer`` step although units hold gradients, because it fetches them."""
+    """Allow ``optimizer`` to step although units hold gradients, because it fetches them."""
     _fetchers.add(optimizer)
 
 

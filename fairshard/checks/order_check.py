@@ -162,7 +162,7 @@ class OrderCheck:
 
 
 def _different_states(states: dict[int, str]) -> str:
-    """What differs among ranks that have run the same units, as a sentence."""
+    """The difference among ranks that have run the same units, as a sentence."""
     ranks_in: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
         ranks_in.setdefault(state, []).append(rank)

@@ -1,4 +1,4 @@
-"""What a unit was made from, and what it must ignore."""
+"""The module that a unit was made from, and the tensors that it must ignore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fairshard.utils.containers import apply_to_tensors
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a unit ignores: ``modules`` with all submodules, and ``params``, of these modules and of others."""
+    """Tensors a unit ignores: those of ``modules`` with submodules, and ``params``, of these modules and of others."""
 
     modules: tuple[nn.Module, ...] = ()
     params: tuple[nn.Parameter, ...] = ()

@@ -49,7 +49,7 @@ class Calls:
 
 @dataclass
 class Last:
-    """What a backward keeps for the next one: its calls, its schedule, and what the schedule was built from."""
+    """A backward's calls and schedule, kept for the next one, with the inputs the schedule was built from."""
 
     calls: Calls | None = None
     schedule: Schedule = field(default_factory=Schedule)

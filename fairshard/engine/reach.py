@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Question:
-    """What one rank contributes to an exchange.
+    """One rank's part of an exchange.
 
     ``hashes``: for each of the ``peers``, a hash of what must be the same on them. ``models``: the numbers of the
     models that this rank reaches. ``is_final``: all ranks are known to ask about the same models.

@@ -1,4 +1,4 @@
-"""What the units of one model share: streams, buckets, transfers, and when memory was last freed."""
+"""State that the units of one model share: streams, buckets, transfers, and when memory was last freed."""
 
 from __future__ import annotations
 

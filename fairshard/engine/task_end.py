@@ -1,4 +1,4 @@
-"""What runs when a graph task of autograd ends."""
+"""Functions that run when a graph task of autograd ends."""
 
 from __future__ import annotations
 

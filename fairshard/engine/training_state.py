@@ -8,7 +8,7 @@ from fairshard.errors import TrainingStateError
 
 
 class TrainingState(Enum):
-    """What a unit is doing.
+    """The phase of a pass that a unit is in.
 
     ``BACKWARD_PRE`` begins when the backward reaches the unit and lasts until the unit's gradients are sent;
     ``BACKWARD_POST`` follows until the end of the backward. `FullyShardedDataParallel.assert_state` also accepts

@@ -58,7 +58,7 @@ class AcceleratedFSDP(FullyShardedDataParallel):
 
 
 def enable() -> None:
-    """Let the FSDP plugins of accelerate, and of the Hugging Face ``Trainer``, build fairshard's engine, on CPU too.
+    """Make the FSDP plugins of accelerate, and of the Hugging Face ``Trainer``, build fairshard's engine, on CPU too.
 
     Call it before ``Accelerator`` or ``Trainer`` is made. ``fsdp_version=1`` wraps with `FullyShardedDataParallel`,
     ``fsdp_version=2`` shards with `fully_shard`. Only code of accelerate, transformers, peft and trl is affected. A

@@ -48,7 +48,7 @@ class _Name:
 
 
 def redirect(packages: Iterable[str], names: Mapping[str, Any]) -> None:
-    """Let code of ``packages`` read ``names`` of ``torch.distributed.fsdp`` as the objects given.
+    """Make code of ``packages`` read ``names`` of ``torch.distributed.fsdp`` as the objects given.
 
     This concerns ``import`` statements and attribute access from now on, and names that loaded modules of the packages
     have already imported. Code of all other packages, torch included, keeps reading PyTorch's objects. ``packages`` are

@@ -14,7 +14,7 @@ PACKAGES = ("torchtitan",)
 
 
 def enable() -> None:
-    """Let torchtitan shard models with fairshard's `fully_shard`.
+    """Make torchtitan shard models with fairshard's `fully_shard`.
 
     Call it before the trainer is built; torchtitan may have been imported before. Only code of torchtitan is affected:
     models that you keep outside that package import ``fully_shard`` from ``fairshard.nn``.

@@ -34,7 +34,7 @@ class KeptSum:
         self.waiting = wide if self.waiting is None else self.waiting.add_(wide)
 
     def lend(self) -> None:
-        """Let the running backward add the waiting sum."""
+        """Lend the waiting sum to the running backward, which adds it."""
         if self.waiting is not None:
             self.lent, self.waiting, self._is_taken = self.waiting, None, False
 
@@ -51,7 +51,7 @@ class KeptSum:
             self.lent = None
 
     def restore(self) -> None:
-        """Let the lent sum wait again: the backward that should have added it was interrupted."""
+        """Keep the lent sum for the next backward: the one that should have added it was interrupted."""
         if self.lent is not None:
             self.waiting, self.lent = self.lent, None
 

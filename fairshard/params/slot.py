@@ -114,7 +114,7 @@ class ParamSlot:
         return any(param is own for own in (self.leaf, self.registered, self._placeholder) if own is not None)
 
     def share_with(self, module: nn.Module, name: str) -> None:
-        """Let ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
+        """Make ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
         shown = self.leaf if self.is_gathered else self._placeholder
         self.add_owner(module, name)
         module._parameters[name] = self.registered

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over which ranks, and when whole parameters are freed.
+    """Which tensors are sharded over which ranks, and when whole parameters are freed.
 
     =====================  =======================================  ==================================
     name                   sharded over the ranks                   whole parameters are freed

@@ -295,7 +295,7 @@ def explain(error: Exception) -> FairshardError:
 
 
 def reported(error: FairshardError) -> FairshardError:
-    """``error``, which this rank may raise alone: ranks that wait for it until a collective fails are told of it."""
+    """``error``, which this rank may raise alone: ranks that wait for it until a collective fails then name it."""
     world = dist.group.WORLD
     watchdog = _watchdogs.get(world) if world is not None else None
     if watchdog is not None:

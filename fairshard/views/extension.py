@@ -1,4 +1,4 @@
-"""What a tensor subclass gathers from a shard, and the whole parameter that it makes of it.
+"""The tensors that a subclass gathers from a shard, and the whole parameter that it makes of them.
 
 ::
 

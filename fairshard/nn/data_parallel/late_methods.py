@@ -21,7 +21,7 @@ CURES = {
         "`allow_reset_parameters=True` to the wrapper."
     ),
 }
-"""What to do instead of calling each of these methods, by name."""
+"""The cure for a call of each of these methods, by name."""
 
 
 def refusing(unit: Unit, module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

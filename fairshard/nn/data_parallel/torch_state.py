@@ -51,7 +51,7 @@ class ParamGroup:
 
 
 class StateContext:
-    """What the units of one model share.
+    """State that the units of one model share.
 
     Attributes:
         all_states: the state of each unit, outermost first; empty before the first forward, as in torch.
@@ -65,7 +65,7 @@ class StateContext:
 
 
 class TorchState(_State):
-    """What torch's code reads of the state of a sharded module."""
+    """The state of a sharded module, as torch's code reads it."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

@@ -76,7 +76,7 @@ def modules_elsewhere(module: nn.Module, placement: Placement, data: DataMesh) -
 
 
 def _elsewhere(found: Any) -> Any:
-    """What says over which ranks a parameter is sharded; None: over those of its unit."""
+    """The mesh, or its description, that a parameter is sharded over; None: that of its unit."""
     return getattr(found, "mesh_info", None)
 
 

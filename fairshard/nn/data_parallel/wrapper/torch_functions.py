@@ -41,7 +41,7 @@ def refuse_torch_functions(unit: Unit, caller: FrameType | None) -> None:
 
 
 def _problem(unit: Unit, name: str, frame: FrameType) -> str:
-    """What the function ``name``, running in ``frame``, gets wrong, and what to call instead; empty if nothing."""
+    """The mistake of the function ``name``, running in ``frame``, and the cure; empty if it makes none."""
     if all(flat_param.shows.keeps_shapes for flat_param in unit.flat_params):
         return ""
     options = frame.f_locals.get("options")
