@@ -36,6 +36,9 @@ _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
+MAX_PARTS = 255
+"""Most parts that a `RowGather` takes beside its rows: their numbers are in 8 bits of the tag."""
+
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement"]
 
 
@@ -151,6 +154,10 @@ class Communicator(GroupMessages):
         """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
         self._num_messages += 1
         return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, self._num_messages))
+
+    def exchanges(self, tensor: Tensor) -> bool:
+        """Whether rows of ``tensor`` can be sent directly from rank to rank."""
+        return self.exchange is not None and tensor.is_cpu
 
     def new_id(self) -> int:
         """A number for one flat param, equal on all ranks if they build their models in the same order."""
@@ -296,39 +303,47 @@ class Communicators:
 
 
 class RowGather:
-    """An all-gather of the rows of one buffer, prepared for repeated use."""
+    """An all-gather of the rows of one buffer, prepared for repeated use.
 
-    __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm")
+    ``parts``: at most `MAX_PARTS` lists of one tensor per rank, each filled by its rank; only with a direct exchange.
+    """
 
-    def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
-        self.comm = comm
+    __slots__ = ("_kind", "_line", "_messages", "_native", "_nbytes", "_own", "buffer", "comm")
+
+    def __init__(
+        self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather", parts: Sequence[Sequence[Tensor]] = ()
+    ) -> None:
+        self.comm, self.buffer = comm, buffer
         self._kind: Kind = kind
-        self.buffer = buffer
-        self._line = buffer.view(-1)
-        self._own = buffer[comm.rank]
-        self._nbytes = buffer.nbytes - buffer.nbytes // comm.world_size
-        small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
-        self._exchange = None if small or not buffer.is_cpu else comm.exchange
-        self._native = getattr(comm.group, GATHER)
-        distances = range(1, comm.world_size)
-        sources = [(comm.rank - distance) % comm.world_size for distance in distances]
-        targets = [(comm.rank + distance) % comm.world_size for distance in distances]
-        self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
+        self._line, self._own = buffer.view(-1), buffer[comm.rank]
+        is_small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
+        self._native = getattr(comm.group, GATHER) if is_small or not comm.exchanges(buffer) else None
+        lines = [buffer.unbind() if self._native is None else [self._own[:0]] * comm.world_size, *parts]
+        own = comm.rank
+        received = [each for part in parts for rank, each in enumerate(part) if rank != own]
+        self._nbytes = buffer.nbytes - self._own.nbytes + sum(each.nbytes for each in received)
+        self._messages: list[tuple[Any, list[Tensor], int, int]] = []
+        exchange: Any = comm.exchange
+        for distance in range(1, comm.world_size) if exchange is not None else ():
+            source, target = (own - distance) % comm.world_size, (own + distance) % comm.world_size
+            for number, rows in enumerate(lines):
+                if rows[source].numel():
+                    self._messages.append((exchange.recv, [rows[source]], source, number << 8))
+                if rows[own].numel():
+                    self._messages.append((exchange.send, [rows[own]], target, number << 8))
 
     def start(self, tag: int) -> Transfer:
-        """Gather; this rank's row is already written. See `Communicator.all_gather`."""
+        """Gather; this rank's row and parts are already written. See `Communicator.all_gather`."""
         comm = self.comm
         if comm.world_size == 1:  # nothing is sent, but this stream may have just written the row
             return Ready(now(self.buffer.device), self.buffer)
         comm.count(self._kind, self._nbytes)
-        exchange = self._exchange
-        if exchange is None:
-            return Transfer((self._native(self._line, self._own),), self.buffer)
         works: list[Any] = []
         try:
-            for source, row, target in self._peers:
-                works.append(exchange.recv([row], source, tag))
-                works.append(exchange.send([self._own], target, tag))
+            if self._native is not None and self._line.numel():
+                works.append(self._native(self._line, self._own))
+            for message, rows, peer, number in self._messages:
+                works.append(message(rows, peer, tag | number))
         except Exception as error:
             _wait_all(works, error)
         return Transfer(works, self.buffer)

@@ -23,6 +23,7 @@ from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.cut import Cut
 from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.joint_gather import DeferredGather, JointGather
+from fairshard.views.received_in_place import ReceivedInPlace, large_params
 
 
 class Rows(FlatLine):
@@ -70,6 +71,9 @@ class Rows(FlatLine):
         """Memory of the whole parameters: ``buffer`` ``[W, S]`` itself, or a line to which they are copied from it."""
         gather = RowGather(comm, buffer)
         if self.layout.world_size > 1 and (len(self.cuts) > 1 or self.cuts[0].dim != 0):
+            large = large_params(self.layout, buffer.itemsize) if comm.exchanges(buffer) else []
+            if large and all(not each.dim for each in self.cuts):
+                return self._received_in_place(large, gather, buffer)
             return CopiedOut(gather, buffer, comm.rank, self.beside(buffer))
         spans = [Span(start, start + n) for start, n in zip(self.layout.columns, self.layout.numels, strict=True)]
         flat = buffer.view(-1)
@@ -87,18 +91,44 @@ class Rows(FlatLine):
         world_size = self.layout.world_size
         # Padded, so that `KeptPart` can cut it into equal parts.
         line = buffer.new_empty(cut(self.layout.numel, world_size) * world_size)
-        sources, targets, params = [], [], []
-        for index, each in enumerate(self.cuts):
-            span = self.layout.param_span(index)
-            flat = line[span.start : span.stop]
-            params.append(flat.view(each.shape))
-            for block in self.layout.blocks[index]:
+        spans = map(self.layout.param_span, range(len(self.cuts)))
+        params = [line[span.start : span.stop].view(each.shape) for each, span in zip(self.cuts, spans, strict=True)]
+        return self._copies(buffer, line, params)
+
+    def _copies(self, buffer: Tensor, line: Tensor, params: list[Tensor]) -> Beside:
+        """The copies from ``buffer`` that fill ``params``, views of ``line``."""
+        sources, targets = [], []
+        for each, param, blocks in zip(self.cuts, params, self.layout.blocks, strict=True):
+            for block in blocks:
                 if each.dim is None:
                     block = replace(block, rows=Span(0, 1))
-                source = each.stacked(block.of(buffer)) if each.dim else block.of(buffer)
-                sources.append(source)
-                targets.append(each.parts(params[-1]) if each.dim else block.like(flat))
+                sources.append(each.stacked(block.of(buffer)) if each.dim else block.of(buffer))
+                targets.append(each.parts(param) if each.dim else block.like(param.view(-1)))
         return Beside(line, params, sources, targets)
+
+    def _received_in_place(self, large: Sequence[int], gather: RowGather, buffer: Tensor) -> ReceivedInPlace:
+        """Memory of the whole parameters, in which those of ``large`` are received where they compute."""
+        comm, layout, beside = gather.comm, self.layout, self.beside(buffer)
+        small = [index for index in range(len(self.cuts)) if index not in large]
+        rows = self.of(small)
+        staging = buffer.new_empty(layout.world_size, rows.shard_numel)
+        parts = {index: self._parts_of(index, beside.params[index].view(-1)) for index in large}
+        places = {index: each[comm.rank] for index, each in parts.items()}
+        places.update(zip(small, staging[comm.rank].split(rows.layout.widths), strict=True))
+        starts = [layout.columns[index] for index in places]
+        return ReceivedInPlace(
+            gather,
+            buffer,
+            beside,
+            RowGather(comm, staging, parts=list(parts.values())),
+            rows._copies(staging, beside.line, [beside.params[index] for index in small]),
+            [(start, place) for start, place in zip(starts, places.values(), strict=True) if place.numel()],
+        )
+
+    def _parts_of(self, index: int, flat: Tensor) -> list[Tensor]:
+        """The rows of each rank in ``flat``, the whole parameter ``index``, which is cut on its first dimension."""
+        width = self.cuts[index].size[1]
+        return list(flat.split([self.layout.num_rows(index, rank) * width for rank in range(self.layout.world_size)]))
 
     # ---- gradients
 

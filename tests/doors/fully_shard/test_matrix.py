@@ -5,6 +5,7 @@ is compared with a tolerance, and both sides then clip by PyTorch's.
 """
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.testing import rank_device
+from fairshard.views import received_in_place
 from tests.covering import covering_array, over_cells, random_cells
 from tests.doors.fully_shard.assorted import KINDS, Assorted, Boom, ByRows
 from tests.doors.fully_shard.models import full_state, shard_tiny
@@ -35,7 +37,9 @@ AXES = {
     "bucket": [25, 0],
     "optimizer": ["sgd", "foreach", "fused", "groups"],
     "raises": [None, "forward", "backward"],
+    "in_place": ["none", "all", "large"],
 }
+MIN_NBYTES = {"none": 1 << 18, "all": 1, "large": 64}  # of parameters that are received in place
 PRECISIONS = {
     "fp32": (None, None),
     "bf16": (torch.bfloat16, None),
@@ -88,6 +92,11 @@ def _precision(cell):
 
 
 def _train(cell):
+    with mock.patch.object(received_in_place, "_MIN_NBYTES", MIN_NBYTES[cell["in_place"]]):
+        _train_beside_reference(cell)
+
+
+def _train_beside_reference(cell):
     param_dtype, reduce_dtype = _precision(cell)
     torch.manual_seed(1)
     model = Assorted(cell["kind"], cell["checkpointing"]).to(rank_device())

@@ -1,0 +1,75 @@
+"""Large parameters are received where they compute: only small ones are copied out, and there is no buffer."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.nn import fully_shard
+from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.testing import CopyCounter
+from fairshard.views.received_in_place import ReceivedInPlace, large_params
+from tests.doors.fully_shard.test_custom_comms import CountingGather
+from tests.on_ranks import on_ranks
+
+ON_HOSTS = pytest.mark.cpu_only("accelerators gather rows")
+
+
+class Layers(nn.Module):
+    """A large weight, whose rows do not divide by 2 or 3; a bias, and a weight of one row, which most ranks lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(300, 301)
+        self.two = nn.Linear(301, 1)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu())
+
+
+def test_the_large_parameters():
+    """Those that are cut and have at least 256 KiB; at most 255 of them."""
+    sizes = [(4, 16384), (4, 16383), (None, 1 << 20), (0, 4), (1, 65536)]
+    assert large_params(RowsLayout(sizes, 2), 4) == [0, 4]
+    assert large_params(RowsLayout(sizes, 2), 2) == []
+    assert large_params(RowsLayout([(4, 16384)] * 300, 2), 4) == list(range(255))
+
+
+@ON_HOSTS
+@on_ranks(2, 3, 4)
+def test_only_small_parameters_are_copied_out():
+    """A gather counts once, writes this rank's rows, and copies small parameters; its buffer never has memory."""
+    model = fully_shard(Layers())
+    model(torch.ones(2, 300)).sum().backward()
+    (flat_param,) = model._fairshard_unit.flat_params
+    gathered, numel = flat_param.gathered, sum(param.numel() for param in model.parameters())
+    assert isinstance(gathered, ReceivedInPlace)
+    reset_counters()
+    with CopyCounter() as copies:
+        model.unshard()
+    assert copies.total_nbytes() < 4 * (numel / dist.get_world_size() + 2000)
+    own = sum(param.to_local().nbytes for param in fully_shard(Layers()).parameters())
+    assert counters()["all_gather"][0] == 1
+    assert 4 * numel - own <= counters()["all_gather"][1] <= 4 * (numel + 1000) - own
+    assert gathered.kept_line.untyped_storage().nbytes() == gathered.kept_line.nbytes
+    assert not gathered.buffer.untyped_storage().nbytes()
+    assert not gathered._staging.nbytes()
+    model.reshard()
+    assert not gathered.kept_line.untyped_storage().nbytes()
+
+
+@ON_HOSTS
+@on_ranks(2, 3)
+def test_a_custom_gather_uses_the_buffer():
+    """The user's own gather, set between passes, gets whole rows in place of messages."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 300)
+    expected = model(x)
+    fully_shard(model)
+    assert torch.equal(model(x), expected)
+    custom = CountingGather()
+    model.set_custom_all_gather(custom)
+    model.reshard()
+    assert torch.equal(model(x), expected)
+    assert custom.num_calls == 1
