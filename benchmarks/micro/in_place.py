@@ -1,0 +1,130 @@
+"""Measure when a parameter should be received where it computes rather than copied out of a gathered buffer.
+
+    python benchmarks/micro/in_place.py                       # 2, 3 and 4 ranks, parameters of 16 KiB to 4 MiB
+    python benchmarks/micro/in_place.py --worlds 2 --sizes 262144
+
+A unit of `fully_shard` holds four fp32 parameters of one size. The time is that of ``unshard()`` and ``reshard()``, of
+the slowest rank; the two ways take turns. Sets the threshold in ``fairshard/views/received_in_place.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import record
+
+from fairshard.nn import fully_shard
+from fairshard.views import received_in_place
+
+KIB = 1 << 10
+SIZES = tuple(size * KIB for size in (16, 64, 256, 1024, 4096))
+WAYS = {"copied out": 1 << 60, "in place": 1}
+"""The least size of a parameter that is received in place, by way."""
+NUM_PARAMS, WARMUP, CALLS = 4, 5, 60
+
+
+class Unit(nn.Module):
+    """Parameters of ``nbytes`` each, in rows of 1 KiB."""
+
+    def __init__(self, nbytes: int):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((nbytes // KIB, 256), float(i)) for i in range(NUM_PARAMS))
+
+
+def sharded(nbytes: int, way: str) -> Any:
+    """A unit that gathers in ``way``."""
+    received_in_place._MIN_NBYTES = WAYS[way]
+    unit: Any = fully_shard(Unit(nbytes))
+    _gather(unit)
+    return unit
+
+
+def _gather(unit: Any) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    unit.unshard()
+    unit.reshard()
+    return time.perf_counter() - start
+
+
+def measure_rank(rank: int, world_size: int, sizes: tuple[int, ...], folder: str) -> None:
+    """Time both ways on one rank and write the seconds of each call, as ``{size: {way: [seconds]}}``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    seconds: dict[int, dict[str, list[float]]] = {}
+    for size in sizes:
+        units = {way: sharded(size, way) for way in WAYS}
+        for unit in units.values():
+            unit.unshard()
+            for i, weight in enumerate(unit.weights):
+                if not bool((weight == i).all()):
+                    raise RuntimeError(f"parameter {i} is wrong at world size {world_size}")
+            unit.reshard()
+        calls = [{way: _gather(unit) for way, unit in units.items()} for _ in range(WARMUP + CALLS)]
+        seconds[size] = {way: [call[way] for call in calls[WARMUP:]] for way in WAYS}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    os._exit(0)  # gloo groups sometimes hang while Python drops its last references
+
+
+def measure(world_size: int, sizes: tuple[int, ...]) -> dict[str, dict[str, list[float]]]:
+    """Run one world and return the slowest rank's milliseconds, call by call, as ``{size: {way: [...]}}``."""
+    with tempfile.TemporaryDirectory(prefix="fairshard-micro-") as folder:
+        mp.spawn(measure_rank, (world_size, sizes, folder), nprocs=world_size)
+        ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    return {size: {way: _slowest_ms([rank[size][way] for rank in ranks]) for way in WAYS} for size in ranks[0]}
+
+
+def _slowest_ms(seconds_by_rank: list[list[float]]) -> list[float]:
+    return [1e3 * max(call) for call in zip(*seconds_by_rank, strict=True)]
+
+
+def show(world_size: int, milliseconds: dict[str, dict[str, list[float]]]) -> None:
+    """Print the medians of one world, and that of the ratios of calls that took turns."""
+    print(f"\nworld size {world_size}, median ms of the slowest rank, {NUM_PARAMS} parameters of so many KiB")
+    print("     KiB  copied out  in place  ratio")
+    for size, ways in milliseconds.items():
+        copied, placed = ways["copied out"], ways["in place"]
+        ratio = statistics.median(new / old for new, old in zip(placed, copied, strict=True))
+        shown = f"{statistics.median(copied):10.3f}  {statistics.median(placed):8.3f}  {ratio:5.2f}"
+        print(f"{int(size) // KIB:8d}  {shown}")
+
+
+def main() -> None:
+    verbatim = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of one parameter")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / f"{datetime.date.today()}-in-place.json")
+    options = parser.parse_args()
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runs: list[dict[str, Any]] = []
+    for world_size in options.worlds:
+        milliseconds = measure(world_size, tuple(options.sizes))
+        show(world_size, milliseconds)
+        for size, ways in milliseconds.items():
+            run = {"world": world_size, "nbytes": int(size)}
+            runs += [{**run, "way": way, "milliseconds": own} for way, own in ways.items()]
+    record.write(options.out, record.header(__file__, options), runs=runs)
+    print(f"\nwritten: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
