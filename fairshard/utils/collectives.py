@@ -36,9 +36,6 @@ _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
-MAX_PARTS = 255
-"""Most parts that a `RowGather` takes beside its rows: their numbers are in 8 bits of the tag."""
-
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement"]
 
 
@@ -58,7 +55,7 @@ class Transfer:
     every work even if one fails, because a work that is not waited for would make the next collective time out.
     """
 
-    __slots__ = ("_finish", "_works", "result")
+    __slots__ = ("_finish", "result", "works")
 
     def __init__(
         self,
@@ -66,22 +63,22 @@ class Transfer:
         result: Tensor | None = None,
         finish: Callable[[], Tensor] | None = None,
     ) -> None:
-        self._works = works
+        self.works = works
         self._finish = finish
         self.result = result
 
     def wait(self) -> Tensor | None:
         """Wait, then return the result of the collective, or None. May be called again."""
-        if self._works:
-            works, self._works = self._works, ()
-            _wait_all(works)
+        if self.works:
+            works, self.works = self.works, ()
+            wait_all(works)
         if self._finish is not None:
             self.result, self._finish = self._finish(), None
         return self.result
 
     def is_completed(self) -> bool:
         """Whether `wait` would return immediately."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
 
 class Ready(Transfer):
@@ -154,10 +151,6 @@ class Communicator(GroupMessages):
         """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
         self._num_messages += 1
         return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, self._num_messages))
-
-    def exchanges(self, tensor: Tensor) -> bool:
-        """Whether rows of ``tensor`` can be sent directly from rank to rank."""
-        return self.exchange is not None and tensor.is_cpu
 
     def new_id(self) -> int:
         """A number for one flat param, equal on all ranks if they build their models in the same order."""
@@ -270,7 +263,7 @@ class Communicator(GroupMessages):
                 works.append(exchange.recv([row], source, tag))
                 works.append(exchange.send([bucket[target]], target, tag))
         except Exception as error:
-            _wait_all(works, error)
+            wait_all(works, error)
         rows.insert(self.rank, bucket[self.rank])
         return works, rows
 
@@ -303,49 +296,41 @@ class Communicators:
 
 
 class RowGather:
-    """An all-gather of the rows of one buffer, prepared for repeated use.
+    """An all-gather of the rows of one buffer, prepared for repeated use."""
 
-    ``parts``: at most `MAX_PARTS` lists of one tensor per rank, each filled by its rank; only with a direct exchange.
-    """
+    __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm")
 
-    __slots__ = ("_kind", "_line", "_messages", "_native", "_nbytes", "_own", "buffer", "comm")
-
-    def __init__(
-        self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather", parts: Sequence[Sequence[Tensor]] = ()
-    ) -> None:
-        self.comm, self.buffer = comm, buffer
+    def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
+        self.comm = comm
         self._kind: Kind = kind
-        self._line, self._own = buffer.view(-1), buffer[comm.rank]
-        is_small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
-        self._native = getattr(comm.group, GATHER) if is_small or not comm.exchanges(buffer) else None
-        lines = [buffer.unbind() if self._native is None else [self._own[:0]] * comm.world_size, *parts]
-        own = comm.rank
-        received = [each for part in parts for rank, each in enumerate(part) if rank != own]
-        self._nbytes = buffer.nbytes - self._own.nbytes + sum(each.nbytes for each in received)
-        self._messages: list[tuple[Any, list[Tensor], int, int]] = []
-        exchange: Any = comm.exchange
-        for distance in range(1, comm.world_size) if exchange is not None else ():
-            source, target = (own - distance) % comm.world_size, (own + distance) % comm.world_size
-            for number, rows in enumerate(lines):
-                if rows[source].numel():
-                    self._messages.append((exchange.recv, [rows[source]], source, number << 8))
-                if rows[own].numel():
-                    self._messages.append((exchange.send, [rows[own]], target, number << 8))
+        self.buffer = buffer
+        self._line = buffer.view(-1)
+        self._own = buffer[comm.rank]
+        self._nbytes = buffer.nbytes - buffer.nbytes // comm.world_size
+        small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
+        self._exchange = None if small or not buffer.is_cpu else comm.exchange
+        self._native = getattr(comm.group, GATHER)
+        distances = range(1, comm.world_size)
+        sources = [(comm.rank - distance) % comm.world_size for distance in distances]
+        targets = [(comm.rank + distance) % comm.world_size for distance in distances]
+        self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
 
     def start(self, tag: int) -> Transfer:
-        """Gather; this rank's row and parts are already written. See `Communicator.all_gather`."""
+        """Gather; this rank's row is already written. See `Communicator.all_gather`."""
         comm = self.comm
         if comm.world_size == 1:  # nothing is sent, but this stream may have just written the row
             return Ready(now(self.buffer.device), self.buffer)
         comm.count(self._kind, self._nbytes)
+        exchange = self._exchange
+        if exchange is None:
+            return Transfer((self._native(self._line, self._own),), self.buffer)
         works: list[Any] = []
         try:
-            if self._native is not None and self._line.numel():
-                works.append(self._native(self._line, self._own))
-            for message, rows, peer, number in self._messages:
-                works.append(message(rows, peer, tag | number))
+            for source, row, target in self._peers:
+                works.append(exchange.recv([row], source, tag))
+                works.append(exchange.send([self._own], target, tag))
         except Exception as error:
-            _wait_all(works, error)
+            wait_all(works, error)
         return Transfer(works, self.buffer)
 
 
@@ -380,7 +365,7 @@ def reset_counters() -> None:
         comm.counts.clear()
 
 
-def _wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
+def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
     """Wait for all works, even if one fails; ``failure``: the error of a work that could not start."""
     for work in works:
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairshard.params.gathered import Gather
 from fairshard.params.kept_part import KeptPart
-from fairshard.utils.collectives import MAX_PARTS, RowGather
+from fairshard.utils.part_gather import MAX_PARTS, PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
 from fairshard.views.copied_out import Beside, CopiedOut
@@ -44,7 +44,7 @@ class ReceivedInPlace(CopiedOut):
         gather: Gather,
         buffer: Tensor,
         beside: Beside,
-        staged: RowGather,
+        staged: PartGather,
         small: Beside,
         places: Sequence[tuple[int, Tensor]],
     ) -> None:

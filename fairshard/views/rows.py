@@ -16,6 +16,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
 from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.span import Span, cut
 from fairshard.utils.storage import free_storage_
@@ -71,7 +72,7 @@ class Rows(FlatLine):
         """Memory of the whole parameters: ``buffer`` ``[W, S]`` itself, or a line to which they are copied from it."""
         gather = RowGather(comm, buffer)
         if self.layout.world_size > 1 and (len(self.cuts) > 1 or self.cuts[0].dim != 0):
-            large = large_params(self.layout, buffer.itemsize) if comm.exchanges(buffer) else []
+            large = large_params(self.layout, buffer.itemsize) if comm.exchange is not None and buffer.is_cpu else []
             if large and all(not each.dim for each in self.cuts):
                 return self._received_in_place(large, gather, buffer)
             return CopiedOut(gather, buffer, comm.rank, self.beside(buffer))
@@ -120,7 +121,7 @@ class Rows(FlatLine):
             gather,
             buffer,
             beside,
-            RowGather(comm, staging, parts=list(parts.values())),
+            PartGather(comm, staging, list(parts.values())),
             rows._copies(staging, beside.line, [beside.params[index] for index in small]),
             [(start, place) for start, place in zip(starts, places.values(), strict=True) if place.numel()],
         )

@@ -102,7 +102,7 @@ class ShownDTensors(ShownRuns):
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
         local = own_storage(run.view(self._local_shapes[index]))
-        return DTensor(local, self._specs[index], requires_grad=False)
+        return DTensor.__new__(DTensor, local, self._specs[index], requires_grad=False)  # __init__ only takes time
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's elements of ``value``: a DTensor, or a whole tensor in the shape of parameter ``index``."""

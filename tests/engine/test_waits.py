@@ -56,9 +56,9 @@ def without_wait(kind):
     original = Transfer.wait
 
     def wait(transfer):
-        if kind is not None and transfer._works and kind_of(transfer) == kind:
-            parked.append((transfer._works, transfer.result, transfer._finish))
-            transfer._works = ()
+        if kind is not None and transfer.works and kind_of(transfer) == kind:
+            parked.append((transfer.works, transfer.result, transfer._finish))
+            transfer.works = ()
         return original(transfer)
 
     keep_memory = mock.patch.object(reduce_scatter_bucketer, "free_storage_", mock.Mock())

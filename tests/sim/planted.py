@@ -186,5 +186,5 @@ def unwaited(thing, *_events):
         return unwaited(thing._next)
     if isinstance(thing, Ready):
         thing._done = Event()
-    thing._works = ()
+    thing.works = ()
     return thing.wait()
