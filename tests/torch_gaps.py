@@ -24,5 +24,6 @@ needs_readable_saved_tensor_hooks = _needs(
     "a way to see the current saved-tensor hooks, by which checkpoints made of module hooks are recognised",
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
 )
+needs_muon = _needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
 
 GAPS = {name: mark.args[0] for name, mark in dict(globals()).items() if name.startswith("needs_")}

@@ -128,9 +128,10 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
     """
     names = _names_of(optimizer_class)
     if names & _NEEDS_SHAPES:
+        cure = "fairshard.optim.Muon, which finds the matrices of shards, or " if "Muon" in names else ""
         raise ShardOptimizerError(
             f"{optimizer_class.__name__} needs parameters in their own shape, but `{name}` is the shard of one rank. "
-            "Use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or leave that module unsharded."
+            f"Use {cure}an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion), or leave that module unsharded."
         )
     if names & _NEEDS_WHOLE:
         raise ShardOptimizerError(
@@ -139,8 +140,14 @@ def check_optimizer_class(optimizer_class: type, name: str) -> None:
         )
 
 
+def finds_parts(optimizer_class: type) -> bool:
+    """Whether optimizers of this class find the original parameters of shards themselves."""
+    return getattr(optimizer_class, "finds_parts", False) is True
+
+
 def _check_class(optimizer_class: type, stepped: Any) -> None:
-    if not (stepped.shows.keeps_shapes and _names_of(optimizer_class).isdisjoint(_NEEDS_WHOLE)):
+    has_shape = stepped.shows.keeps_shapes and _names_of(optimizer_class).isdisjoint(_NEEDS_WHOLE)
+    if not (has_shape or finds_parts(optimizer_class)):
         check_optimizer_class(optimizer_class, stepped.name)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -14,10 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import allow_held_gradients, check_cpu_steps, check_whole_gradients, name_of_shard
+from fairshard.checks.optimizer_check import (
+    allow_held_gradients,
+    check_cpu_steps,
+    check_whole_gradients,
+    finds_parts,
+    name_of_shard,
+)
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
+from fairshard.optim.cpu_arguments import check_arguments, check_steps_together, with_fused
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_norm import clip_grad_norm_, exceeds
@@ -81,7 +86,7 @@ class CPUOptimizer(Optimizer):
         num_threads: int | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        _check_arguments(clip_grad_norm, clip_mode, overlap, state_dtype)
+        check_arguments(clip_grad_norm, clip_mode, overlap, state_dtype)
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"`num_threads` must be at least 1, or None for this rank's part, but is {num_threads}.")
         self._model = weakref.ref(model)
@@ -93,9 +98,12 @@ class CPUOptimizer(Optimizer):
                 "has no units. Wrap or shard it first, then build the optimizer."
             )
         check_cpu_steps(optimizer_class, [unit for _, unit in units_below(model)])
+        self._steps_together = finds_parts(optimizer_class)
+        if self._steps_together:
+            check_steps_together(optimizer_class, overlap, state_dtype)
         _keep_on_device(self._lines, offload_fraction)
         groups = list(model.parameters() if params is None else params)
-        self._template = optimizer_class(groups, **_with_fused(optimizer_class, optimizer_kwargs))
+        self._template = optimizer_class(groups, **with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
         self.state.update(self._template.state)  # some classes create state when built
         self._template.state.clear()
@@ -104,7 +112,7 @@ class CPUOptimizer(Optimizer):
         self.state_dtype = state_dtype
         self._worker = CPUWorker(default_num_threads(overlap) if num_threads is None else num_threads)
         self._staging = GradStaging(self._worker)
-        self._parts = LocalParts(self._flat_params)
+        self._parts = LocalParts({} if self._steps_together else self._flat_params)
         self._twin = Twin(self._template, self, self._parts)
         self._steps: dict[nn.Parameter, ShardStep] = {}
         self._early: EarlySteps | None = None
@@ -259,6 +267,9 @@ class CPUOptimizer(Optimizer):
             beside = []
             for param in group["params"]:
                 grad = self.grad_of(param)
+                if self._steps_together:
+                    beside.append(param)
+                    continue
                 if grad is None or param in done:
                     continue
                 flat_param = self._flat_params.get(param)
@@ -355,31 +366,6 @@ def _run(
     step: ShardStep, group: dict[str, Any], fetched: Callable[[], Tensor], state_dtype: torch.dtype | None
 ) -> None:
     step.run(group, fetched(), state_dtype)
-
-
-def _check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: torch.dtype | None) -> None:
-    if clip is not None and not clip > 0:
-        raise ValueError(f"`clip_grad_norm` must be positive or None, but is {clip}.")
-    if mode not in ("wait", "speculate"):
-        raise ValueError(f'`clip_mode` must be "wait" or "speculate", but is {mode!r}.')
-    if overlap and clip is not None and mode != "speculate":
-        raise ValueError(
-            '`overlap=True` with `clip_grad_norm` needs `clip_mode="speculate"`, but it is "wait": the norm is known '
-            "only after the backward, when shards have already been stepped."
-        )
-    if mode == "speculate" and not overlap:
-        warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=3)
-    if state_dtype not in (None, torch.bfloat16):
-        raise ValueError(f"`state_dtype` must be torch.bfloat16 or None (fp32), but is {state_dtype}.")
-
-
-def _with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """``kwargs`` with ``fused=True`` if the class supports it and ``kwargs`` choose no other implementation."""
-    own = inspect.signature(optimizer_class.__init__).parameters
-    others = ("fused", "foreach", "capturable", "differentiable")
-    if "fused" in own and not any(name in kwargs for name in others):
-        return {**kwargs, "fused": True}
-    return dict(kwargs)
 
 
 def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fairshard.checks.agreement import raise_together
 from fairshard.state.full_params import gather_params, spans_of
+from fairshard.state.mixed_state import keys_of
 from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.collectives import Communicator
 
@@ -75,8 +76,9 @@ class GatheredOptimState:
             if own is None:
                 continue
             columns = {name: self._gather(named, value, rank0_only, offload_to_cpu) for name, value in own.items()}
-            for index, name in enumerate(named.first_names):
-                state[name] = {key: values[index] for key, values in columns.items() if values}
+            for index, (name, shape) in enumerate(zip(named.first_names, named.shapes, strict=True)):
+                keys = keys_of(shape, own)
+                state[name] = {key: values[index] for key, values in columns.items() if values and key in keys}
         is_left_out = rank0_only and any(root.units[0].group.rank != 0 for root in self.params.roots)
         return {} if is_left_out else self._with_groups(state)
 
@@ -90,8 +92,9 @@ class GatheredOptimState:
             if copies:
                 own = {name: _copied(value, offload_to_cpu) for name, value in own.items()}
             columns = {name: _own_runs(named, value) for name, value in own.items()}
-            for index, name in enumerate(named.first_names):
-                state[name] = {key: values[index] for key, values in columns.items()}
+            for index, (name, shape) in enumerate(zip(named.first_names, named.shapes, strict=True)):
+                keys = keys_of(shape, own)
+                state[name] = {key: values[index] for key, values in columns.items() if key in keys}
         return self._with_groups(state)
 
     def _gather(self, named: NamedParam, value: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Any]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from fairshard.checks.agreement import raise_together
 from fairshard.errors import MixedGroupsError
 from fairshard.state.full_params import scatter_params, spans_of
+from fairshard.state.mixed_state import fit_together, keys_of
 from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
 from fairshard.utils.names import clean_tensor_name
@@ -148,20 +149,21 @@ class ShardedOptimState:
         if flat_param is None:
             return {key: copy.deepcopy(gathered(value)) for key, value in (entries[0] or {}).items()}
         present = [entry for entry in entries if entry is not None]
-        if any(entry.keys() != present[0].keys() for entry in present):
+        if not fit_together(named.shapes, entries):
             found = sorted({", ".join(sorted(entry)) for entry in present})
             raise ValueError(f"Parameters of one unit must have the same state, but {_these(named)} have {found}.")
         state: dict[str, Any] = {}
-        for key in present[0]:
-            values = [None if entry is None else entry[key] for entry in entries]
+        keys = dict.fromkeys(key for entry in present for key in entry)
+        for key in keys:
+            values = [None if entry is None else entry.get(key) for entry in entries]
             if all(value is None for value in values):
                 state[key] = None
             elif key not in self._scalars and is_elementwise(named, key, _shapes(values)):
                 dtype = _common_dtype(named, key, values)
-                own = [None if entry is None else entry[key] for entry in given]
+                own = [None if entry is None else entry.get(key) for entry in given]
                 state[key] = self._place(flat_param, own, dtype)
             else:
-                state[key] = _common_value(named, key, values)
+                state[key] = _common_value(named, key, values, [key in keys_of(shape, keys) for shape in named.shapes])
         return state
 
     def _place(self, flat_param: Stepped, values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -284,10 +286,10 @@ def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype
     return found.pop()
 
 
-def _common_value(named: NamedParam, key: str, values: list[Any]) -> Any:
-    """A value shared by all parameters of a unit, such as a step count; empty parameters may not have it."""
-    found = zip(named.first_names, named.shapes, values, strict=True)
-    of_param = {name: value for name, shape, value in found if shape.numel() or value is not None}
+def _common_value(named: NamedParam, key: str, values: list[Any], wanted: list[bool]) -> Any:
+    """A value shared by all ``wanted`` parameters of a unit, such as a step count; empty ones may not have it."""
+    found = zip(named.first_names, named.shapes, values, wanted, strict=True)
+    of_param = {name: value for name, shape, value, own in found if own and (shape.numel() or value is not None)}
     missing = [f"`{name}`" for name, value in of_param.items() if value is None]
     if missing:
         raise ValueError(

@@ -36,7 +36,7 @@ _EXCHANGE_RANKS = range(2, 5)
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement", "all_to_all"]
 
 
 def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
@@ -348,8 +348,8 @@ def communicator(group: ProcessGroup) -> Communicator:
 def counters() -> dict[str, tuple[int, int]]:
     """Collectives of this process since the last `reset_counters`: ``{kind: (number, bytes)}``.
 
-    Bytes are those received by an all-gather, those sent by a reduce-scatter, and the size of the tensor for an
-    all-reduce. A direct exchange counts once. Groups of one rank are not counted.
+    Bytes are those received by an all-gather, those sent by a reduce-scatter or an all-to-all, and the size of the
+    tensor for an all-reduce. A direct exchange counts once. Groups of one rank are not counted.
     """
     totals: dict[str, tuple[int, int]] = {}
     for comm in _communicators.values():

@@ -98,6 +98,17 @@ class GroupMessages:
             else:
                 value.copy_(line)
 
+    def exchange_parts(self, line: Tensor, to: Sequence[int], of: Sequence[int]) -> tuple[Tensor, Any]:
+        """Send consecutive parts of ``line``, of ``to[r]`` elements to rank ``r``. **Collective.**
+
+        Returns new memory for the parts received, of ``of[r]`` elements from rank ``r``, and the work to wait for,
+        until which the caller keeps ``line``. All ranks must know all sizes. Elements are sent as bytes.
+        """
+        received, width = line.new_empty(sum(of)), line.element_size()
+        target, source = received.view(torch.uint8), line.view(torch.uint8)
+        num_in, num_out = ([width * numel for numel in each] for each in (of, to))
+        return received, dist.all_to_all_single(target, source, num_in, num_out, self.group, async_op=True)
+
     @explained
     def broadcast_object(self, value: Any) -> Any:
         """``value`` of rank 0, pickled. **Collective.**"""

@@ -34,6 +34,7 @@ class OrigParam:
     """One original parameter, with the interface of a flat param for optimizers and their state.
 
     Its line is ``[W, n]``: each rank's run of the parameter, padded to ``n``, the length of the longest run.
+    ``index`` is its place among the parameters of the flat param.
     """
 
     def __init__(self, whole: FlatParam, index: int) -> None:
@@ -44,18 +45,18 @@ class OrigParam:
         self.__dict__.clear()  # also drops the cached layout
         self._whole = whole
         self._shown = cast(_Runs, whole.shows)
-        self._index = index
+        self.index = index
         self.slots = [whole.slots[index]]
         self.shard = whole.registered[index]
         self.shard_numel = self._shown.own_of(index).numel()
 
     def adopt(self, param: Any) -> Any:
         """Adopt the values of ``param`` and return the registered parameter; see `ShownDTensors.adopt`."""
-        return self._shown.adopt(self._index, param, is_fixed=self._whole.comm is not None)
+        return self._shown.adopt(self.index, param, is_fixed=self._whole.comm is not None)
 
     def check_not_assigned(self) -> None:
         """See `ShownDTensors.check_not_assigned`."""
-        self._shown.check_not_assigned((self._index,))
+        self._shown.check_not_assigned((self.index,))
 
     def __getattr__(self, name: str) -> Any:
         """All other attributes (ranks, devices, dtypes) are those of the flat param."""
@@ -64,7 +65,7 @@ class OrigParam:
     @cached_property
     def layout(self) -> _Cuts:
         """The position of each rank's run."""
-        return _Cuts.of(self._whole.line.layout, self._index)
+        return _Cuts.of(self._whole.line.layout, self.index)
 
     @property
     def name(self) -> str:
@@ -74,15 +75,15 @@ class OrigParam:
     @property
     def grad(self) -> Any:
         """The `OrigGrad` of this parameter; None before the first forward."""
-        return None if self._whole.grad is None else OrigGrad(self._whole.grad, self._index)
+        return None if self._whole.grad is None else OrigGrad(self._whole.grad, self.index)
 
     def own_of(self, value: Tensor) -> Tensor:
         """This rank's elements ``[shard_numel]`` of ``value``, which has the shape of ``shard``."""
-        return self._shown.elements_of(self._index, value)
+        return self._shown.elements_of(self.index, value)
 
     def shown(self, own: Tensor) -> Tensor:
         """``own`` ``[shard_numel]`` in the shape of ``shard``; a DTensor if ``shard`` is one; no copy."""
-        return self._shown.shown_as(self._index, own)
+        return self._shown.shown_as(self.index, own)
 
     def gather_line(self, values: Tensor) -> Tensor:
         """``values`` ``[shard_numel]`` of every rank as a line ``[W, n]`` on the compute device. **Collective.**"""
@@ -106,7 +107,7 @@ class OrigParam:
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """The whole parameter, from its elements ``flat`` in the order in which they are cut."""
-        return self._whole.line.shaped(self._index, flat)
+        return self._whole.line.shaped(self.index, flat)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """The index of the first element that this rank owns, and a 1-D view of ``values``, shaped like ``shard``."""

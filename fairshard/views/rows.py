@@ -54,6 +54,10 @@ class Rows(FlatLine):
         parts = each.stacked(flat.view(each.world_size, -1))
         return parts.movedim(0, each.dim).flatten(each.dim, each.dim + 1)
 
+    def is_ordered(self, index: int) -> bool:
+        """Whether the elements of parameter ``index`` are cut in the order of their memory."""
+        return not self.cuts[index].dim
+
     def own_shape(self, index: int) -> tuple[int, ...]:
         """The shape of this rank's part of parameter ``index``."""
         return self.cuts[index].shape_of(self.layout.num_rows(index, self.rank))

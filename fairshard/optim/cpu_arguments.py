@@ -1,0 +1,55 @@
+"""Arguments of `CPUOptimizer`: what contradicts what, and defaults that depend on the optimizer's class."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: torch.dtype | None) -> None:
+    """Raise if arguments are out of range or contradict each other; warn if one has no effect.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"`clip_grad_norm` must be positive or None, but is {clip}.")
+    if mode not in ("wait", "speculate"):
+        raise ValueError(f'`clip_mode` must be "wait" or "speculate", but is {mode!r}.')
+    if overlap and clip is not None and mode != "speculate":
+        raise ValueError(
+            '`overlap=True` with `clip_grad_norm` needs `clip_mode="speculate"`, but it is "wait": the norm is known '
+            "only after the backward, when shards have already been stepped."
+        )
+    if mode == "speculate" and not overlap:
+        warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=3)
+    if state_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"`state_dtype` must be torch.bfloat16 or None (fp32), but is {state_dtype}.")
+
+
+def check_steps_together(optimizer_class: type, overlap: bool, state_dtype: torch.dtype | None) -> None:
+    """Raise if `CPUOptimizer` was given an option for which it steps shard by shard.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    option = "overlap=True" if overlap else None if state_dtype is None else f"state_dtype={state_dtype}"
+    if option is not None:
+        raise ValueError(
+            f"{optimizer_class.__name__} must step all shards together, after the backward and in their own dtype, but "
+            f"CPUOptimizer was given `{option}`. Leave that out."
+        )
+
+
+def with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` with ``fused=True`` if the class supports it and ``kwargs`` choose no other implementation."""
+    own = inspect.signature(optimizer_class.__init__).parameters
+    others = ("fused", "foreach", "capturable", "differentiable")
+    if "fused" in own and not any(name in kwargs for name in others):
+        return {**kwargs, "fused": True}
+    return dict(kwargs)

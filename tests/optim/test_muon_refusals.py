@@ -1,0 +1,178 @@
+"""What Muon refuses, by name, on all ranks alike and before anything has changed."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fairshard.errors import FairshardError, RanksDisagreeError, ShardOptimizerError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
+from fairshard.optim import CPUOptimizer, Muon
+from fairshard.utils.testing import rank_device
+from tests.on_ranks import on_ranks
+from tests.optim.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
+from tests.reference import assert_same_state, randn
+from tests.torch_gaps import needs_muon
+
+
+def refused(optimizer, error, match):
+    """``optimizer.step()`` raises; its state stays as it was."""
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(error, match=match):
+        optimizer.step()
+    after = optimizer.state_dict()["state"]
+    assert after.keys() == before.keys()
+    for key, state in before.items():
+        for name, value in state.items():
+            now = after[key][name]
+            values = (v.to_local() if isinstance(v, DTensor) else v for v in (now, value))
+            assert torch.equal(*values)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["rows", "views"])
+def test_a_gradient_that_only_some_ranks_have(layout):
+    """All ranks raise and name the matrix and the rank; with the gradient back, the next step has the right bits."""
+    model, optimizer = train(layout, 1)
+    backward(model, (1, 0))
+    before = {name: value.clone() for name, value in full(model.state_dict()).items()}
+    weight = next(param for name, param in model.named_parameters() if name.endswith("late.weight"))
+    grad = weight.grad
+    if dist.get_rank() == 1:
+        weight.grad = None
+    refused(optimizer, RanksDisagreeError, r"`late\.weight` has none on rank 1")
+    assert_same_state(full(model.state_dict()), before)
+    weight.grad = grad
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, (2, 0))
+    optimizer.step()
+    expected, _ = train(layout, 3)
+    assert_same_state(full(model.state_dict()), full(expected.state_dict()))
+
+
+@on_ranks(2)
+def test_a_dropped_gradient_of_a_matrix_that_one_rank_has_whole():
+    """That rank alone decides: the matrix is not stepped, and all others are stepped as always."""
+    model, twin = (LAYOUTS["views"](Mixture()) for _ in range(2))
+    for one in (model, twin):
+        backward(one, 1)
+    own = {name: param for name, param in model.named_parameters() if name.endswith("up.weight")}
+    (weight,) = own.values()
+    found = [None, None]
+    dist.all_gather_object(found, weight.numel())
+    assert sorted(found) == [0, 54], "one rank must have the whole matrix"
+    if weight.numel():
+        weight.grad = None
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for one in (model, twin):
+        muon_of("views", one).step()
+    expected = {**twin.state_dict(), "up.weight": before["up.weight"], "tied.weight": before["up.weight"]}
+    assert_same_state(model.state_dict(), expected)
+
+
+@on_ranks(3)
+def test_an_error_of_one_rank_is_raised_on_all():
+    """A sparse gradient on one rank makes all raise, and none steps."""
+    model, optimizer = train("rows", 1)
+    plain = nn.Parameter(torch.ones(3, 2))
+    optimizer.add_param_group({"params": [plain]})
+    backward(model, (1, 0))
+    plain.grad = torch.ones(3, 2).to_sparse() if dist.get_rank() == 2 else torch.ones(3, 2)
+    refused(optimizer, RuntimeError, "dense gradients, but one is sparse")
+    assert torch.equal(plain, torch.ones(3, 2))
+    plain.grad = torch.ones(3, 2)
+    optimizer.step()
+    assert not torch.equal(plain, torch.ones(3, 2))
+
+
+@on_ranks(2)
+def test_other_matrices_on_some_ranks():
+    """Ranks that hold other matrices, or the same in another order, raise and name the first difference."""
+    model, _ = train("rows", 1)
+    params = [model.up.weight, model.down.weight]
+    backward(model, 1)
+    reordered = Muon(params if dist.get_rank() else params[::-1], **OPTIONS)
+    refused(reordered, RanksDisagreeError, r"rank 0 has `down\.weight`.*rank 1 has `up\.weight`")
+    fewer = Muon(params[: 1 + dist.get_rank()], **OPTIONS)
+    refused(fewer, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `down\.weight`")
+
+
+@on_ranks(2)
+def test_a_step_before_any_forward():
+    """A wrapped model knows its ranks from the first forward on: a step before it raises, and after it works."""
+    model = LAYOUTS["views"](Mixture())
+    optimizer = muon_of("views", model)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    refused(optimizer, FairshardError, r"forward must have run .* `\w+\.weight`")
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_options_of_cpu_optimizer_that_step_shard_by_shard():
+    """Muon steps matrices together, so early steps and narrow state are refused when the optimizer is built."""
+    model = LAYOUTS["flat offload"](Mixture())
+    for option in ({"overlap": True}, {"state_dtype": torch.bfloat16}):
+        with pytest.raises(ValueError, match=f"Muon must step all shards together.*{next(iter(option))}"):
+            CPUOptimizer(model, Muon, **option, **OPTIONS)
+    optimizer = CPUOptimizer(model, Muon, clip_grad_norm=1.0, **OPTIONS)
+    backward(model, 1)
+    optimizer.step()
+
+
+@needs_muon
+@on_ranks(2)
+def test_torchs_muon_on_shards_is_refused_with_a_cure():
+    """torch's class on a shard of matrices raises as before; the error names ours, which works."""
+    model = FSDP(nn.Linear(4, 6), use_orig_params=True)
+    with pytest.raises(ShardOptimizerError, match=r"Use fairshard\.optim\.Muon"):
+        CPUOptimizer(model, torch.optim.Muon, lr=0.1)
+    CPUOptimizer(model, Muon, lr=0.1)
+
+
+@on_ranks(2)
+def test_dtensors_that_no_unit_holds():
+    """A DTensor of somebody else, or a matrix that tensor parallelism cuts as well, is refused by name."""
+    mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("data", "tensor"))
+    foreign = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tensor"], [Shard(0)]))
+    with pytest.raises(ShardOptimizerError, match=r"one is a DTensor of shape \(4, 4\)"):
+        Muon([foreign])
+    layer = nn.Linear(4, 6)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tensor"], [Shard(0)]))
+    layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh["tensor"], [Replicate()]))
+    fully_shard(layer, mesh=mesh["data"])
+    with pytest.raises(ShardOptimizerError, match="`weight` is also cut by tensor parallelism"):
+        Muon(layer.parameters())
+    Muon(layer.parameters(), use_muon=False)
+
+
+@on_ranks(1)
+def test_arguments_out_of_range():
+    """Each is refused when a group is added, which then is not; negative, NaN and complex too."""
+    param = nn.Parameter(randn(3, 2))
+    cases = [
+        ({"lr": -1.0}, "`lr` must not be negative"),
+        ({"momentum": float("nan")}, "`momentum` must not be negative"),
+        ({"lr": torch.ones(2)}, "`lr` must have one element"),
+        ({"adjust_lr_fn": "other"}, "`adjust_lr_fn` must be one of"),
+        ({"ns_coefficients": (1.0, 2.0)}, "`ns_coefficients` must be three numbers"),
+        ({"ns_steps": 100}, "`ns_steps` must be from 0 to 99"),
+        ({"adamw_betas": (0.9, 1.0)}, "`adamw_betas` must be in"),
+    ]
+    optimizer = Muon([param])
+    for options, match in cases:
+        with pytest.raises(ValueError, match=match):
+            Muon([param], **options)
+        with pytest.raises(ValueError, match=match):
+            optimizer.add_param_group({"params": [nn.Parameter(randn(2, 2))], **options})
+    with pytest.raises(ValueError, match="must be real"):
+        Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+    assert len(optimizer.param_groups) == 1
