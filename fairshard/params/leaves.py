@@ -259,7 +259,7 @@ class Leaves:
         dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
         if dtype != self.compute_dtype:
             if self._accumulated is None:
-                self._accumulated = torch.zeros(self.line.layout.numel, dtype=dtype, device=self.compute_device)
+                self._accumulated = torch.zeros(self.line.numel, dtype=dtype, device=self.compute_device)
             for index, slot in enumerate(self.slots):
                 self._take_grad(index, slot)
         self._marker = self.grad.mark()

@@ -25,6 +25,7 @@ class FlatLine:
         self.rank = rank
         self.layout = layout
         self.shard_numel = layout.shard_numel
+        self.numel = layout.numel  # where the last parameter ends
         self._lengths: list[list[int]] = []  # of the runs of each parameter, as last cut by `bucket_views`
         self._wide: list[dict[int, torch.Size]] = []  # the shapes of those that have several rows, by position
 
@@ -83,7 +84,8 @@ class FlatLine:
     def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
         """For each parameter, the runs of ``columns`` ``[W, S]`` with its gradient; the last entry: the padding."""
         if columns.is_contiguous():
-            return [*([whole] for whole in self.params_of(columns)), [columns.view(-1)[self.layout.numel :]]]
+            gaps = [columns.view(-1)[gap.start : gap.stop] for gap in self.layout.gaps]
+            return [*([whole] for whole in self.params_of(columns)), gaps]
         views = [[run for block in blocks for run in _runs(block, columns)] for blocks in self.layout.blocks]
         for runs, shape in zip(views, self.shapes, strict=True):
             if len(runs) == 1 and runs[0].is_contiguous():

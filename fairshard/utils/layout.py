@@ -45,6 +45,7 @@ class FlatLayout:
         self.shard_numel = cut(self.numel, world_size)
         self.padded_numel = self.shard_numel * world_size
         self.offsets = tuple(accumulate(self.numels, initial=0))[:-1]
+        self.gaps: tuple[Span, ...] = (Span(self.numel, self.padded_numel),)  # the padding
 
     def param_span(self, index: int) -> Span:
         """Span of parameter ``index`` on the line."""
@@ -73,18 +74,16 @@ class FlatLayout:
     @cached_property
     def empty_blocks(self) -> list[Block]:
         """The blocks of the padding; they are zero in every transfer."""
-        return rectangles(Span(self.numel, self.padded_numel), self.shard_numel)
+        return [block for gap in self.gaps for block in rectangles(gap, self.shard_numel)]
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """The pieces that rank ``rank`` owns, parameter by parameter."""
         return [piece for piece in self.pieces if piece.row == rank]
 
     def _cut(self, index: int, span: Span) -> list[Piece]:
-        if not span.numel:
-            return []
-        first, last = span.start // self.shard_numel, (span.stop - 1) // self.shard_numel
+        rows = range(span.start // self.shard_numel, cut(span.stop, self.shard_numel)) if span.numel else ()
         pieces = []
-        for row in range(first, last + 1):
+        for row in rows:
             columns = part(row, self.shard_numel)
             shared = overlap(span, columns)
             pieces.append(Piece(index, row, shared.shift(-span.start), shared.shift(-columns.start)))

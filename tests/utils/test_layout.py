@@ -5,11 +5,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.ragged_plan import Blocks, plan_line
 from fairshard.utils.rows_layout import RowsLayout
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 row_sizes = st.lists(st.one_of(st.tuples(st.integers(0, 9), st.integers(0, 3)), st.just((None, 1))), max_size=4)
+block_sizes = st.lists(st.builds(Blocks, st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=6)
 worlds = st.integers(1, 7)
+
+
+def ragged(tensors, world_size):
+    """The layout of a planned line of ``tensors``."""
+    line = plan_line(tensors, range(len(tensors)), world_size)
+    return RaggedLayout([tensors[index].numel for index in line.members], line.offsets, line.width, world_size)
+
+
+layouts = st.one_of(
+    st.builds(FlatLayout, sizes, worlds),
+    st.builds(RowsLayout, row_sizes, worlds),
+    st.builds(ragged, block_sizes, worlds),
+)
 
 
 def line_of(layout):
@@ -53,7 +69,7 @@ def filled_by_blocks(layout):
     return rows
 
 
-@given(st.one_of(st.builds(FlatLayout, sizes, worlds), st.builds(RowsLayout, row_sizes, worlds)))
+@given(layouts)
 def test_blocks_fill_every_column_once(layout):
     """Blocks of parameters and of padding together fill the rows, at most three for each; pieces say the same."""
     rows = filled_by_blocks(layout)

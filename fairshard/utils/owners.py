@@ -1,0 +1,29 @@
+"""Which rank owns which whole tensor, so that all ranks own about as much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+
+def balanced_owners(numels: Sequence[int], world_size: int, given: Sequence[int | None] | None = None) -> list[int]:
+    """The rank that owns each of the tensors of ``numels`` elements; ``given`` ranks (None: choose) are kept.
+
+    Longest first: the largest tensor left goes to the rank that owns least. Without ``given`` ranks the largest rank
+    owns at most 4/3 of what it would if the tensors were shared out best. Equal on all ranks.
+
+    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+    """
+    owners = [None] * len(numels) if given is None else list(given)
+    loads = [0] * world_size
+    for numel, owner in zip(numels, owners, strict=True):
+        if owner is not None:
+            loads[owner] += numel
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapify(heap)
+    found = [0 if owner is None else owner for owner in owners]
+    free = [index for index, owner in enumerate(owners) if owner is None]
+    for index in sorted(free, key=lambda index: (-numels[index], index)):
+        load, found[index] = heap[0]
+        heapreplace(heap, (load + numels[index], found[index]))
+    return found
