@@ -60,6 +60,12 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     wrapping.add_argument(
         "--bucket-cap-mb", type=float, default=TrainOptions.bucket_cap_mb, metavar="X", help="size of a bucket"
     )
+    wrapping.add_argument(
+        "--placement",
+        default="flat",
+        metavar="KIND",
+        help="where ranks' cuts may fall: flat: anywhere; row-blocks[:N]: between blocks of N rows (default: flat)",
+    )
     reshard = argparse.BooleanOptionalAction
     wrapping.add_argument("--reshard-after-forward", action=reshard, default=True, help=_RESHARD)
     wrapping.add_argument("--reshard-to", type=int, metavar="N", help="keep them sharded over N ranks instead")
@@ -78,6 +84,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.reshard_to is not None and not arguments.reshard_after_forward:
         raise OptionError("--reshard-to cannot be combined with --no-reshard-after-forward. Remove one of them.")
     size = _size_in(arguments.policy)
+    placement = _placement(arguments.placement)
     build = _builder(arguments)
     from fairshard.nn import ShardingStrategy
     from fairshard.nn.wrap import describe
@@ -100,6 +107,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             arguments.world_size,
             optimizer=arguments.optimizer,
             device=None if arguments.device == "auto" else arguments.device,
+            placement_fn=placement,
             mixed_precision=dtype is not None,
             compute_dtype=dtype,
             bucket_cap_mb=arguments.bucket_cap_mb,
@@ -178,6 +186,19 @@ def _size_in(policy: str) -> int | None:
     if policy != "none" and not (kind == "class" and value):
         raise OptionError(f"--policy must be size:N, class:NAME or none, but is {policy}.")
     return None
+
+
+def _placement(text: str) -> Callable[[Any], Any] | None:
+    """The function of a parameter that ``--placement`` describes; None for the default."""
+    from fairshard.nn import RowBlocks
+
+    kind, colon, rows = text.partition(":")
+    if text == "flat":
+        return None
+    if kind != "row-blocks" or (colon and not rows.isdecimal()) or rows == "0":
+        raise OptionError(f"--placement must be flat or row-blocks[:N], with N at least 1, but is {text}.")
+    placed = RowBlocks(int(rows or 1))
+    return lambda param: placed
 
 
 def _policy(text: str, size: int | None, model: nn.Module) -> Any:

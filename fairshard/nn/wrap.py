@@ -42,6 +42,7 @@ from fairshard.plan.policies import (
 )
 from fairshard.plan.units import UnitPlan
 from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.lines import PlacementFn
 from fairshard.utils.device import default_device_type
 from fairshard.utils.messages import group_of_one
 
@@ -194,6 +195,7 @@ def describe(
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw",
     device: str | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
+    placement_fn: PlacementFn | None = None,
     **wrapper_kwargs: Any,
 ) -> WrapPlan:
     """Plan ``FullyShardedDataParallel(module, auto_wrap_policy=policy, **wrapper_kwargs)`` without wrapping.
@@ -209,6 +211,7 @@ def describe(
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
         device: type of the device that computes, such as ``"cpu"`` or ``"cuda"``; if None, as in this process.
         ignored_modules: modules that are not sharded, including all modules below them.
+        placement_fn: maps a parameter to a ``RowBlocks``, like ``shard_placement_fn`` of ``fully_shard``, or to None.
         wrapper_kwargs: other arguments of the wrapper, including ``ignored_states`` and ``ignored_parameters``.
 
     Returns: units, buckets and the predicted peak memory by term, without activations.
@@ -222,4 +225,7 @@ def describe(
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("module", "auto_wrap_policy")}
     others = arguments["ignored_states"], arguments["ignored_parameters"]
     units = UnitPlan(module, policy, arguments, resolve_ignored(module, ignored_modules, *others)).units
+    if placement_fn is not None and world_size > 0:
+        for unit in units:
+            unit.place(placement_fn, world_size)
     return plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())

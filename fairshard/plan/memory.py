@@ -21,6 +21,7 @@ from fairshard.engine.exec_order import ForwardOrder, Record
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
 from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
+from fairshard.plan.padding import PaddingRow, padding_lines
 from fairshard.plan.summary import UnitRow, unit_lines
 from fairshard.plan.units import PlannedUnit
 from fairshard.settings.config import GradHome
@@ -65,7 +66,7 @@ class WrapPlan:
 
     ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
     or the optimizer's step. ``schedule``: the communication of a backward that reaches every unit, mark by mark;
-    see `fairshard.engine.schedule`.
+    see `fairshard.engine.schedule`. ``padding``: units with parameters that are placed by blocks.
     """
 
     world_size: int
@@ -75,6 +76,7 @@ class WrapPlan:
     terms: tuple[MemoryTerm, ...]
     peak_at: str
     schedule: tuple[str, ...] = ()
+    padding: tuple[PaddingRow, ...] = ()
 
     @property
     def peak_nbytes(self) -> int:
@@ -94,8 +96,8 @@ class WrapPlan:
         terms = [(f"memory of a rank ({self.device})", "bytes")]
         terms += [(term.name + (", in host memory" if term.on_host else ""), f"{term.nbytes:,}") for term in self.terms]
         terms.append((f"peak, {self.peak_at}, without activations", f"{self.peak_nbytes:,}"))
-        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>")]
-        return "\n\n".join("\n".join(lines) for lines in tables)
+        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>"), padding_lines(self.padding)]
+        return "\n\n".join("\n".join(lines) for lines in tables if lines)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data for JSON."""
@@ -139,6 +141,7 @@ def plan_memory(
         tuple(term for term in [*_lasting_terms(sources, make), *step.peak_terms()] if term.nbytes),
         step.peak_at,
         tuple(step.schedule.lines(lambda number: units[number].fqn or "(root)")),
+        tuple(unit.padding for unit in units if unit.padding is not None),
     )
 
 
@@ -329,7 +332,8 @@ class _Step:
 
     def _reduce(self, source: SourceBytes) -> None:
         bucket = self._bucket_of[source]
-        while self._flying and not bucket.is_open and self._is_crowded(bucket):
+        flying = self._flying
+        while flying and not bucket.is_open and is_crowded(bucket.nbytes, [each.nbytes for each in flying], self._cap):
             self._land()
         if not bucket.is_open:
             bucket.is_open = True
@@ -339,9 +343,6 @@ class _Step:
         self._live[WHOLE_GRADS] -= numel * source.flat.compute_dtype.itemsize
         if not bucket.missing:
             self._launch(bucket)
-
-    def _is_crowded(self, bucket: BucketBytes) -> bool:
-        return is_crowded(bucket.nbytes, [flying.nbytes for flying in self._flying], self._cap)
 
     def _launch(self, bucket: BucketBytes) -> None:
         if self._num_ranks == 1:  # the gradient is the bucket's memory, unless it is cast

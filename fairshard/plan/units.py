@@ -15,15 +15,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fairshard.engine.origin import Ignored
 from fairshard.params.slot import ParamSlot
 from fairshard.plan.choice import Chooser, ModuleTree
+from fairshard.plan.padding import PaddingRow
 from fairshard.plan.policies import wrapper_config
 from fairshard.plan.summary import FlatSizes, UnitRow, unit_lines, unit_row
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.resolve import resolve
 from fairshard.setup.ignored import renewed
+from fairshard.setup.lines import PlacementFn, SlotLines, block_of
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.ragged_layout import RaggedLayout
 
 _CONFIGURED = frozenset(inspect.signature(resolve).parameters)
 _FULL_PRECISION = {"mixed_precision": False, "compute_dtype": None, "buffer_dtype": None, "fp32_reduce_scatter": False}
@@ -42,16 +45,38 @@ class PlannedUnit:
     config: UnitConfig
     slots: list[list[ParamSlot]] = field(default_factory=list)
     steps: list[nn.Parameter | PlannedUnit] = field(default_factory=list)
+    layouts: dict[int, RaggedLayout] = field(default_factory=dict)
+    padding: PaddingRow | None = None
+
+    def place(self, placement: PlacementFn, world_size: int) -> None:
+        """Lay the parameters for which ``placement`` returns a `RowBlocks` out by blocks, on ``world_size`` ranks.
+
+        ``layouts`` then has the layouts of flat params of such parameters, by their index, and ``padding`` is set.
+        """
+        if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
+            world_size = 1
+        groups, self.slots, plans = self.slots, [], []
+        for group in groups:
+            blocks = {slot: block for slot in group if (block := block_of(slot, placement)) is not None}
+            if len(blocks) < len(group):
+                self.slots.append([slot for slot in group if slot not in blocks])
+            if blocks:
+                found = SlotLines.of(list(blocks), list(blocks.values()), world_size)
+                plans.append(found.plan)
+                for line in found.lines:
+                    self.layouts[len(self.slots)] = line.layout
+                    self.slots.append(line.slots)
+        self.padding = PaddingRow.of(self.fqn, plans) if plans else None
 
     def flat_sizes(self, world_size: int) -> list[FlatSizes]:
         """Sizes of its flat params when sharded over ``world_size`` ranks (not sharded with NO_SHARD)."""
         if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
             world_size = 1
         sizes = []
-        for group in self.slots:
+        for index, group in enumerate(self.slots):
             leaf = group[0].leaf
             compute_dtype = self.config.compute_dtype_of(leaf.dtype, group[0].keeps_dtype)
-            layout = FlatLayout([slot.numel for slot in group], world_size)
+            layout = self.layouts.get(index) or FlatLayout([slot.numel for slot in group], world_size)
             sizes.append(FlatSizes(layout, leaf.dtype, compute_dtype, leaf.requires_grad))
         return sizes
 

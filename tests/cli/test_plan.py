@@ -9,7 +9,8 @@ from torch import nn
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.main import main
-from fairshard.nn import ShardingStrategy
+from fairshard.cli.options import TrainOptions
+from fairshard.nn import RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe, size_based_auto_wrap_policy
 
 FACTORY = """
@@ -74,6 +75,8 @@ def run(line, capfd):
         ),
         ("--cpu-offload --no-move-grads-to-cpu", None, {"cpu_offload": True, "move_grads_to_cpu": False}),
         ("--optimizer sgd --bucket-cap-mb 0.5", None, {"optimizer": "sgd", "bucket_cap_mb": 0.5}),
+        ("--placement row-blocks", None, {"placement_fn": lambda param: RowBlocks(1)}),
+        ("--placement row-blocks:16 --precision bf16", None, {"placement_fn": lambda param: RowBlocks(16)}),
     ],
 )
 def test_the_plan_of_the_gpt(line, policy, kwargs, capfd):
@@ -117,6 +120,22 @@ def test_the_plan_of_a_hugging_face_model(folder, capfd):
     assert [unit["fqn"] for unit in json.loads(out)["units"]] == ["", "model.layers.0", "model.layers.1"]
 
 
+def test_padding_is_printed(capfd):
+    """Units placed by blocks have a table of padding; above 10 % there is a warning, which names the worst unit."""
+    common = "--layers 2 --dim 16 --heads 2 --policy class:Block --world-size 3"
+    code, out, _ = run(f"{common} --placement row-blocks", capfd)
+    assert code == 0
+    head, root, *blocks, whole = out.split("\n\n")[-1].splitlines()
+    assert head.split() == ["unit", "placed", "by", "blocks", "lines", "padding", "at", "least"]
+    assert [line.split()[0] for line in (root, *blocks, whole)] == ["(root)", "blocks.0", "blocks.1", "all"]
+    model = GPT(GPTConfig(2, 16, 2, TrainOptions.context))
+    assert whole.split()[1] == f"{sum(param.numel() for param in model.parameters()):,}"
+    # 64 rows are one block of each matrix but the largest, which has 256: a rank has 2 of its 4 blocks
+    code, out, _ = run(f"{common} --placement row-blocks:64", capfd)
+    assert out.splitlines()[-1].startswith("warning: padding is ")
+    assert "warning" not in run(common, capfd)[1].split("\n\n")[-1]
+
+
 BAD = {
     "no world size": ("", "--world-size"),
     "no ranks": ("--world-size 0", "--world-size must be at least 1, but is 0"),
@@ -126,6 +145,8 @@ BAD = {
     "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME or none"),
     "size without a number": ("--world-size 2 --policy size:big", "but N is 'big'"),
     "size not a number": ("--world-size 2 --policy size:nan", "but N is 'nan'"),
+    "unknown placement": ("--world-size 2 --placement rows", "--placement must be flat or row-blocks[:N]"),
+    "blocks of no rows": ("--world-size 2 --placement row-blocks:0", "N at least 1, but is row-blocks:0"),
     "class that is not there": ("--world-size 2 --policy class:Layer", "class:Layer must be a class of a module"),
     "heads that do not fit": ("--world-size 2 --dim 30 --heads 4", "--dim must be a multiple of --heads"),
     "size of another model": ("--world-size 2 --factory planned_models:build --dim 8", "--dim describes the gpt"),
