@@ -138,4 +138,4 @@ def _describe_cut(flat_param: FlatParam, index: int) -> str:
     slot = flat_param.slots[index]
     kind = f", a {shows.class_name}" if isinstance(shows, ShownExtended) else ""
     placed = f", a DTensor of {slot.spec.placements}" if isinstance(slot, DTensorSlot) else ""
-    return f"{kind}, sharded on dim {shows.dims[index]}{placed}"
+    return f"{kind}, {shows.describe(index)}{placed}"

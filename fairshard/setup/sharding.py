@@ -20,11 +20,14 @@ from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
+from fairshard.settings.placements import RowBlocks
+from fairshard.setup.lines import SlotLines
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
 from fairshard.utils.tensors import set_data
 from fairshard.views.extended_param import ExtendedParam
+from fairshard.views.ragged import ShownRagged
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
 from fairshard.views.shown_placed import ShownPlaced
@@ -99,12 +102,13 @@ def shard_rows(
     config: UnitConfig,
     data: DataMesh,
     origin: Origin,
-    dim_of: Callable[[ParamSlot], int],
+    placement_of: Callable[[ParamSlot], int | RowBlocks],
     policy: Any = None,
 ) -> list[FlatParam]:
-    """Like `shard_parameters`, but cuts each parameter alone, along ``dim_of(slot)``, over the ranks of ``data``.
+    """Like `shard_parameters`, but cuts each parameter as ``placement_of(slot)`` says, over the ranks of ``data``.
 
-    A parameter without dimensions stays whole on every rank. A tensor subclass that defines what is gathered is told
+    An integer is the dimension to cut. Parameters placed by blocks share lines, whose cuts fall between blocks. A
+    parameter without dimensions stays whole on every rank. A tensor subclass that defines what is gathered is told
     the user's mixed precision ``policy``.
 
     Raises:
@@ -112,9 +116,15 @@ def shard_rows(
     """
     slots = _slots_in(module, origin)
     dims: dict[ParamSlot, int | None] = {}
+    blocks: dict[ParamSlot, int] = {}
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
-        dims[slot] = dim_of(slot) if slot.shape else None
+        placement = placement_of(slot) if slot.shape else None
+        if isinstance(placement, RowBlocks):
+            _check_plain(slot)
+            blocks[slot] = placement.block_of(slot.shape)
+        else:
+            dims[slot] = placement
     extended = [slot for slot in slots if is_extended(slot.leaf)]
     for slot in extended:
         _check_extended(slot, dims[slot], config, data.mesh)
@@ -123,14 +133,20 @@ def shard_rows(
         for slot in group:
             if not slot.leaf.is_meta and not isinstance(slot, DTensorSlot):
                 set_data(slot.leaf, slot.leaf.data.to(origin.device))
-        shown = _shown(group, data, [dims[slot] for slot in group], config.master_on_cpu)
-        flat_params.append(FlatParam(shown, shown.slots[0].fqn))
+        even, ragged = [slot for slot in group if slot in dims], [slot for slot in group if slot in blocks]
+        if even:
+            shown = _shown(even, data, [dims[slot] for slot in even], config.master_on_cpu)
+            flat_params.append(FlatParam(shown, shown.slots[0].fqn))
+        if ragged:
+            lines = SlotLines.of(ragged, [blocks[slot] for slot in ragged], data.num_shards).lines
+            shows = [ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu) for line in lines]
+            flat_params += [FlatParam(shown, shown.slots[0].fqn) for shown in shows]
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)
     for slot in extended:
-        shows = ShownExtended(ExtendedSlot(slot), data.mesh, config.master_on_cpu, origin.device)
-        flat_params.append(ExtendedParam(shows, shows.slots[0].fqn, policy))
+        extends = ShownExtended(ExtendedSlot(slot), data.mesh, config.master_on_cpu, origin.device)
+        flat_params.append(ExtendedParam(extends, extends.slots[0].fqn, policy))
     origin.note_cut(flat_params)
     return flat_params
 
@@ -140,6 +156,16 @@ def _shown(slots: list[ParamSlot], data: DataMesh, dims: list[int | None], on_cp
     if placed:
         return ShownPlaced(placed, data, dims, on_cpu)
     return ShownDTensors(slots, data.mesh, dims, on_cpu)
+
+
+def _check_plain(slot: ParamSlot) -> None:
+    """Check that a parameter can be placed by blocks."""
+    if isinstance(slot, DTensorSlot) or is_extended(slot.leaf):
+        what = "is a DTensor already" if isinstance(slot, DTensorSlot) else "defines what is gathered"
+        raise ValueError(
+            f"A parameter placed by RowBlocks must be a plain tensor, but `{slot.fqn}`, a {type(slot.leaf).__name__}, "
+            f"{what}. Return None from `shard_placement_fn` for it."
+        )
 
 
 def _check_extended(slot: ParamSlot, dim: int | None, config: UnitConfig, mesh: DeviceMesh) -> None:

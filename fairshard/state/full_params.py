@@ -17,9 +17,10 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import set_grad
-from fairshard.views.orig_param import Stepped
+from fairshard.views.orig_param import OrigParam, Stepped
 from fairshard.views.shown_extended import ShownExtended
 
 
@@ -153,14 +154,19 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
             f"Optimizer state must be given on every rank for parameters on a larger mesh, but that of `{slot.fqn}` is "
             "given on one rank only. Use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
-    if isinstance(flat_param.shard, DTensor):
+    is_ragged = isinstance(flat_param.shard, RaggedTensor)
+    if isinstance(flat_param.shard, DTensor) and not is_ragged:
         device, like = flat_param.compute_device, flat_param.shard
         whole = values[0].to(device) if values else torch.empty(like.shape, dtype=dtype, device=device)
         return distribute_tensor(whole, like.device_mesh, like.placements)
     row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
     line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
     flat_param.comm.scatter_rows(row, line)
-    return row[: flat_param.shard_numel].view(flat_param.shard.shape)
+    own = row[: flat_param.shard_numel]
+    if is_ragged:
+        assert isinstance(flat_param, OrigParam)
+        return flat_param.shown(own)
+    return own.view(flat_param.shard.shape)
 
 
 def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:

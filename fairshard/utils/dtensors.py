@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor, ragged_part_of
 from fairshard.utils.span import cut
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -17,8 +18,10 @@ def part_of(whole: Tensor, like: DTensor) -> DTensor:
     """This rank's part of ``whole`` as a DTensor placed like ``like``, of the same shape; a view, no communication.
 
     Raises:
-        ValueError: ``like`` has a placement other than Shard, _StridedShard and Replicate.
+        ValueError: ``like`` has a placement other than Shard, _StridedShard, RaggedShard and Replicate.
     """
+    if isinstance(like, RaggedTensor):
+        return ragged_part_of(whole, like._spec)
     local, mesh = whole.detach(), like.device_mesh
     for mesh_dim in _order_of_cuts(like.placements):
         placement: Any = like.placements[mesh_dim]
@@ -62,6 +65,11 @@ def placed_as(source: Tensor, like: DTensor) -> DTensor:
             "fairshard.checkpoint, which read the elements needed."
         )
     if isinstance(source, DTensor):
+        if isinstance(source.placements[-1], RaggedShard) and not isinstance(source, RaggedTensor):
+            raise ValueError(
+                f"A DTensor placed by {source.placements[-1]} must come from a sharded model, because torch does not "
+                "know how many rows each rank has. Load a whole value, or through torch.distributed.checkpoint."
+            )
         if are_placed_alike(source, like):
             return source
         source = source.full_tensor()

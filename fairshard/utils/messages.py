@@ -68,6 +68,12 @@ class GroupMessages:
         elif row.numel():
             dist.scatter(row, None if line is None else list(line), group=self.group, group_src=0)
 
+    @explained
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill ``tensor``, which is contiguous, with that of rank ``source``. **Collective.**"""
+        if self.world_size > 1 and tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=source)
+
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int) -> None:
         """Broadcast rank 0's ``tensors``, which have equal shapes and dtypes on all ranks. **Collective.**

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fairshard.errors import FairshardError
@@ -33,14 +33,12 @@ class ShownDTensors(ShownRuns):
 
     line: Rows
 
+    kind: type[DTensor] = DTensor
+
     def __init__(self, slots: list[ParamSlot], mesh: DeviceMesh, dims: Sequence[int | None], on_cpu: bool) -> None:
-        rank, world_size = self._seat(mesh)
         self.placed = SavedMesh(mesh)
         self.dims = list(dims)
-        # One rank has all rows: cut in memory order.
-        cut_dims = [dim and 0 for dim in dims] if world_size == 1 else dims
-        cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, cut_dims, strict=True)]
-        super().__init__(slots, Rows(cuts, rank, world_size), on_cpu)
+        super().__init__(slots, self._line_of(slots, *self._seat(mesh)), on_cpu)
         self.versioned = (self.shard, *self.registered)  # only a DTensor counts writes through it
         self._watch()
 
@@ -50,6 +48,12 @@ class ShownDTensors(ShownRuns):
     """Attributes that are lists with one entry for each parameter."""
     kept: tuple[str, ...] = ()
     """More attributes that copies keep."""
+
+    def _line_of(self, slots: Sequence[ParamSlot], rank: int, world_size: int) -> Any:
+        # One rank has all rows: cut in memory order.
+        dims = [dim and 0 for dim in self.dims] if world_size == 1 else self.dims
+        cuts = [Cut(slot.shape, dim, world_size) for slot, dim in zip(slots, dims, strict=True)]
+        return Rows(cuts, rank, world_size)
 
     def _seat(self, mesh: DeviceMesh) -> tuple[int, int]:
         """This rank's number among the ranks that a parameter is cut among, and their number."""
@@ -83,12 +87,22 @@ class ShownDTensors(ShownRuns):
     def _make_specs(self, dtype: torch.dtype) -> None:
         """Build the specs of DTensors of ``dtype`` once, because that is slower than building the DTensors."""
         self._dtype, self._specs = dtype, []
-        for slot, dim in zip(self.slots, self.dims, strict=True):
-            placements = (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
+        for index, slot in enumerate(self.slots):
+            placements = (*[Replicate()] * (self.mesh.ndim - 1), self.placement(index))
             stride = torch.empty(slot.shape, device="meta").stride()
             meta = TensorMeta(slot.shape, stride, dtype)
             self._specs.append(DTensorSpec(self.mesh, placements, tensor_meta=meta))
         self._local_shapes = [self.line.own_shape(index) for index in range(len(self.slots))]
+
+    def placement(self, index: int) -> Placement:
+        """How parameter ``index`` is cut along the last dimension of the mesh."""
+        dim = self.dims[index]
+        return Replicate() if dim is None else Shard(dim)
+
+    def describe(self, index: int) -> str:
+        """The cut of parameter ``index``, in words; equal on all ranks."""
+        placement = self.placement(index)
+        return f"sharded on dim {self.dims[index]}" if self.kind is DTensor else f"sharded by {placement}"
 
     def _make_views(self) -> tuple[nn.Parameter, ...]:
         """DTensors whose local tensors are views of the shard."""
@@ -102,7 +116,7 @@ class ShownDTensors(ShownRuns):
         if self._dtype != run.dtype:
             self._make_specs(run.dtype)
         local = own_storage(run.view(self._local_shapes[index]))
-        return DTensor.__new__(DTensor, local, self._specs[index], requires_grad=False)  # __init__ only takes time
+        return self.kind.__new__(self.kind, local, self._specs[index], requires_grad=False)  # __init__ only takes time
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's elements of ``value``: a DTensor, or a whole tensor in the shape of parameter ``index``."""

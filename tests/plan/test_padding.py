@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from fairshard.nn import Owned, RowBlocks, ShardingStrategy
+from fairshard.nn import RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
 from fairshard.plan.padding import PaddingRow, padding_lines
+from fairshard.settings.placements import Owned
 
 
 def matrices_by_blocks(param):

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from fairshard.utils.ragged_tensor import RaggedShard
 from tests.models import DIM, Block, Tiny
 
 KINDS = ["plain", "frozen", "tied", "unused", "empty", "few_rows", "no_dim"]
@@ -84,11 +85,12 @@ class Assorted(Tiny):
 class ByRows:
     """An optimizer of whole parameters that steps the rows of each of ``num_ranks`` ranks separately, as ranks do.
 
-    A fused kernel rounds an element differently depending on its position in the tensor.
+    A fused kernel rounds an element differently depending on its position in the tensor. ``placed``: the sharded
+    parameters, by the whole ones, if their rows are not cut evenly.
     """
 
-    def __init__(self, groups, num_ranks, make):
-        self._parts = {}
+    def __init__(self, groups, num_ranks, make, placed=None):
+        self._parts, self._placed = {}, placed or {}
         cut = []
         for group in groups:
             parts = [part for param in group["params"] for part in self._cut(param, num_ranks)]
@@ -102,6 +104,9 @@ class ByRows:
         else:
             size = math.ceil(len(param) / num_ranks)
             spans = [slice(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
+            placement = self._placed[param].placements[-1] if param in self._placed else None
+            if isinstance(placement, RaggedShard):
+                spans = [slice(*placement.rows_on(rank, len(param))) for rank in range(num_ranks)]
             self._parts[param] = [(span, nn.Parameter(whole[span])) for span in spans]
         return [part for _, part in self._parts[param]]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, RowBlocks
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.testing import rank_device
 from fairshard.views import received_in_place
@@ -38,6 +38,7 @@ AXES = {
     "optimizer": ["sgd", "foreach", "fused", "groups"],
     "raises": [None, "forward", "backward"],
     "in_place": ["none", "all", "large"],
+    "placement": ["rows", "blocks", "some_blocks"],
 }
 MIN_NBYTES = {"none": 1 << 18, "all": 1, "large": 64}  # of parameters that are received in place
 PRECISIONS = {
@@ -51,6 +52,12 @@ OPTIMIZERS = {
     "foreach": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, foreach=True),
     "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True),
     "groups": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=True),
+}
+
+PLACEMENTS = {
+    "rows": None,
+    "blocks": lambda param: RowBlocks(),
+    "some_blocks": lambda param: RowBlocks(3) if param.dim() > 1 else None,
 }
 
 CELLS = covering_array(AXES)
@@ -80,6 +87,7 @@ def _shard(model, cell):
             mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype),
             offload_policy=CPUOffloadPolicy() if cell["offload"] else OffloadPolicy(),
             bucket_cap_mb=cell["bucket"],
+            shard_placement_fn=PLACEMENTS[cell["placement"]],
         )
 
 
@@ -103,7 +111,9 @@ def _train_beside_reference(cell):
     reference = Reference(model, param_dtype or torch.float32, reduce_dtype, keeps_none=True)
     sharded = _shard(model, cell)
     make = OPTIMIZERS[cell["optimizer"]]
-    of_reference = ByRows(_groups(reference.master, cell["optimizer"]), dist.get_world_size(), make)
+    placed = dict(sharded.named_parameters())
+    placed = {param: placed[name] for name, param in reference.master.named_parameters()}
+    of_reference = ByRows(_groups(reference.master, cell["optimizer"]), dist.get_world_size(), make, placed)
     of_sharded = make(_groups(sharded, cell["optimizer"]))
     kind = "cpu" if cell["offload"] else rank_device().type
     scaler = ShardedGradScaler(kind, init_scale=SCALE, enabled=cell["precision"] == "fp16")

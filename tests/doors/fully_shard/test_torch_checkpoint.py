@@ -81,6 +81,7 @@ def _load(how, folder):
     ("saved", "loaded"),
     [
         ((3, "rows", True), (2, "columns")),
+        ((2, "blocks", True), (3, "blocks")),
         *(
             pytest.param(before, after, marks=pytest.mark.full)
             for before, after in [
@@ -89,6 +90,9 @@ def _load(how, folder):
                 ((4, "rows", False), (3, "columns")),
                 ((3, "columns", True), (1, "plain")),
                 ((1, "plain", False), (3, "rows")),
+                ((3, "blocks", False), (1, "plain")),
+                ((2, "columns", False), (4, "blocks")),
+                ((4, "blocks", True), (2, "rows")),
             ]
         ),
     ],

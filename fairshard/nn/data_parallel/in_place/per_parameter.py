@@ -1,4 +1,4 @@
-"""The answers of ``shard_placement_fn``: along which dimension, and over which ranks, each parameter is sharded."""
+"""The answers of ``shard_placement_fn``: how, and over which ranks, each parameter is sharded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.distributed.tensor import Shard
 from fairshard.engine.tree import unit_of
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.data_mesh import DataMesh, ShardPlacementResult
+from fairshard.settings.placements import RowBlocks
 
-Placement = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+Placement = Callable[[nn.Parameter], Shard | RowBlocks | ShardPlacementResult | None]
 
 
-def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot], int]:
-    """A function that returns the dimension along which a parameter is cut over the ranks of ``data``."""
+def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot], int | RowBlocks]:
+    """A function that returns how parameters are cut over the ranks of ``data``: by blocks, or a dimension."""
     num_ranks = data.num_shards
 
-    def dim_of(slot: ParamSlot) -> int:
+    def placement_of(slot: ParamSlot) -> int | RowBlocks:
         found: Any = None if placement is None else placement(slot.leaf)
         if found is not None and _elsewhere(found) is not None:
             if not _is_on(found, data):
@@ -32,9 +33,12 @@ def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot]
             found = found.placement
         if found is None:
             return 0
+        if isinstance(found, RowBlocks):
+            return found
         if not isinstance(found, Shard):
             raise TypeError(
-                "`shard_placement_fn` must return a torch.distributed.tensor.Shard, a ShardPlacementResult or None, "
+                "`shard_placement_fn` must return a torch.distributed.tensor.Shard, a fairshard.nn.RowBlocks, a "
+                "ShardPlacementResult or None, "
                 f"but returned {type(found).__name__} ({found!r}) for `{slot.fqn}`."
             )
         shape = tuple(slot.shape)
@@ -51,7 +55,7 @@ def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot]
             )
         return dim
 
-    return dim_of
+    return placement_of
 
 
 def modules_elsewhere(module: nn.Module, placement: Placement, data: DataMesh) -> dict[nn.Module, dict[str, Any]]:

@@ -1,0 +1,300 @@
+"""Parameters placed by `RowBlocks`: cuts fall between blocks, torch's tools work, and nothing is cut evenly unasked."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fairshard.errors import ParameterShardedError
+from fairshard.nn import RowBlocks, fully_shard
+from fairshard.settings.placements import Owned
+from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
+from fairshard.utils.testing import rank_device
+from fairshard.views.copied_out import CopiedOut
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import randn
+
+
+def plain_model(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 11), nn.Linear(11, 3)).to(rank_device())
+
+
+def shard(model, rows=1, **kwargs):
+    """Shard as a unit inside a unit; ``rows`` None is the default placement."""
+    place = None if rows is None else lambda param: RowBlocks(rows)
+    fully_shard(model[0], shard_placement_fn=place, **kwargs)
+    return fully_shard(model, shard_placement_fn=place, **kwargs)
+
+
+def whole(model):
+    return {name: param.full_tensor().detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_same(one, other):
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def backward(model, key=0):
+    model(randn(3, 7, key=(dist.get_rank(), key))).square().sum().backward()
+
+
+@on_ranks(in_full(1), 2, in_full(3), in_full(5))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_cuts_fall_between_blocks(rows):
+    """Each rank's rows begin with a block; together they are the parameter; gradients are placed like it."""
+    plain = plain_model()
+    model = shard(copy.deepcopy(plain), rows)
+    backward(model)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(param, nn.Parameter)
+        assert type(param) is RaggedTensor
+        (placement,) = param.placements
+        spans = [placement.rows_on(rank, len(expected)) for rank in range(dist.get_world_size())]
+        assert all(span.start % rows == 0 for span in spans if span.numel)
+        own = slice(*spans[dist.get_rank()])
+        assert torch.equal(param.to_local(), expected[own])
+        assert torch.equal(param.full_tensor(), expected)
+        assert param.grad.placements == param.placements
+        assert torch.equal(param.grad.to_local(), param.grad.full_tensor()[own])
+
+
+@on_ranks(2)
+def test_the_gathered_line_computes():
+    """Parameters are views of the memory into which ranks gather, and gradients are contiguous in their bucket."""
+    model = shard(plain_model())
+    for unit_module in (model[0], model):
+        unit_module.unshard()
+        for flat_param in unit_module._fairshard_unit.flat_params:
+            assert not isinstance(flat_param.gathered, CopiedOut)
+            buffer = flat_param.buffer.untyped_storage().data_ptr()
+            assert {slot.leaf.untyped_storage().data_ptr() for slot in flat_param.slots} == {buffer}
+            *runs, _ = flat_param.bucket_views(torch.empty_like(flat_param.buffer))
+            assert all(len(own) == 1 and own[0].is_contiguous() for own in runs)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+}
+
+
+def train(rows, optimizer, max_norm=None, **kwargs):
+    model = shard(plain_model(), rows, **kwargs)
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    for key in range(3):
+        backward(model, key)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=bool(key))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+@on_ranks(in_full(1), 2, in_full(3))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bits_are_those_of_the_default_placement(optimizer):
+    """Trained weights equal those of the default rows to the bit; clipping, which adds in another order, to 1e-6."""
+    assert_same(train(1, optimizer), train(None, optimizer))
+    for max_norm in (0.1, 1e3):
+        blocks, even = train(2, optimizer, max_norm), train(None, optimizer, max_norm)
+        torch.testing.assert_close(blocks, even, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(4, timeout=120)
+def test_replicas_of_blocks():
+    """Shards by blocks on two ranks, replicated twice, train as default rows on that mesh."""
+    mesh = init_device_mesh(rank_device().type, (2, 2))
+    blocks = train(1, "sgd", mesh=mesh)
+    assert_same(blocks, train(None, "sgd", mesh=mesh))
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, torch.inf])
+def test_norms_are_those_of_whole_gradients(order):
+    """The norm of gradients placed by blocks, some of which a rank has none of, beside evenly sharded ones."""
+    model = plain_model()
+    fully_shard(model[0])
+    fully_shard(model, shard_placement_fn=lambda param: RowBlocks(3))
+    backward(model)
+    grads = [param.grad.full_tensor() for param in model.parameters()]
+    expected = torch.nn.utils.get_total_norm(grads, order)
+    for foreach in (True, False):
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6, order, foreach=foreach).full_tensor()
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_values_load_from_any_placement():
+    """Whole values, even rows and other blocks load; state dicts of blocks load into even rows."""
+    expected = plain_model(5)
+    models = [shard(plain_model(), rows) for rows in (1, 2, None)]
+    for model in models:
+        model.load_state_dict(expected.state_dict())
+        assert_same(whole(model), dict(expected.named_parameters()))
+        changed = plain_model(6)
+        model.load_state_dict(changed.state_dict())
+        for other in models:
+            other.load_state_dict(model.state_dict())
+            assert_same(whole(other), dict(changed.named_parameters()))
+
+
+@on_ranks(2)
+def test_copies_have_the_same_blocks():
+    """A deepcopy and a pickle of a trained model have its values and placements, and train like it."""
+    model = shard(plain_model())
+    backward(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [param.placements for param in copied.parameters()] == [param.placements for param in model.parameters()]
+        assert_same(whole(copied), whole(model))
+        copied.zero_grad()
+        backward(copied)
+        for one, other in zip(copied.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
+
+
+@on_ranks(2)
+def test_converted_layers_keep_their_rows():
+    """A layer that is converted before the first forward keeps its rows, in its new dtype, and trains."""
+    model = shard(plain_model())
+    before = whole(model)
+    model[2].to(torch.float64)
+    model[3].to(torch.float64)
+    assert_same(whole(model), {name: value.to(model.get_parameter(name).dtype) for name, value in before.items()})
+    inputs = randn(3, 7)
+    hidden = model[1](model[0](inputs)).double()
+    model.forward = lambda hidden: model[3](model[2](hidden))
+    model(hidden).sum().backward()
+    assert model[2].weight.grad.dtype == torch.float64
+
+
+@on_ranks(2)
+def test_a_model_without_memory_loads_its_values():
+    """A model on the meta device gets memory and values after it is sharded by blocks."""
+    expected = plain_model(5)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 11), nn.Linear(11, 3))
+    model = shard(model, 2)
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device=rank_device())
+    model.load_state_dict(expected.state_dict())
+    assert_same(whole(model), dict(expected.named_parameters()))
+    backward(model)
+
+
+@on_ranks(2)
+def test_gradients_through_whole_values():
+    """A loss of `full_tensor()` reaches the parameter: each rank gets the gradient of its rows."""
+    weight = shard(plain_model())[0].weight
+    weight.full_tensor().square().sum().backward()
+    assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_scaler_of_torch(is_finite):
+    """torch's scaler divides gradients placed by blocks, and all ranks see an overflow that one rank has."""
+    model = shard(plain_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(rank_device().type, init_scale=8.0)
+    backward(model)
+    expected = {name: param.grad.full_tensor() / 8 for name, param in model.named_parameters()}
+    bias = model[2].bias.grad.to_local()
+    has_first = bias.numel() and dist.get_rank() == model[2].bias.placements[0].first
+    if has_first and not is_finite:
+        bias[0] = torch.inf
+    scaler._scale = scaler.scale(torch.ones((), device=rank_device()))
+    scaler.unscale_(optimizer)
+    (found,) = scaler._found_inf_per_device(optimizer).values()
+    assert bool(found) != is_finite
+    if is_finite:
+        assert_same({name: param.grad.full_tensor() for name, param in model.named_parameters()}, expected)
+
+
+REFUSED = {
+    "sum": lambda param, even: param.sum(),
+    "matrix product": lambda param, even: param @ torch.ones(7, 2, device=rank_device()),
+    "transpose": lambda param, even: param.t(),
+    "random": lambda param, even: param.normal_(),
+    "another shape": lambda param, even: param.view(-1),
+    "one row": lambda param, even: param[0],
+    "whole operand": lambda param, even: param + torch.ones(5, 7, device=rank_device()),
+    "even operand": lambda param, even: param + even,
+    "into even": lambda param, even: even.copy_(param),
+    "lists": lambda param, even: torch._foreach_add_([param], [even]),
+    "to even rows": lambda param, even: param.redistribute(placements=[Shard(0)]),
+    "to another mesh": lambda param, even: param.redistribute(init_device_mesh("cpu", (1, 2)), [Replicate()] * 2),
+    "negative norm": lambda param, even: torch.linalg.vector_norm(param, -1.0),
+    "norms of rows": lambda param, even: torch.linalg.vector_norm(param, 2, dim=1),
+}
+
+
+@on_ranks(2)
+def test_what_needs_other_rows_raises_by_name():
+    """Operators that need other elements or another layout raise, and name the placement and the remedy."""
+    param, even = (shard(plain_model(), rows)[0].weight.detach() for rows in (1, None))
+    for name, operator in REFUSED.items():
+        with pytest.raises(ParameterShardedError, match=r"RaggedShard\(first=0, head=\d, each=\d\)") as raised:
+            operator(param, even)
+        assert "ather" in str(raised.value), name
+
+
+@on_ranks(2)
+def test_even_chunks_are_never_assumed():
+    """Functions of torch that know even chunks only either ask the placement, which raises, or get no chunk at all."""
+    param, even = (shard(plain_model(), rows)[0].weight.detach() for rows in (1, None))
+    mesh, placements = param.device_mesh, param.placements
+    own = placements[0].rows_on(dist.get_rank(), 5)
+    (chunk,) = param.__create_chunk_list__()
+    assert (chunk.offsets, chunk.sizes) == (torch.Size((own.start, 0)), torch.Size((own.numel, 7)))
+    (item,) = param.__create_write_items__("weight", param)
+    assert item.tensor_data.chunk == chunk
+    assert torch.equal(param.redistribute(placements=[Replicate()]).to_local(), param.full_tensor())
+    assert param.redistribute(placements=placements) is param
+    # torch takes a placement that it does not know for a whole tensor: never for an even part
+    assert compute_local_shape_and_global_offset(param.shape, mesh, placements) == ((5, 7), (0, 0))
+    with pytest.raises(RuntimeError, match="unsupported placements RaggedShard"):
+        distribute_tensor(torch.ones(5, 7, device=rank_device()), mesh, placements)
+    plain = DTensor.from_local(param.to_local(), mesh, placements, shape=param.shape, stride=param.stride())
+    for refused in (
+        plain.full_tensor,
+        lambda: plain + 1,
+        lambda: plain.redistribute(placements=[Shard(0)]),
+        lambda: even.redistribute(placements=placements),
+        lambda: DTensor.from_local(torch.ones(5, 7), mesh, [Replicate()]).redistribute(placements=placements),
+    ):
+        with pytest.raises(AttributeError, match=r"RaggedShard\(.*\) has no `"):
+            refused()
+    model = shard(plain_model())
+    with pytest.raises(RuntimeError, match=r"`0.weight`: A DTensor placed by RaggedShard.* must come from a sharded"):
+        model.load_state_dict({**model.state_dict(), "0.weight": plain})
+
+
+@on_ranks(2)
+def test_what_cannot_be_placed_is_refused():
+    """A parameter that is a DTensor already, and a placement that is not built yet, raise by name."""
+    mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 4, device=rank_device())
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match="must be a plain tensor, but `weight`, a DTensor, is a DTensor already"):
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: RowBlocks())
+    with pytest.raises(TypeError, match=r"a fairshard.nn.RowBlocks, .*but returned Owned \(Owned\(rank=None\)\)"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Owned())
+
+
+@on_ranks(2)
+def test_parameters_without_dimensions_stay_whole():
+    """A parameter without dimensions is replicated, as by default, beside others that are placed by blocks."""
+    model = nn.Linear(3, 3, device=rank_device())
+    model.scale = nn.Parameter(torch.tensor(1.5, device=rank_device()))
+    fully_shard(model, shard_placement_fn=lambda param: RowBlocks())
+    assert model.scale.placements == (Replicate(),)
+    assert isinstance(model.weight.placements[0], RaggedShard)
