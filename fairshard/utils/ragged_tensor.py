@@ -21,7 +21,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _of_clipping
 from torch.utils._pytree import tree_map
 
 from fairshard.errors import ParameterShardedError
-from fairshard.utils.collectives import communicator
+from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.span import Span, overlap
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -90,12 +90,13 @@ class RaggedTensor(DTensor):
             return _norms(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             func(_locals(func, args[0], args[0]), *args[1:])
-            communicator(_ragged_in(args)._group).all_reduce(args[1], "max").wait()
+            _ragged_in(args)._comm.all_reduce(args[1], "max").wait()
             return None
         if isinstance(args[0], (list, tuple)):
             is_known = name.startswith(("_foreach_", "_fused_")) and name not in _NOT_BY_ELEMENT
             return _by_element_of_lists(func, args, kwargs) if is_known else _refuse(func, args)
-        is_alike = name in _SAME_SHAPE or torch.Tag.pointwise in func.tags
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        is_alike = name in _SAME_SHAPE or (torch.Tag.pointwise in func.tags and not is_random)
         if not is_alike and (name not in _NEW_SIZE or tuple(args[1]) != tuple(args[0].shape)):
             _refuse(func, args)
         return _by_element(func, args, kwargs)
@@ -112,9 +113,11 @@ class RaggedTensor(DTensor):
         return placement
 
     @property
-    def _group(self) -> torch.distributed.ProcessGroup:
+    def _comm(self) -> Communicator:
+        """The ranks of the mesh's last dimension, for tensors where the rows are. **Collective** the first time."""
         mesh: DeviceMesh = self._spec.mesh
-        return mesh.get_group(mesh.ndim - 1)
+        comm = communicator(mesh.get_group(mesh.ndim - 1))
+        return comm.on_host if self._local_tensor.is_cpu else comm
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
         """This tensor whole on every rank (all ``placements`` Replicate), or itself. **Collective** if it is gathered.
@@ -186,7 +189,7 @@ def _gathered(ragged: Any) -> Tensor:
 
     If few ranks have rows, each of them broadcasts its own; otherwise all ranks exchange as many as the largest has.
     """
-    comm, local = communicator(ragged._group), ragged._local_tensor.detach()
+    comm, local = ragged._comm, ragged._local_tensor.detach()
     num_rows, width = ragged.shape[0], ragged.shape[1:].numel()
     spans = [ragged._placement.rows_on(rank, num_rows) for rank in range(comm.world_size)]
     whole: Tensor = local.new_empty(ragged.shape)
@@ -218,6 +221,8 @@ def _by_element(func: Any, args: Any, kwargs: Any) -> Any:
     like = _ragged_in((args, kwargs))
     name = func.overloadpacket.__name__
     args = args[:1] if name in ("view", "_unsafe_view") else args
+    if func._schema.is_mutable and not isinstance(args[0], RaggedTensor):
+        _refuse(func, args)
     own_args, own_kwargs = tree_map(lambda each: _local_like(func, each, like), (args, kwargs))
     if name in _NEW_SIZE:
         local = own_args[0]
@@ -225,8 +230,6 @@ def _by_element(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         made = func(*own_args, **own_kwargs)
     if func._schema.is_mutable:
-        if not isinstance(args[0], RaggedTensor):
-            _refuse(func, args)
         return kwargs.get("out", args[0])
     return tree_map(lambda each: _shown(each, like._spec) if isinstance(each, Tensor) else each, made)
 
@@ -266,7 +269,10 @@ def _local_like(func: Any, each: Any, like: Any) -> Any:
 
 
 def _is_alike(a: DTensor, b: DTensor) -> bool:
-    return a is b or (a.shape == b.shape and a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh)
+    if a is b:
+        return True
+    has_shape = a.shape == b.shape and a._local_tensor.shape == b._local_tensor.shape
+    return has_shape and a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh
 
 
 def _norms(func: Any, args: Any, kwargs: Any) -> Any:
@@ -277,12 +283,14 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     if rest[1:] not in ([], [None]) or kwargs.get("dim") is not None or kwargs.get("keepdim") or order <= 0:
         _refuse(func, args)
     ragged = [each for each in tensors if isinstance(each, RaggedTensor)]
+    if any(each._spec.mesh != ragged[0]._spec.mesh for each in ragged):
+        _refuse(func, args)
     dtype = kwargs.get("dtype") or ragged[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
     rows = [each._local_tensor for each in ragged]
     rows = [own if own.numel() else own.new_zeros(1) for own in rows]  # infinite norms of no elements raise
     values = torch.stack([torch.linalg.vector_norm(own, order, dtype=wide) for own in rows])
-    comm = communicator(ragged[0]._group)
+    comm = ragged[0]._comm
     if order == torch.inf:
         comm.all_reduce(values, "max").wait()
     else:
