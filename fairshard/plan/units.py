@@ -22,7 +22,7 @@ from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.resolve import resolve
 from fairshard.setup.ignored import renewed
-from fairshard.setup.lines import PlacementFn, SlotLines, block_of
+from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.layout import FlatLayout
@@ -57,15 +57,12 @@ class PlannedUnit:
             world_size = 1
         groups, self.slots, plans = self.slots, [], []
         for group in groups:
-            blocks = {slot: block for slot in group if (block := block_of(slot, placement)) is not None}
-            if len(blocks) < len(group):
-                self.slots.append([slot for slot in group if slot not in blocks])
-            if blocks:
-                found = SlotLines.of(list(blocks), list(blocks.values()), world_size)
-                plans.append(found.plan)
-                for line in found.lines:
+            found = SlotLines.placed(group, placement, world_size)
+            plans += [] if found.plan is None else [found.plan]
+            for line in found.lines:
+                if line.layout is not None:
                     self.layouts[len(self.slots)] = line.layout
-                    self.slots.append(line.slots)
+                self.slots.append(line.slots)
         self.padding = PaddingRow.of(self.fqn, plans) if plans else None
 
     def flat_sizes(self, world_size: int) -> list[FlatSizes]:

@@ -19,18 +19,18 @@ PlacementFn = Callable[[nn.Parameter], Any]
 
 @dataclass(frozen=True)
 class SlotLine:
-    """The parameters ``slots``, in the order of their positions in ``layout``."""
+    """The parameters ``slots``, by their positions in ``layout``; None: one after the other, cut anywhere."""
 
     slots: list[ParamSlot]
-    layout: RaggedLayout
+    layout: RaggedLayout | None
 
 
 @dataclass(frozen=True)
 class SlotLines:
-    """The ``lines`` of some parameters, and the ``plan`` that they follow."""
+    """The ``lines`` of some parameters, and the ``plan`` of those placed by blocks; None: there are none."""
 
     lines: list[SlotLine]
-    plan: RaggedPlan
+    plan: RaggedPlan | None
 
     @staticmethod
     def of(slots: Sequence[ParamSlot], blocks: Sequence[int], world_size: int) -> SlotLines:
@@ -44,19 +44,44 @@ class SlotLines:
             lines.append(SlotLine(own, layout))
         return SlotLines(lines, plan)
 
+    @staticmethod
+    def placed(slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int) -> SlotLines:
+        """A line of the parameters of ``slots`` that may be cut anywhere, if any, then those of the others.
 
-def block_of(slot: ParamSlot, placement: PlacementFn) -> int | None:
-    """Number of elements of ``slot`` that must stay together; None if ``placement`` leaves it where it is by default.
+        Raises:
+            TypeError: ``placement`` returned something else than a `RowBlocks` or None.
+        """
+        blocks = {} if placement is None else {slot: _block_of(slot, placement) for slot in slots}
+        blocks = {slot: block for slot, block in blocks.items() if block}
+        rest = [slot for slot in slots if slot not in blocks]
+        found = SlotLines.of(list(blocks), list(blocks.values()), world_size) if blocks else SlotLines([], None)
+        return SlotLines([SlotLine(rest, None), *found.lines] if rest else found.lines, found.plan)
+
+
+def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> None:
+    """Check the arguments of a wrapper.
 
     Raises:
-        TypeError: ``placement`` returned something else than a `RowBlocks` or None.
+        TypeError: ``placement`` is no function.
+        ValueError: parameters that are placed by blocks would not be registered one by one.
     """
+    if placement is not None and not callable(placement):
+        raise TypeError(f"`placement_fn` must be a function of a parameter, but is {placement!r}.")
+    if placement is not None and not use_orig_params:
+        raise ValueError(
+            "`use_orig_params` must be True with `placement_fn`, because one flat parameter has no blocks, but is "
+            "False. Pass True."
+        )
+
+
+def _block_of(slot: ParamSlot, placement: PlacementFn) -> int:
+    """Number of elements of ``slot`` that must stay together; 0 if ``placement`` leaves it where it is by default."""
     found = placement(slot.leaf)
     if found is None:
-        return None
+        return 0
     if not isinstance(found, RowBlocks):
         raise TypeError(
             f"`placement_fn` must return a RowBlocks or None, but returned {found!r} for `{slot.fqn}`. Return None for "
             "the default placement."
         )
-    return found.block_of(slot.shape) if slot.shape else None
+    return found.block_of(slot.shape) if slot.shape else 0

@@ -21,13 +21,13 @@ from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import RowBlocks
-from fairshard.setup.lines import SlotLines
+from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
 from fairshard.utils.tensors import set_data
 from fairshard.views.extended_param import ExtendedParam
-from fairshard.views.ragged import ShownRagged
+from fairshard.views.ragged import Ragged, ShownRagged
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
 from fairshard.views.shown_placed import ShownPlaced
@@ -44,25 +44,35 @@ _OTHER_ENGINES = (
 
 
 def shard_parameters(
-    module: nn.Module, config: UnitConfig, rank: int, world_size: int, origin: Origin
+    module: nn.Module,
+    config: UnitConfig,
+    rank: int,
+    world_size: int,
+    origin: Origin,
+    placement: PlacementFn | None = None,
 ) -> list[FlatParam]:
     """Cut all parameters that are neither in inner units nor in ``origin.ignored``; the originals become empty leaves.
 
     Parameters are cut where they are: only the shard of a CPU parameter is copied to ``origin.device``.
 
     No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
+    Parameters for which ``placement`` returns a `RowBlocks` have lines of their own, whose cuts fall between blocks.
 
     Raises:
-        TypeError: a parameter's dtype cannot be sharded.
+        TypeError: a parameter's dtype cannot be sharded, or ``placement`` returned something else.
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
     slots = _slots_in(module, origin)
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
-    flat_params = []
-    for index, group in enumerate(group_slots(slots, config)):
-        name = f"flat_param_{index}" if config.flatten_parameters else group[0].fqn
-        line = FlatLine.among([slot.shape for slot in group], rank, world_size)
+    flat_params: list[FlatParam] = []
+    groups = [SlotLines.placed(group, placement, world_size).lines for group in group_slots(slots, config)]
+    for placed in (line for lines in groups for line in lines):
+        group = placed.slots
+        name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
+        shapes = [slot.shape for slot in group]
+        line = FlatLine.among(shapes, rank, world_size)
+        line = line if placed.layout is None else Ragged(shapes, rank, placed.layout)
         kind = _kind_of(config, world_size)
         flat_param = FlatParam(kind(group, line, config.master_on_cpu), name)
         if kind is ShownShard:
@@ -139,8 +149,10 @@ def shard_rows(
             flat_params.append(FlatParam(shown, shown.slots[0].fqn))
         if ragged:
             lines = SlotLines.of(ragged, [blocks[slot] for slot in ragged], data.num_shards).lines
-            shows = [ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu) for line in lines]
-            flat_params += [FlatParam(shown, shown.slots[0].fqn) for shown in shows]
+            for line in lines:
+                assert line.layout is not None
+                by_blocks = ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu)
+                flat_params.append(FlatParam(by_blocks, by_blocks.slots[0].fqn))
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)

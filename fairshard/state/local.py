@@ -13,7 +13,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
+from fairshard.params.flat_param import FlatParam
 from fairshard.utils.names import clean_tensor_name, join
+from fairshard.utils.ragged_layout import RaggedLayout
 
 LAYOUT_KEY = "_fairshard_layout"
 
@@ -108,7 +110,11 @@ def _shaped_as(entry: Tensor | None, value: Tensor) -> Tensor:
 
 
 def local_metadata(module: nn.Module) -> dict[str, Any]:
-    """Description of this rank's shards below ``module``, in fairscale's format. No communication."""
+    """Description of this rank's shards below ``module``, in fairscale's format. No communication.
+
+    Raises:
+        ValueError: a parameter is placed by blocks.
+    """
     units = [(fqn, unit, part) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
     described = [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units]
     described[0]["shared_param_info"] += _shared_beside(module, units)
@@ -136,10 +142,17 @@ def _describe(module: nn.Module) -> dict[str, Any]:
         for flat_param in unit.flat_params:
             own = f"{unit.fqn}." if unit.fqn else ""
             described[f"`{clean_tensor_name(join(fqn, flat_param.name.removeprefix(own)))}`"] = [
-                f"`{clean_tensor_name(join(fqn, slot.fqn.removeprefix(own)))}` {tuple(slot.shape)}"
-                for slot in flat_param.slots
+                f"`{clean_tensor_name(join(fqn, slot.fqn.removeprefix(own)))}` {tuple(slot.shape)}{place}"
+                for slot, place in zip(flat_param.slots, _places(flat_param), strict=True)
             ]
     return described
+
+
+def _places(flat_param: FlatParam) -> list[str]:
+    """Where parameters that are placed by blocks lie; empty for others, which follow each other."""
+    layout = flat_param.layout
+    is_ragged = isinstance(layout, RaggedLayout)
+    return [f" at {offset} of {layout.padded_numel}" if is_ragged else "" for offset in layout.offsets]
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -207,6 +220,11 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
     for name, part in wrapped.named_modules(remove_duplicate=False):
         paths.setdefault(id(part), []).append(name)
     for flat_param in unit.flat_params:
+        if isinstance(flat_param.layout, RaggedLayout):
+            raise ValueError(
+                "Shards must hold parameters one after the other to be described in fairscale's format, but "
+                f"`{flat_param.slots[0].fqn}` is placed by blocks. Save a full state dict, or a checkpoint."
+            )
         names = [own(slot.fqn) for slot in flat_param.slots]
         padding = flat_param.shard_numel - flat_param.layout.filled(flat_param.rank)
         params[own(flat_param.name)] = _metadata(names, [slot.shape for slot in flat_param.slots], padding)

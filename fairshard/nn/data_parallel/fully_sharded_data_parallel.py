@@ -35,6 +35,7 @@ from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.inner_state import refuse_inner_states
 from fairshard.setup.late_changes import check_conversion
+from fairshard.setup.lines import PlacementFn, check_placement
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, is_shown, summon
 from fairshard.utils.dynamo import breaks_graph
@@ -113,6 +114,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             backward. All wrappers of a model need the same value.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank. All
             wrappers of a model need the same value.
+        placement_fn: with ``use_orig_params``, maps a parameter to a `RowBlocks`, between whose blocks it is cut; None:
+            cut anywhere.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is already sharded.
@@ -162,6 +165,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         use_orig_params: bool = False,
         order_check: str = "sampled",
         nan_check: bool = False,
+        placement_fn: PlacementFn | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -197,6 +201,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             "nan_check": nan_check,
         }
         config = self._fairshard_config = resolve(**settings, late=late)
+        check_placement(placement_fn, use_orig_params)
         groups = find_groups(config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter)
         how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
         ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
@@ -217,6 +222,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 "compute_device": compute_device,
                 "sync_module_states": sync_module_states,
                 "allow_reset_parameters": allow_reset_parameters,
+                "placement_fn": placement_fn,
             }
             ignored = auto_wrap_children(
                 module,
@@ -227,7 +233,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 ignored=ignored,
             )
         origin = make_ready(module, how, ignored, groups.spanning())
-        flat_params = shard_parameters(module, config, groups.shard.rank, groups.shard.world_size, origin)
+        ranks = groups.shard.rank, groups.shard.world_size
+        flat_params = shard_parameters(module, config, *ranks, origin, placement_fn)
         unit = Unit(groups, flat_params, config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
