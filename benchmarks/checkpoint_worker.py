@@ -48,6 +48,7 @@ class Job:
     world: int
     threads: int
     repeat: int
+    only: str
     folder: str
     """A folder on the disk under test."""
     rank: int
@@ -98,8 +99,8 @@ class Ours(Subject):
     def save(self, folder: str) -> None:
         fairshard.checkpoint.save(folder, self.model, self.optimizer)
 
-    def load(self, folder: str) -> None:
-        fairshard.checkpoint.load(folder, self.model, self.optimizer)
+    def load(self, folder: str, **options: Any) -> None:
+        fairshard.checkpoint.load(folder, self.model, self.optimizer, **options)
 
 
 class FSDP2(Subject):
@@ -157,6 +158,7 @@ class Comparison:
             "fsdp2 + dcp save": self.fsdp2.save,
             "fsdp2 full dict, torch.save": self.fsdp2.save_full,
             "fairshard load": lambda _: self.ours.load(self.kept["fairshard"]),
+            "fairshard verify-before load": lambda _: self.ours.load(self.kept["fairshard"], verify="before"),
             "fsdp2 + dcp load": lambda _: self.fsdp2.load(self.kept["fsdp2"]),
             "fairshard async": lambda work: self._async(self.ours, work),
             "fairshard async, cpu_offload": lambda work: self._async(self.offloaded, work),
@@ -191,7 +193,7 @@ class Comparison:
 
     def measure(self) -> None:
         """Time everything once per repeat, starting each repeat with another entry."""
-        names = list(self.acts)
+        names = [name for name in self.acts if self.job.only in name]
         for repeat in range(self.job.repeat):
             first = repeat % len(names)
             for name in [*names[first:], *names[:first]]:

@@ -126,10 +126,12 @@ class Checkpointer:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
+        *,
+        verify: str = "reading",
     ) -> int | None:
         """Load the newest whole checkpoint with `fairshard.checkpoint.load`; returns its step, None if not found.
 
-        **Collective.**
+        **Collective.** ``verify``: see there.
 
         Raises:
             CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
@@ -139,7 +141,7 @@ class Checkpointer:
         folder: str | None = on_all_ranks(group, lambda: self._newest() if rank_in(group) == 0 else None)[0]
         if folder is None:
             return None
-        return self._load(folder, Training(model, optimizer, scheduler, scaler, extra))
+        return self._load(folder, Training(model, optimizer, scheduler, scaler, extra), verify)
 
     def load_step(
         self,
@@ -149,19 +151,23 @@ class Checkpointer:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
+        *,
+        verify: str = "reading",
     ) -> int:
         """Load the checkpoint of ``step`` with `fairshard.checkpoint.load`; returns the step. **Collective.**
+
+        ``verify``: see there.
 
         Raises:
             CheckpointError: on every rank, if it is missing or damaged.
         """
         self.wait()
-        self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra))
+        self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra), verify)
         return step
 
-    def _load(self, folder: str, training: Training) -> int | None:
+    def _load(self, folder: str, training: Training, verify: str) -> int | None:
         try:
-            return load(folder, **vars(training))
+            return load(folder, **vars(training), verify=verify)
         except CheckpointError as error:
             others = [f"{self.root}/{name}" for name in self._whole_names() if not folder.endswith(name)]
             cure = f" Other checkpoints: {', '.join(others)}." if others else ""

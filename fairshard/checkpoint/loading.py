@@ -17,7 +17,7 @@ from fairshard.checkpoint import rng
 from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, rank_in
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys
 from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
-from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
+from fairshard.checkpoint.manifest import Manifest, check_size, read_manifest, verify_file
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
 from fairshard.checkpoint.storage import storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
@@ -27,6 +27,9 @@ from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_loading import ShardedOptimState
 from fairshard.state.optim_params import OptimParams
 
+VERIFY = ("reading", "before")
+"""When files are compared with their checksums."""
+
 
 def load(
     folder: str | os.PathLike[str],
@@ -35,6 +38,8 @@ def load(
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     extra: dict[str, Any] | Stateful | None = None,
+    *,
+    verify: str = "reading",
 ) -> int | None:
     """Load a checkpoint saved by any number of ranks with any wrapping; returns its step. **Collective.**
 
@@ -42,17 +47,21 @@ def load(
     run, whose latest checkpoint is loaded. Each rank reads the pieces that overlap its shards. ``extra`` is updated
     with the saved dict, or restored by its ``load_state_dict``. On the same number of ranks, random numbers continue.
 
-    Files are checked against their checksums first. Nothing changes until everything has been read and fits.
+    Nothing changes until all ranks have read everything, every file has been compared with its checksum, and
+    everything fits. ``verify="reading"`` sums bytes as they are read, in one pass; ``verify="before"`` reads all files
+    once for their checksums, and only then a second time for their values, so that no damaged byte is ever interpreted.
 
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of a different model.
-        ValueError: on every rank, if the optimizer's state or groups do not fit.
+        ValueError: on every rank, if the optimizer's state or groups do not fit; ``verify`` is neither of the two.
     """
+    if verify not in VERIFY:
+        raise ValueError(f"`verify` must be one of {', '.join(VERIFY)}, but is {verify!r}.")
     group = idle_group()
     training = Training(model, optimizer, scheduler, scaler, extra)
     path: str = on_all_ranks(group, lambda: checkpoint_folder(folder))[0]
     loading = _Loading(path, training, group)
-    loading.verify()
+    loading.check_files(verify == "before")
     loading.read()
     return loading.apply()
 
@@ -111,7 +120,7 @@ def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved
 
 
 class _Loading:
-    """One load: verify the files, allocate memory, read into it, apply."""
+    """One load: check the files, allocate memory, read into it, apply."""
 
     def __init__(self, folder: str, training: Training, group: ProcessGroup | None) -> None:
         self._folder = folder
@@ -128,23 +137,28 @@ class _Loading:
         self._own_key: str | None = None
         self._is_same_number = False
 
-    def verify(self) -> None:
-        """Read the manifest and metadata, and verify all files; each rank verifies a part of them."""
-        on_all_ranks(self._group, self._verify_own_part)
+    def check_files(self, reads_all: bool) -> None:
+        """Read the manifest and the metadata, and check sizes; with ``reads_all`` checksums too.
 
-    def _verify_own_part(self) -> None:
+        Each rank checks a part of the files.
+        """
+        on_all_ranks(self._group, lambda: self._check_own_part(reads_all))
+
+    def _check_own_part(self, reads_all: bool) -> None:
         storage = storage_of(self._folder)
-        self._manifest = read_manifest(storage, self._folder)
+        self._manifest = self._reader.manifest = read_manifest(storage, self._folder)
+        self._reader.sums_while_reading = not reads_all
         files = {} if self._manifest is None else self._manifest.files
+        check = verify_file if reads_all else check_size
         for name in sorted(files)[self._rank :: self._num_ranks]:
-            verify_file(storage, self._folder, name, files[name])
+            check(storage, self._folder, name, files[name])
         self._reader.read_metadata()
 
     def read(self) -> None:
         """Read all targets into new memory."""
         model, optimizer = self._training.model, self._training.optimizer
         with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            state = model.state_dict()
+            state = model.state_dict(keep_vars=True)  # live values, of which only the form is used
         params = OptimParams(model)
         on_all_ranks(self._group, lambda: self._make_room(state, params))
         _read(self._values, self._reader, self._group)

@@ -74,16 +74,35 @@ def verify_file(storage: Storage, folder: str, name: str, entry: FileEntry) -> N
     Raises:
         CheckpointError: the file is missing, or its size or bytes have changed.
     """
+    check_size(storage, folder, name, entry)
+    path = storage.join(folder, name)
+    try:
+        crc = crc_of(storage, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    check_crc(path, crc, entry)
+
+
+def check_size(storage: Storage, folder: str, name: str, entry: FileEntry) -> None:
+    """Compare the size of a file with its entry, without reading it.
+
+    Raises:
+        CheckpointError: the file is missing, or has another size.
+    """
     path = storage.join(folder, name)
     if not storage.exists(path):
         raise CheckpointError(f"A checkpoint must have all its files, but {path} is missing.")
     nbytes = storage.size(path)
     if nbytes != entry.nbytes:
         raise CheckpointError(f"{path} must have {entry.nbytes} bytes, but has {nbytes}: it was cut or overwritten.")
-    try:
-        crc = crc_of(storage, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def check_crc(path: str, crc: int, entry: FileEntry) -> None:
+    """Compare the CRC-32 of the bytes read from ``path`` with its entry.
+
+    Raises:
+        CheckpointError: they differ.
+    """
     if crc != entry.crc32:
         raise CheckpointError(
             f"{path} must have the CRC-32 {entry.crc32:08x} that it was written with, but has {crc:08x}: its bytes "

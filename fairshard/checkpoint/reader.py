@@ -9,9 +9,12 @@ classes of such metadata, and object entries through ``weights_only=True``, as t
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
-from collections import OrderedDict
+import zlib
+from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import IO, Any
 
 import torch
@@ -20,11 +23,13 @@ from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Fsspec
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from fairshard.checkpoint.storage import is_remote
+from fairshard.checkpoint.local_file import Cut, Entry, EntryError, can_read, read_entries
+from fairshard.checkpoint.manifest import Manifest, check_crc, verify_file
+from fairshard.checkpoint.storage import is_remote, storage_of
 from fairshard.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -97,28 +102,44 @@ def _restore(named: Any, attributes: dict[str, Any]) -> bool:
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader for a local folder or an fsspec URL; its metadata cannot run code."""
+    """torch's reader for a local folder or an fsspec URL; its metadata cannot run code.
+
+    Local files are read once, straight into the tensors that want them. ``manifest``, if set before the first read,
+    vouches for the files. With ``sums_while_reading`` each of its files is compared with its checksum in `read_data`,
+    by the rank that reads most of it; without it, the caller has verified them.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path if not is_remote(path) else ".")
+        self._reads_in_place = not is_remote(path) and hasattr(os, "preadv")
         if is_remote(path):
             self.fs: Any = FsspecFileSystem()
             self.path = self.fs.init_path(path)
+        self.manifest: Manifest | None = None
+        self.sums_while_reading = False
+        self._folder = path
+        self._storage = storage_of(path)
         self._known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """The metadata, read once and kept.
+        """The metadata, read once and kept; compared with the checksum of the manifest, if there is one.
 
         Raises:
-            CheckpointError: the file is missing, or is not metadata.
+            CheckpointError: the file is missing or damaged, or is not metadata.
         """
         if self._known is None:
-            path = self.fs.concat_path(self.path, METADATA)
+            path = str(self.fs.concat_path(self.path, METADATA))
             if not self.fs.exists(path):
                 raise CheckpointError(f"A checkpoint must have a {METADATA}, but there is no {path}.")
             try:
                 with self.fs.create_stream(path, "rb") as file:
-                    self._known = _checked(_MetadataUnpickler(file).load())
+                    data = file.read()
+                vouched = None if self.manifest is None else self.manifest.files.get(METADATA)
+                if vouched is not None:
+                    check_crc(path, zlib.crc32(data), vouched)
+                self._known = _checked(_MetadataUnpickler(io.BytesIO(data)).load())
+            except CheckpointError:
+                raise
             except Exception as error:  # damaged pickles can raise anything
                 raise CheckpointError(
                     f"{path} must be metadata of a checkpoint, but is not: {error}. It is damaged, or made to run "
@@ -126,13 +147,28 @@ class CheckpointReader(FileSystemReader):
                 ) from error
         return self._known
 
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Give each file of the manifest to the rank that reads most of it, which compares it with its checksum."""
+        if not self.sums_while_reading or self.manifest is None:
+            return plans
+        reads = [self._nbytes_read(plan) for plan in plans]
+        shares: list[list[str]] = [[] for _ in plans]
+        load = [sum(own.values()) for own in reads]
+        for name, entry in sorted(self.manifest.files.items()):
+            if name != METADATA:  # every rank reads and checks it
+                rank = max(range(len(plans)), key=lambda rank: (reads[rank].get(name, 0), -load[rank], -rank))
+                shares[rank].append(name)
+                load[rank] += entry.nbytes - reads[rank].get(name, 0)
+        return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
+
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read the entries of ``plan``, file by file.
+        """Read the entries of ``plan`` file by file, and verify the files that `prepare_global_plan` gave this rank.
 
         Raises:
             CheckpointError: a file is missing or damaged, or holds an entry that could run code.
         """
-        by_file: dict[str, list[ReadItem]] = {}
+        by_file: dict[str, list[ReadItem]] = {name: [] for name in plan.storage_data or ()}
+        own = set(by_file)
         for item in plan.items:
             place = self.storage_data.get(item.storage_index)
             if place is None:
@@ -143,19 +179,59 @@ class CheckpointReader(FileSystemReader):
             by_file.setdefault(place.relative_path, []).append(item)
         for name, items in by_file.items():
             try:
-                done: Future[None] = super().read_data(LoadPlan(items), planner)
-                done.wait()
+                self._read_file(name, items, planner, name in own)
+            except CheckpointError:
+                raise
             except Exception as error:
-                path, entry = self.fs.concat_path(self.path, name), self._unreadable(items, planner)
+                if self.manifest is not None and name in self.manifest.files:  # damaged bytes are the likely cause
+                    verify_file(self._storage, self._folder, name, self.manifest.files[name])
+                path = self.fs.concat_path(self.path, name)
+                if isinstance(error, OSError):
+                    raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+                entry = self._unreadable(items, planner, error)
+                cause = (isinstance(error, EntryError) and error.__cause__) or error
                 raise CheckpointError(
-                    f"{path} must hold `{entry}`, but it cannot be read from there: {first_line(error)}"
+                    f"{path} must hold `{entry}`, but it cannot be read from there: {first_line(cause)}"
                 ) from error
-        done = Future()
+        done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _unreadable(self, items: list[ReadItem], planner: Any) -> str:
+    def _read_file(self, name: str, items: list[ReadItem], planner: Any, sums: bool) -> None:
+        places = [self.storage_data[item.storage_index] for item in items]
+        has_transforms = any(getattr(place, "transform_descriptors", None) for place in places)
+        path = os.path.join(self.path, name)
+        entries: dict[MetadataIndex, Entry] = {}
+        nbytes = 0
+        if self._reads_in_place and not has_transforms:
+            entries, nbytes = _entries(items, places, planner), os.path.getsize(path)
+        if not nbytes or not can_read(list(entries.values()), nbytes):
+            if sums:
+                assert self.manifest is not None
+                verify_file(self._storage, self._folder, name, self.manifest.files[name])
+            if items:
+                super().read_data(LoadPlan(items), planner).wait()
+            return
+        crc = read_entries(path, nbytes, list(entries.values()), sums)
+        if crc is not None:
+            assert self.manifest is not None
+            check_crc(path, crc, self.manifest.files[name])
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                _load_object(item, entries[item.storage_index], planner)
+
+    def _nbytes_read(self, plan: LoadPlan) -> Counter[str]:
+        """Bytes that ``plan`` reads of each file."""
+        places = {item.storage_index: self.storage_data.get(item.storage_index) for item in plan.items}
+        nbytes: Counter[str] = Counter()
+        for place in filter(None, places.values()):
+            nbytes[place.relative_path] += place.length
+        return nbytes
+
+    def _unreadable(self, items: list[ReadItem], planner: Any, error: Exception) -> str:
         """The first of ``items`` that cannot be read."""
+        if isinstance(error, EntryError):
+            return error.name
         for item in items:
             try:
                 super().read_data(LoadPlan([item]), planner).wait()
@@ -178,6 +254,32 @@ class SafePlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
         else:
             self.state_dict[read_item.dest_index.fqn] = found
+
+
+def _entries(items: list[ReadItem], places: list[_StorageInfo], planner: Any) -> dict[MetadataIndex, Entry]:
+    """The entries of one file that ``items`` read; several items may read parts of one entry."""
+    entries: dict[MetadataIndex, Entry] = {}
+    for item, place in zip(items, places, strict=True):
+        index = item.storage_index
+        entry = entries.setdefault(index, Entry(index.fqn, place.offset, place.length))
+        if item.type is LoadItemType.BYTE_IO:
+            entry.keeps_bytes = True
+        else:
+            target = planner.resolve_tensor(item).detach()
+            entry.cuts.append(Cut(target, item.storage_offsets, item.lengths))
+    return entries
+
+
+def _load_object(item: ReadItem, entry: Entry, planner: Any) -> None:
+    """Store an object in the planner's state dict.
+
+    Raises:
+        EntryError: it holds anything but plain data.
+    """
+    try:
+        planner.load_bytes(item, io.BytesIO(entry.found))
+    except Exception as error:  # damaged bytes can raise anything
+        raise EntryError(entry.name) from error
 
 
 def load_object(file: IO[bytes]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from fairshard.checkpoint.contents import model_keys, whole_entry
 from fairshard.errors import CheckpointError
@@ -19,6 +20,8 @@ from fairshard.state.full_params import spans_of
 from fairshard.state.optim_loading import is_elementwise, zeros_like_shard
 from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.subclasses import is_wrapper
+from fairshard.views.orig_param import Stepped
 
 _MOST_NAMES = 4
 
@@ -55,7 +58,7 @@ class ModelTarget:
             elif size is not None and size != value.shape:
                 problems.append(f"`{name}` has shape {tuple(size)} instead of {tuple(value.shape)}")
             keys[name] = key
-            values[key] = value.clone() if isinstance(value, Tensor) and not isinstance(value, SpanTensor) else value
+            values[key] = _room_like(value) if isinstance(value, Tensor) else value
         used = set(keys.values())
         problems += [f"`{name}` is not in the model" for name, key in there.items() if key not in used]
         if problems:
@@ -122,7 +125,7 @@ class OptimizerTarget:
             flat_param = named.flat_param
             if flat_param is not None and tensors and is_elementwise(named, state, [e.size for e in tensors]):
                 dtype = tensors[0].properties.dtype
-                spans = list(spans_of(flat_param, zeros_like_shard(flat_param, dtype)))
+                spans = _spans_to_fill(flat_param, dtype, fills_all=len(tensors) == len(own))
             for name, keys, entry, span in zip(named.first_names, own, entries, spans, strict=True):
                 if entry is not None:
                     self.keys.setdefault(name, {})[state] = keys[state]
@@ -158,6 +161,31 @@ class OptimizerTarget:
             number, setting = path[0], ".".join(map(str, path[1:]))
             by_number.setdefault(number, {} if isinstance(number, int) else {"params": [number]})[setting] = values[key]
         return list(by_number.values())
+
+
+def _room_like(value: Tensor) -> Tensor:
+    """New memory in the form of ``value``, all of which a load fills."""
+    value = value.detach()
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    only_the_class_knows = is_wrapper(local) and not isinstance(local, SpanTensor)
+    return value.clone() if only_the_class_knows else torch.empty_like(value)
+
+
+def _spans_to_fill(flat_param: Stepped, dtype: torch.dtype, fills_all: bool) -> list[Any]:
+    """This rank's runs of a new shard. Only what a load does not fill is set to zero: padding, or all of it."""
+    if not fills_all:
+        return list(spans_of(flat_param, zeros_like_shard(flat_param, dtype)))
+    shard = torch.empty_like(flat_param.shard.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+    spans = list(spans_of(flat_param, shard))
+    if isinstance(shard, DTensor):  # no padding
+        return spans
+    line, place = shard.view(-1), 0
+    for run in [span.run for span in spans if isinstance(span, SpanTensor) and span.run.numel()]:
+        start = int(run.storage_offset())
+        line[place:start] = 0
+        place = start + run.numel()
+    line[place:] = 0
+    return spans
 
 
 def _room_for(entry: Any, span: Any, named: NamedParam | None) -> Any:

@@ -107,7 +107,7 @@ EXCUSED = {
     "checkpoint.checkpointer:Checkpointer.save:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.save:wait-2": THREAD,
     "checkpoint.reader:CheckpointReader._unreadable:wait": THREAD,
-    "checkpoint.reader:CheckpointReader.read_data:wait": THREAD,
+    "checkpoint.reader:CheckpointReader._read_file:wait": THREAD,
     "cli.rank:_train:wait": THREAD,
     "engine.reach:_exchange:wait": HOST,
     "params.shard_grad:ShardGrad.discard_flights:wait": PINNED,
