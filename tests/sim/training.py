@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.checkpoint import Checkpointer
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, RowBlocks, ShardingStrategy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.comm_hooks import DefaultState, allreduce_hook, reduce_scatter_hook
 from fairshard.nn.data_parallel import FullStateDictConfig, StateDictType
-from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.optim import CPUOptimizer, Muon, ShardedGradScaler
 from fairshard.params import shard_grad
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
@@ -134,6 +134,8 @@ def _fully_sharded(net, cell):
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
     if cell.placement == "offload":
         options["offload_policy"] = CPUOffloadPolicy()
+    if "blocks" in cell.ways:
+        options["shard_placement_fn"] = lambda _param: RowBlocks(1)
     if "few" in cell.ways:
         options["reshard_after_forward"] = max(dist.get_world_size() // 2, 1)
     if "small_buckets" in cell.ways:
@@ -183,6 +185,8 @@ def optimizer_of(cell, model):
     settings = {"lr": 0.1, "momentum": 0.9, "foreach": False}
     if cell.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), **settings)
+    if cell.optimizer == "muon":
+        return Muon(model.parameters(), ns_steps=1)
     extra = {
         "cpu": {},
         "clip": {"clip_grad_norm": 0.5},
@@ -209,7 +213,8 @@ def train(cell, folder=None):
     """Train ``NUM_STEPS`` steps in the way of ``cell``; returns this rank's parts of the weights, and the losses."""
     model = build(cell)
     optimizer = optimizer_of(cell, model)
-    scaler = ShardedGradScaler(rank_device().type, init_scale=1024.0, enabled="scaler" in cell.ways)
+    scaler_class = torch.amp.GradScaler if "torch_scaler" in cell.ways else ShardedGradScaler
+    scaler = scaler_class(rank_device().type, init_scale=1024.0, enabled=bool({"scaler", "torch_scaler"} & cell.ways))
     data = batches(cell, 2 * NUM_STEPS)
     results, kept = [], contextlib.ExitStack()
     with torch.no_grad():
@@ -240,6 +245,8 @@ def train(cell, folder=None):
         config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             results += [value.clone() for value in model.state_dict().values()]
+    if "whole" in cell.ways:
+        results += [param.detach().full_tensor() for param in model.parameters()]
     if "scalars" in cell.ways:
         total = sum(param.detach().sum() for param in model.parameters())
         results.append(torch.tensor(gather_scalars([total, 1.0], device=rank_device()), device="cpu"))
