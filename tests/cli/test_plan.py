@@ -130,8 +130,9 @@ def test_padding_is_printed(capfd):
     assert [line.split()[0] for line in (*rows, whole)] == ["(root)", "blocks.0", "blocks.1", "all"]
     model = GPT(GPTConfig(2, 16, 2, TrainOptions.context))
     assert whole.split()[1] == f"{sum(param.numel() for param in model.parameters()):,}"
-    # 64 rows are one block of each matrix but the largest, which has 256: a rank has 2 of its 4 blocks
-    code, out, _ = run(f"{common} --placement row-blocks:64", capfd)
+    # blocks of more rows than there are: every parameter is on one rank, and no row is shorter than the embedding
+    code, out, _ = run(f"{common} --placement row-blocks:100000", capfd)
+    assert "in unit (root)" in out.splitlines()[-1]
     assert out.splitlines()[-1].startswith("warning: padding is ")
     assert "warning" not in run(common, capfd)[1].split("\n\n")[-1]
 
