@@ -34,7 +34,7 @@ from fairshard.views import received_in_place
 KIB = 1 << 10
 SIZES = tuple(size * KIB for size in (16, 64, 256, 1024, 4096))
 WAYS = {"copied out": 1 << 60, "in place": 1}
-"""The least size of a parameter that is received in place, by way."""
+"""The least bytes that a rank sends of a parameter that is received in place, by way."""
 NUM_PARAMS, WARMUP, CALLS = 4, 5, 60
 
 

@@ -20,14 +20,15 @@ from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
 from fairshard.views.copied_out import Beside, CopiedOut
 
-_MIN_NBYTES = 1 << 18
-"""Least size of a parameter, in bytes, that is received in place (docs/notes/in-place.md)."""
+_MIN_NBYTES = 1 << 17
+"""Least bytes that a rank sends of a parameter that is received in place (docs/notes/in-place.md)."""
 
 
 def large_params(layout: RowsLayout, itemsize: int) -> list[int]:
-    """The parameters that are received in place: those that are cut, of at least `_MIN_NBYTES`."""
+    """The parameters that are received in place: those that are cut, of at least `_MIN_NBYTES` for each rank."""
     sizes = enumerate(zip(layout.sizes, layout.numels, strict=True))
-    large = [index for index, ((rows, _), numel) in sizes if rows is not None and numel * itemsize >= _MIN_NBYTES]
+    least = _MIN_NBYTES * layout.world_size
+    large = [index for index, ((rows, _), numel) in sizes if rows is not None and numel * itemsize >= least]
     return large[:MAX_PARTS]
 
 

@@ -40,7 +40,7 @@ AXES = {
     "in_place": ["none", "all", "large"],
     "placement": ["rows", "blocks", "some_blocks"],
 }
-MIN_NBYTES = {"none": 1 << 18, "all": 1, "large": 64}  # of parameters that are received in place
+MIN_NBYTES = {"none": 1 << 17, "all": 1, "large": 32}  # a rank, of parameters that are received in place
 PRECISIONS = {
     "fp32": (None, None),
     "bf16": (torch.bfloat16, None),

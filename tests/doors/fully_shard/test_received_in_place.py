@@ -21,18 +21,19 @@ class Layers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one = nn.Linear(300, 301)
-        self.two = nn.Linear(301, 1)
+        self.one = nn.Linear(400, 401)
+        self.two = nn.Linear(401, 1)
 
     def forward(self, x):
         return self.two(self.one(x).relu())
 
 
 def test_the_large_parameters():
-    """Those that are cut and have at least 256 KiB; at most 255 of them."""
+    """Those that are cut and have at least 128 KiB for each rank; at most 255 of them."""
     sizes = [(4, 16384), (4, 16383), (None, 1 << 20), (0, 4), (1, 65536)]
     assert large_params(RowsLayout(sizes, 2), 4) == [0, 4]
     assert large_params(RowsLayout(sizes, 2), 2) == []
+    assert large_params(RowsLayout(sizes, 3), 4) == []
     assert large_params(RowsLayout([(4, 16384)] * 300, 2), 4) == list(range(255))
 
 
@@ -41,7 +42,7 @@ def test_the_large_parameters():
 def test_only_small_parameters_are_copied_out():
     """A gather counts once, writes this rank's rows, and copies small parameters; its buffer never has memory."""
     model = fully_shard(Layers())
-    model(torch.ones(2, 300)).sum().backward()
+    model(torch.ones(2, 400)).sum().backward()
     (flat_param,) = model._fairshard_unit.flat_params
     gathered, numel = flat_param.gathered, sum(param.numel() for param in model.parameters())
     assert isinstance(gathered, ReceivedInPlace)
@@ -64,7 +65,7 @@ def test_only_small_parameters_are_copied_out():
 def test_a_custom_gather_uses_the_buffer():
     """The user's own gather, set between passes, gets whole rows in place of messages."""
     torch.manual_seed(0)
-    model, x = Layers(), torch.randn(2, 300)
+    model, x = Layers(), torch.randn(2, 400)
     expected = model(x)
     fully_shard(model)
     assert torch.equal(model(x), expected)
