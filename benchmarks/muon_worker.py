@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measure import loaded_module
 from models import MODELS, build_gpt, random_batches
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -115,11 +116,10 @@ def _traffic(job: Job, muon: torch.optim.Optimizer) -> dict[str, int]:
         with FunctionalCounter(job.world) as counter:
             muon.step()
         return {"num_collectives": counter.number, "nbytes": counter.nbytes}
-    from fairshard.utils.collectives import counters, reset_counters
-
-    reset_counters()
+    collectives: Any = loaded_module("collectives", "reset_counters")
+    collectives.reset_counters()
     muon.step()
-    found = counters().values()
+    found = collectives.counters().values()
     return {"num_collectives": sum(number for number, _ in found), "nbytes": sum(nbytes for _, nbytes in found)}
 
 

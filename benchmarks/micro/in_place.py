@@ -27,9 +27,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import record
+from measure import loaded_module
 
 from fairshard.nn import fully_shard
-from fairshard.views import received_in_place
 
 KIB = 1 << 10
 SIZES = tuple(size * KIB for size in (16, 64, 256, 1024, 4096))
@@ -48,7 +48,8 @@ class Unit(nn.Module):
 
 def sharded(nbytes: int, way: str) -> Any:
     """A unit that gathers in ``way``."""
-    received_in_place._MIN_NBYTES = WAYS[way]
+    settings: Any = loaded_module("received_in_place", "_MIN_NBYTES")
+    settings._MIN_NBYTES = WAYS[way]
     unit: Any = fully_shard(Unit(nbytes))
     _gather(unit)
     return unit
