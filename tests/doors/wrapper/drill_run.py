@@ -30,12 +30,13 @@ FAULTS = {
     "killed in forward": "a rank is killed in the forward",
     "killed in backward": "a rank is killed in the backward",
     "killed in a step": "a rank is killed while its optimizer steps",
+    "stopped": "a rank is stopped (SIGSTOP) in the forward",
     "other module": "a rank runs another module of the same shape",
     "one batch short": "a rank runs out of batches and ends",
     "raises alone": "a rank raises in a forward",
     "other model": "a rank has built another model",
 }
-KILLS = [fault for fault in FAULTS if fault.startswith("killed")]
+KILLS = [fault for fault in FAULTS if fault.startswith("killed") or fault == "stopped"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Fault:
         if place == 2:
             if self._fault == "killed in forward":
                 _die()
+            if self._fault == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)  # until the drill kills it
             if self._fault == "raises alone":
                 raise KeyError("a rank of its own mind")
             if self._fault == "other module":
