@@ -93,16 +93,25 @@ def blocks_of(part: OwnPart) -> list[Block]:
 
 
 class MatrixExchange:
-    """Steps that the ranks of ``comm`` take together for the matrices ``blocks``, some of which are cut among them."""
+    """Steps that the ranks of ``comm`` take together for the matrices ``blocks``, if some are cut among them.
 
-    def __init__(self, comm: Communicator, blocks: Sequence[Block]) -> None:
+    Messages are on ``device``.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, blocks: Sequence[Block]) -> None:
         self._comm = comm
+        self._device = device
         self._blocks = blocks
         self._parts = list(dict.fromkeys(block.part for block in blocks if block.is_cut))
         self._lines = [f"{part.name} {tuple(part.shape)} cut at {part.spans}" for part in self._parts]
         self._digest = hashlib.sha256("\n".join(self._lines).encode()).digest()[:8]
         self._jobs: list[list[Block]] = []  # for each rank, the cut blocks that it computes
         self._running: tuple[Transfer, Tensor] | None = None  # with what it sends
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether a matrix is cut."""
+        return bool(self._parts)
 
     # ---- agreeing
 
@@ -120,8 +129,7 @@ class MatrixExchange:
         own += [one and counted for one, counted in zip(has, counts, strict=True)]
         own += [not one and counted for one, counted in zip(has, counts, strict=True)]
         own += [0] * (-len(own) % _MESSAGE_NBYTES)
-        device = next((part.device for part in self._parts), None)
-        message = torch.tensor(own, dtype=torch.uint8, device=device)
+        message = torch.tensor(own, dtype=torch.uint8, device=self._device)
         self._comm.all_reduce(message, "max").wait()
         most = bytes(message.tolist())
         if most[:8] != self._digest or most[8:16] != bytes(255 - byte for byte in self._digest):
@@ -210,9 +218,8 @@ class MatrixExchange:
         ]
 
     def _send(self, to: Sequence[Iterable[Tensor]], num_sent: list[int], num_received: list[int]) -> None:
-        device = self._parts[0].device
         runs = [run for rank, own in enumerate(to) if rank != self._comm.rank for run in own]
-        line = torch.cat(runs) if runs else torch.empty(0, dtype=torch.bfloat16, device=device)
+        line = torch.cat(runs) if runs else torch.empty(0, dtype=torch.bfloat16, device=self._device)
         self._comm.count("all_to_all", line.nbytes)
         received, work = self._comm.exchange_parts(line, num_sent, num_received)
         self._running = Transfer((work,), received), line

@@ -53,7 +53,7 @@ class Muon(Optimizer):
     `step` is **collective** if a matrix is cut among ranks: one small message, by which ranks agree on the gradients
     that exist, and two all-to-alls of 2 bytes an element: to an owner for each matrix, balanced over the ranks longest
     first, and back. Momentum stays on the shards. Matrices that a rank has whole are computed there; without any other
-    there is no communication. Newton-Schulz runs on the device that computes; its bits depend on the number of threads.
+    there is no communication but one message in the first step. Newton-Schulz runs on the device that computes; its bits depend on the number of threads.
 
     The same bits as torch's for fp32 and fp16 parameters. For bf16 ones, torch rounds the last elements of a tensor
     differently, which a part of it does not show; and with ``nesterov=False`` torch (2.13) overwrites their momentum by
@@ -132,7 +132,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient. **Collective** if a matrix is cut among ranks.
+        """Step all parameters that have a gradient. **Collective** at first, and if a matrix is cut among ranks.
 
         Raises:
             RanksDisagreeError: on all ranks and before anything has changed, if ranks hold different matrices, or if a
@@ -240,26 +240,28 @@ class _Plan:
         self.here = [block for own in blocks.values() for block in own if block.is_here]
         self._cut = {part: part.comm for part, own in blocks.items() if any(block.is_cut for block in own)}
         together: dict[tuple[Communicator, torch.device], list[Block]] = {}
-        for part, own in blocks.items() if self._cut else ():
-            if len(part.spans) > 1:  # also matrices that one rank has whole: they are work for that rank
+        for part in (part for parts in every for part in parts if len(part.spans) > 1):
+            if part in self._cut or part.is_connected:
                 assert part.comm is not None
-                together.setdefault((part.comm, part.device), []).extend(own)
-        self.exchanges = [
-            MatrixExchange(comm, own) for (comm, _), own in together.items() if any(block.is_cut for block in own)
-        ]
+                # Also matrices that one rank has whole: they are work for that rank.
+                together.setdefault((part.comm, part.device), []).extend(blocks.get(part, ()))
+        # Ranks without cut matrices agree once that they have none: others would wait for them.
+        self._asked = [MatrixExchange(comm, device, own) for (comm, device), own in together.items()]
+        self.exchanges = [exchange for exchange in self._asked if exchange.has_cut]
 
     def fits(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the plan is the one of ``param_groups``."""
         return self._key == _key_of(param_groups)
 
     def agree(self) -> set[OwnPart]:
-        """The matrices that have a gradient. **Collective** if there are `exchanges`; raises on all ranks."""
+        """The matrices that have a gradient. **Collective** at first, and with `exchanges`; raises on all ranks."""
         error = None
         if any(param.grad is not None and param.grad.is_sparse for param in self._params):
             error = RuntimeError("Muon needs dense gradients, but one is sparse. Build the embedding without `sparse`.")
         found: set[OwnPart] = set()
-        for exchange in self.exchanges:
+        for exchange in self._asked:
             found |= exchange.agree(error)
+        self._asked = self.exchanges
         if error is not None:
             raise error
         every = (part for parts in self.matrices for part in parts)

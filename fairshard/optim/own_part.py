@@ -88,6 +88,11 @@ class OwnPart:
         comm: Communicator = stepped.comm
         return comm
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether `comm` is known: after a first forward, and for DTensors always."""
+        return self._stepped is not None and (self._stepped.comm is not None or isinstance(self.param, DTensor))
+
     def own(self, value: Tensor) -> Tensor:
         """A view of this rank's elements of ``value``, shaped like ``param``: ``[n]``; a plain tensor is shaped."""
         stepped = self._stepped

@@ -101,6 +101,8 @@ def test_other_matrices_on_some_ranks():
     refused(reordered, RanksDisagreeError, r"rank 0 has `down\.weight`.*rank 1 has `up\.weight`")
     fewer = Muon(params[: 1 + dist.get_rank()], **OPTIONS)
     refused(fewer, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `down\.weight`")
+    none = Muon(params, use_muon=dist.get_rank() == 1, **OPTIONS)
+    refused(none, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `up\.weight`")
 
 
 @on_ranks(2)
