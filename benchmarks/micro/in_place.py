@@ -9,24 +9,20 @@ the slowest rank; the two ways take turns. Sets the threshold in ``fairshard/vie
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import record
+import worlds
 from measure import loaded_module
 
 from fairshard.nn import fully_shard
@@ -83,19 +79,7 @@ def measure_rank(rank: int, world_size: int, sizes: tuple[int, ...], folder: str
     os._exit(0)  # gloo groups sometimes hang while Python drops its last references
 
 
-def measure(world_size: int, sizes: tuple[int, ...]) -> dict[str, dict[str, list[float]]]:
-    """Run one world and return the slowest rank's milliseconds, call by call, as ``{size: {way: [...]}}``."""
-    with tempfile.TemporaryDirectory(prefix="fairshard-micro-") as folder:
-        mp.spawn(measure_rank, (world_size, sizes, folder), nprocs=world_size)
-        ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world_size)]
-    return {size: {way: _slowest_ms([rank[size][way] for rank in ranks]) for way in WAYS} for size in ranks[0]}
-
-
-def _slowest_ms(seconds_by_rank: list[list[float]]) -> list[float]:
-    return [1e3 * max(call) for call in zip(*seconds_by_rank, strict=True)]
-
-
-def show(world_size: int, milliseconds: dict[str, dict[str, list[float]]]) -> None:
+def show(world_size: int, milliseconds: worlds.Milliseconds) -> None:
     """Print the medians of one world, and that of the ratios of calls that took turns."""
     print(f"\nworld size {world_size}, median ms of the slowest rank, {NUM_PARAMS} parameters of so many KiB")
     print("     KiB  copied out  in place  ratio")
@@ -106,26 +90,5 @@ def show(world_size: int, milliseconds: dict[str, dict[str, list[float]]]) -> No
         print(f"{int(size) // KIB:8d}  {shown}")
 
 
-def main() -> None:
-    verbatim = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of one parameter")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / f"{datetime.date.today()}-in-place.json")
-    options = parser.parse_args()
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    runs: list[dict[str, Any]] = []
-    for world_size in options.worlds:
-        milliseconds = measure(world_size, tuple(options.sizes))
-        show(world_size, milliseconds)
-        for size, ways in milliseconds.items():
-            run = {"world": world_size, "nbytes": int(size)}
-            runs += [{**run, "way": way, "milliseconds": own} for way, own in ways.items()]
-    record.write(options.out, record.header(__file__, options), runs=runs)
-    print(f"\nwritten: {options.out}")
-
-
 if __name__ == "__main__":
-    main()
+    worlds.run(__file__, __doc__, measure_rank, SIZES, show)

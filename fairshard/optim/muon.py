@@ -52,8 +52,9 @@ class Muon(Optimizer):
 
     `step` is **collective** if a matrix is cut among ranks: one small message, by which ranks agree on the gradients
     that exist, and two all-to-alls of 2 bytes an element: to an owner for each matrix, balanced over the ranks longest
-    first, and back. Momentum stays on the shards. Matrices that a rank has whole are computed there; without any other
-    there is no communication but one message in the first step. Newton-Schulz runs on the device that computes; its bits depend on the number of threads.
+    first, and back. Momentum stays on the shards. Matrices that a rank has whole are computed there; without any other,
+    only the first step sends one message. Newton-Schulz runs on the device that computes; its bits depend on the number
+    of threads.
 
     The same bits as torch's for fp32 and fp16 parameters. For bf16 ones, torch rounds the last elements of a tensor
     differently, which a part of it does not show; and with ``nesterov=False`` torch (2.13) overwrites their momentum by
