@@ -192,8 +192,7 @@ class MatrixExchange:
         for index, block in enumerate(self._jobs[rank]):
             own = block.of(updates[block.part])
             runs = [own if r == rank else received[r][index] for r in every]
-            in_order = sorted((block.held[r].start, r) for r in every if block.held[r].numel)
-            matrix = block.shaped(torch.cat([runs[r] for _, r in in_order]))
+            matrix = block.shaped(torch.cat(runs))  # a parameter is cut in the order of the ranks
             result = block.flattened(function(matrix, block.part))
             for r, span in enumerate(block.held):
                 results[r].append(result[span.start : span.stop])

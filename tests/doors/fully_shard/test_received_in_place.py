@@ -1,12 +1,16 @@
 """Large parameters are received where they compute: only small ones are copied out, and there is no buffer."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import fully_shard
-from fairshard.utils.collectives import counters, reset_counters
+from fairshard.utils.collectives import communicator, counters, exchange_tag, reset_counters
+from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.testing import CopyCounter
 from fairshard.views.received_in_place import ReceivedInPlace, large_params
@@ -74,3 +78,46 @@ def test_a_custom_gather_uses_the_buffer():
     model.reshard()
     assert torch.equal(model(x), expected)
     assert custom.num_calls == 1
+
+
+@ON_HOSTS
+@on_ranks(2, 3)
+def test_a_gather_that_nobody_waits_for():
+    """It is ended before the next gather, which brings the new weights; resharding frees all of its memory."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 400)
+    expected = model(x)
+    fully_shard(model)
+    for _ in range(3):
+        model.unshard(async_op=True)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(2.0)
+        model.unshard(async_op=True)
+        model.reshard()
+        (flat_param,) = model._fairshard_unit.flat_params
+        gathered = flat_param.gathered
+        assert not gathered.kept_line.untyped_storage().nbytes()
+        assert not gathered._staging.nbytes()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(0.5)
+    model.unshard(async_op=True)
+    assert torch.equal(model(x), expected)
+
+
+@ON_HOSTS
+@on_ranks(3)
+def test_each_message_has_a_tag_of_its_own():
+    """Messages from one rank to another that run at the same time differ in their tags."""
+    comm, seen = communicator(dist.group.WORLD), []
+    exchange = SimpleNamespace(
+        recv=lambda tensors, peer, tag: seen.append(("recv", peer, tag)),
+        send=lambda tensors, peer, tag: seen.append(("send", peer, tag)),
+    )
+    with mock.patch.object(comm, "exchange", exchange):
+        parts = [[torch.zeros(rank + number) for rank in range(3)] for number in range(4)]
+        PartGather(comm, torch.zeros(3, 2), parts).start(exchange_tag("all_gather", 5, 1))
+    left_out = 2 if dist.get_rank() == 0 else 1  # rank 0 has nothing of the first part: it sends none to two ranks
+    assert len(seen) == 2 * 2 * 5 - left_out
+    assert len(set(seen)) == len(seen)
