@@ -1,5 +1,6 @@
 """Large parameters are received where they compute: only small ones are copied out, and there is no buffer."""
 
+import copy
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fairshard.nn import fully_shard
 from fairshard.utils.collectives import communicator, counters, exchange_tag, reset_counters
@@ -86,24 +88,25 @@ def test_a_gather_that_nobody_waits_for():
     """It is ended before the next gather, which brings the new weights; resharding frees all of its memory."""
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(2, 400)
-    expected = model(x)
+    plain = copy.deepcopy(model)
     fully_shard(model)
+    model(x)
+    (flat_param,) = model._fairshard_unit.flat_params
+    gathered = flat_param.gathered
+    model.unshard(async_op=True)
+    model.reshard()
+    assert not gathered.kept_line.untyped_storage().nbytes()
+    assert not gathered._staging.nbytes()
     for _ in range(3):
         model.unshard(async_op=True)
+        running = gathered.transfer
+        assert running.works
         with torch.no_grad():
-            for param in model.parameters():
-                param.to_local().mul_(2.0)
-        model.unshard(async_op=True)
-        model.reshard()
-        (flat_param,) = model._fairshard_unit.flat_params
-        gathered = flat_param.gathered
-        assert not gathered.kept_line.untyped_storage().nbytes()
-        assert not gathered._staging.nbytes()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.to_local().mul_(0.5)
-    model.unshard(async_op=True)
-    assert torch.equal(model(x), expected)
+            for param in [*model.parameters(), *plain.parameters()]:
+                (param.to_local() if isinstance(param, DTensor) else param).mul_(1.5)
+            result = model(x)
+        assert not running.works  # waited for
+        assert torch.equal(result, plain(x))
 
 
 @ON_HOSTS
