@@ -1,5 +1,7 @@
 """What older versions of torch lack: marks for the tests that need it, which skip them there with the reason."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -25,5 +27,8 @@ needs_readable_saved_tensor_hooks = _needs(
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
 )
 needs_muon = _needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
+needs_torchao = _needs(
+    "torchao, which is in extra `dev` and needs a newer one", importlib.util.find_spec("torchao") is not None
+)
 
 GAPS = {name: mark.args[0] for name, mark in dict(globals()).items() if name.startswith("needs_")}

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fairshard.checks.block_state import check_blocks
 from fairshard.engine.root import roots
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
@@ -302,6 +303,8 @@ def _check(optimizer: Optimizer) -> None:
                     "`reshard()` before you build the optimizer."
                 )
             _check_shard(optimizer, param)
+    found = [_watched(param)[0] for group in optimizer.param_groups for param in group["params"]]
+    check_blocks(optimizer, [stepped for stepped in found if stepped is not None])
     _warn_of_shape_groups(optimizer)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fairshard.checks.block_state import block_numel_of, check_blocks
+
 
 def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: torch.dtype | None) -> None:
     """Raise if arguments are out of range or contradict each other; warn if one has no effect.
@@ -44,6 +46,28 @@ def check_steps_together(optimizer_class: type, overlap: bool, state_dtype: torc
             f"{optimizer_class.__name__} must step all shards together, after the backward and in their own dtype, but "
             f"CPUOptimizer was given `{option}`. Leave that out."
         )
+
+
+def check_quantised(
+    template: Optimizer, stepped: Mapping[Any, Any], speculates: bool, state_dtype: torch.dtype | None
+) -> None:
+    """Check a ``template`` that quantises its state in blocks, such as torchao's; see also `check_blocks`.
+
+    ``stepped`` maps shards to flat params or `OrigParam` objects.
+
+    Raises:
+        ValueError: an option needs to copy or convert the state, which is not implemented for quantised state.
+    """
+    if not block_numel_of(template):
+        return
+    option = 'clip_mode="speculate"' if speculates else None if state_dtype is None else f"state_dtype={state_dtype}"
+    if option is not None:
+        raise ValueError(
+            f"{type(template).__name__} keeps quantised state, which cannot be copied or converted, but CPUOptimizer "
+            f"was given `{option}`. Leave that out."
+        )
+    params = (param for group in template.param_groups for param in group["params"])
+    check_blocks(template, [stepped[param] for param in params if param in stepped])
 
 
 def with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:

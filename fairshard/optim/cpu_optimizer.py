@@ -22,7 +22,7 @@ from fairshard.checks.optimizer_check import (
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
-from fairshard.optim.cpu_arguments import check_arguments, check_steps_together, with_fused
+from fairshard.optim.cpu_arguments import check_arguments, check_quantised, check_steps_together, with_fused
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_norm import clip_grad_norm_, exceeds
@@ -105,6 +105,7 @@ class CPUOptimizer(Optimizer):
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
+        check_quantised(self._template, self._flat_params, overlap and clip_mode == "speculate", state_dtype)
         self.state.update(self._template.state)  # some classes create state when built
         self._template.state.clear()
         self.clip_grad_norm, self.clip_mode = clip_grad_norm, clip_mode

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fairshard.checks.agreement import raise_together
@@ -17,6 +18,7 @@ from fairshard.state.full_params import gather_params, spans_of
 from fairshard.state.mixed_state import keys_of
 from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.dtensors import memory_of
 
 States = dict[nn.Parameter, dict[str, Any]]
 
@@ -83,12 +85,19 @@ class GatheredOptimState:
         return {} if is_left_out else self._with_groups(state)
 
     def sharded(self, offload_to_cpu: bool, copies: bool = True) -> dict[str, Any]:
-        """State with this rank's parts of the values; without ``copies``, views of the state. No communication."""
+        """State with this rank's parts of the values; without ``copies``, views of the state. No communication.
+
+        Raises:
+            ValueError: a value of this rank is quantised in blocks.
+        """
         state: dict[str, Any] = {}
         for named in self.params:
             own = self._states.get(named.param)
             if own is None:
                 continue
+            for name, value in own.items():
+                if _is_quantised(value, named.param):
+                    raise _not_by_name(f"`{name}` of `{named.first_names[0]}` {_QUANTISED}")
             if copies:
                 own = {name: _copied(value, offload_to_cpu) for name, value in own.items()}
             columns = {name: _own_runs(named, value) for name, value in own.items()}
@@ -141,11 +150,7 @@ def problem_among(every: list[dict[str, str]]) -> ValueError | None:
     for rank, own in enumerate(every):
         for key, kind in own.items():
             if kind.startswith("!"):
-                return ValueError(
-                    f"Optimizer state must have its shard's shape or be one value, but {key} on rank {rank} "
-                    f"{kind[1:]}. State in blocks (8-bit optimizers) or in lists cannot be named by parameter: "
-                    "keep it with a local state dict."
-                )
+                return _not_by_name(f"{key} on rank {rank} {kind[1:]}")
         for key in [*every[0], *own]:
             if own.get(key) != every[0].get(key):
                 return ValueError(
@@ -156,12 +161,32 @@ def problem_among(every: list[dict[str, str]]) -> ValueError | None:
     return None
 
 
+def _not_by_name(what: str) -> ValueError:
+    return ValueError(
+        f"Optimizer state must have its shard's shape or be one value, but {what}. State in blocks (8-bit optimizers) "
+        "or in lists cannot be named by parameter: save `optimizer.state_dict()` on each rank, and load it there."
+    )
+
+
+_QUANTISED = "is quantised in blocks"
+
+
+def _is_quantised(value: Any, shard: nn.Parameter) -> bool:
+    """Whether ``value`` holds other tensors, as torchao's optimizer state does, and not because the shard does."""
+    if not isinstance(value, Tensor):
+        return False
+    own, like = memory_of(value), memory_of(shard)
+    return is_traceable_wrapper_subclass(own) and not is_traceable_wrapper_subclass(like)
+
+
 def _is_run(value: Any) -> bool:
     return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _describe(value: Any, shard: nn.Parameter) -> str:
     """Description of ``value`` that must be equal on all ranks; if it begins with ``!``, a problem."""
+    if _is_quantised(value, shard):
+        return f"!{_QUANTISED}"
     if isinstance(value, Tensor):
         if value.dim() and value.shape != shard.shape:
             return f"!has shape {tuple(value.shape)} while the shard has {tuple(shard.shape)}"

@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._foreach_utils import _foreach_supported_types as _of_clipping
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from fairshard.errors import ParameterShardedError
 from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.span import Span, overlap
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.tensors import form_of
 
 
 class RaggedShard(Placement):
@@ -106,6 +108,11 @@ class RaggedTensor(DTensor):
         plain: Any = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         return _made(RaggedTensor, plain._local_tensor, plain._spec, plain.requires_grad)
 
+    def _stable_hash_for_caching(self) -> str:
+        """See DTensor; also of this rank's rows, of which ranks that share a cache of compiled code have others."""
+        spec: Any = self._spec
+        return f"{spec._stable_hash()} {self.requires_grad} {form_of(self._local_tensor)}"
+
     @property
     def _placement(self) -> RaggedShard:
         placement = self._spec.placements[-1]
@@ -184,12 +191,29 @@ def ragged_part_of(whole: Tensor, spec: DTensorSpec) -> RaggedTensor:
     return shown
 
 
+def ragged_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedTensor:
+    """This rank's rows of ``whole``, copied, as a tensor placed by ``placements``; no communication."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    copied: Any = ragged_part_of(whole, DTensorSpec(mesh, tuple(placements), tensor_meta=meta)).clone()
+    ragged: RaggedTensor = copied
+    return ragged
+
+
+def ragged_like(local: Tensor, like: RaggedTensor) -> RaggedTensor:
+    """``local``, values for this rank's rows, as a tensor placed like ``like``, in the dtype of ``local``."""
+    shown: RaggedTensor = _shown(local, like._spec)
+    return shown
+
+
 def _gathered(ragged: Any) -> Tensor:
     """The whole tensor, in new memory. **Collective.**
 
     If few ranks have rows, each of them broadcasts its own; otherwise all ranks exchange as many as the largest has.
+    Quantised optimizer state, which some ranks may have and others not, is dequantised.
     """
     comm, local = ragged._comm, ragged._local_tensor.detach()
+    if is_traceable_wrapper_subclass(local):
+        local = local.dequantize()  # type: ignore[attr-defined]
     num_rows, width = ragged.shape[0], ragged.shape[1:].numel()
     spans = [ragged._placement.rows_on(rank, num_rows) for rank in range(comm.world_size)]
     whole: Tensor = local.new_empty(ragged.shape)

@@ -1,9 +1,10 @@
-"""Arithmetic over collections of tensors."""
+"""Arithmetic over collections of tensors, and descriptions of them."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def calc_grad_norm(parameters: Iterable[Tensor], p: float) -> Tensor:
@@ -95,3 +96,12 @@ def joined_columns(parts: Sequence[Tensor]) -> Tensor | None:
             return None
         stop += part.size(1)
     return first.as_strided((shape[0], stop - start), stride, start) if stride[1] == 1 else None
+
+
+def form_of(tensor: Tensor) -> str:
+    """Everything about ``tensor``, and about the tensors that it wraps, except the values."""
+    own = f"{type(tensor).__name__} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.device}"
+    if not is_traceable_wrapper_subclass(tensor):
+        return own
+    names, context = tensor.__tensor_flatten__()
+    return f"{own} {context} {[form_of(getattr(tensor, name)) for name in names]}"

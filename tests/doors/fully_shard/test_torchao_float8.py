@@ -1,7 +1,5 @@
 """torchao's float8 training, with and without gathering weights in float8, beside torch's ``fully_shard``."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
@@ -10,12 +8,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fairshard.nn import fully_shard
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
-from tests.torch_gaps import PREFIX, needs_fsdp2_on_cpu
-
-needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None,
-    reason=f"{PREFIX}torchao, which is in extra `dev` and needs a newer one",
-)
+from tests.torch_gaps import needs_fsdp2_on_cpu, needs_torchao
 
 
 def float8_net(gathers_float8):
