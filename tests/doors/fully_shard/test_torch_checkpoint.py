@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,8 +21,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fairshard.checkpoint import load
-from fairshard.nn import CPUOffloadPolicy, fully_shard
-from fairshard.utils.testing import run_ranks
+from fairshard.nn import CPUOffloadPolicy, RowBlocks, fully_shard
+from fairshard.utils.testing import rank_device, run_ranks
 from tests.doors.fully_shard.stateful import copied, hybrid_mesh, shard_odd, sharded_odd, train_odd, whole_of
 from tests.models import loss_of_tiny, tiny
 from tests.on_ranks import in_full, on_ranks
@@ -108,16 +109,17 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(saved, loaded, tmp_path):
 
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.full) for o in STATEFUL)])
-def test_whole_state_goes_to_the_plain_model_and_back(optimizer):
+@pytest.mark.parametrize(("how", "other"), [("rows", "columns"), ("blocks", "blocks")])
+def test_whole_state_goes_to_the_plain_model_and_back(how, other, optimizer):
     """Full state loads into the plain model and back, also from rank 0 alone, and training continues the same way."""
-    model, own = _odd("rows", 1, optimizer)
+    model, own = _odd(how, 1, optimizer)
     train_odd(model, own, range(2))
     weights, moments = copy.deepcopy(get_state_dict(model, own, options=EVERYWHERE))  # torch shares step counts
     assert not any(isinstance(value, DTensor) for value in (*weights.values(), *_leaves(moments)))
     plain, of_plain = _odd("plain", 5, optimizer)
     set_state_dict(plain, of_plain, model_state_dict=weights, optim_state_dict=moments)
     assert_same_state(_whole(plain, of_plain), _whole(model, own))
-    again, of_again = _odd("columns", 6, optimizer)
+    again, of_again = _odd(other, 6, optimizer)
     back = copy.deepcopy(get_state_dict(plain, of_plain))
     set_state_dict(again, of_again, model_state_dict=back[0], optim_state_dict=back[1], options=FULL)
     assert_same_state(_whole(again, of_again), _whole(model, own))
@@ -126,7 +128,7 @@ def test_whole_state_goes_to_the_plain_model_and_back(optimizer):
     moments = copy.deepcopy(moments)
     assert bool(weights) == (dist.get_rank() == 0)
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    sent, of_sent = _odd("rows", 7, optimizer)
+    sent, of_sent = _odd(how, 7, optimizer)
     set_model_state_dict(sent, weights, options=from_first)
     set_optimizer_state_dict(sent, of_sent, moments, options=from_first)
     expected = _whole(model, own)
@@ -135,6 +137,22 @@ def test_whole_state_goes_to_the_plain_model_and_back(optimizer):
         train_odd(each, of_each, range(2))
     assert_same_state(_whole(again, of_again), _whole(model, own))
     assert_same_state(_whole(sent, of_sent), _whole(model, own))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)])
+def test_whole_values_give_memory_to_blocks(options):
+    """A model on the meta device, placed by blocks, gets memory and values from a full state dict."""
+    with torch.device("meta"):
+        model = nn.Linear(3, 5)
+    fully_shard(model, shard_placement_fn=lambda param: RowBlocks(2))
+    plain = nn.Linear(3, 5, device=rank_device())
+    with torch.no_grad():
+        plain.weight.copy_(torch.arange(15.0).view(5, 3))
+        plain.bias.copy_(torch.arange(5.0))
+    has_values = dist.get_rank() == 0 or not options.broadcast_from_rank0
+    set_model_state_dict(model, plain.state_dict() if has_values else {}, options=options)
+    assert_same_state({name: value.full_tensor() for name, value in model.state_dict().items()}, plain.state_dict())
 
 
 def _leaves(state):

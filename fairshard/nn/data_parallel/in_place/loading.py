@@ -23,6 +23,7 @@ from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
 from fairshard.utils.dynamo import untraced
+from fairshard.utils.whole_values import cut_whole_values
 
 
 class _ShardsShown:
@@ -49,6 +50,7 @@ def serve_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
     Each rank copies its part of a whole tensor, without communication. Values are copied even with ``assign=True``,
     including those of ignored parameters, because optimizers hold the existing parameters, and shards share one buffer.
     """
+    cut_whole_values()
     shards_shown = _ShardsShown(unit)
     for module in modules:
         module.register_state_dict_pre_hook(shards_shown)
