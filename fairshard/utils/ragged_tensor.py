@@ -357,6 +357,12 @@ def _ragged_in(args: Any) -> Any:
 
 
 def _refuse(func: Any, args: Any) -> Any:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise ParameterShardedError(
+            f"Random values of a parameter placed by RowBlocks would depend on the number of ranks, but `{func}` was "
+            f"called on {_describe(_ragged_in(args))}. Initialise before sharding; or draw whole values, shaped like "
+            "`full_tensor()`, which gathers them, and load these with `load_state_dict`."
+        )
     placed: list[str] = []
     tree_map(lambda each: placed.append(_describe(each)) if isinstance(each, Tensor) else None, args)
     raise ParameterShardedError(  # TypeError would become "unsupported operand" in arithmetic

@@ -191,6 +191,25 @@ def test_a_model_without_memory_loads_its_values():
 
 
 @on_ranks(2)
+def test_random_initialisation_raises_on_all_ranks():
+    """Ranks would draw numbers for their own rows: refused on ranks without rows too; constants are allowed."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Embedding(4, 3), nn.LayerNorm(6))
+    model = fully_shard(model, shard_placement_fn=lambda param: RowBlocks(5))
+    model.to_empty(device=rank_device())
+    for layer in model[:2]:
+        with pytest.raises(ParameterShardedError, match="before sharding"):
+            layer.reset_parameters()
+    for initialise in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.trunc_normal_, nn.init.orthogonal_):
+        with pytest.raises(ParameterShardedError, match="before sharding"):
+            initialise(model[0].weight)
+    model[2].reset_parameters()
+    nn.init.constant_(model[0].bias, 0.5)
+    assert torch.equal(model[2].weight.full_tensor(), torch.ones(6, device=rank_device()))
+    assert model[0].bias.full_tensor().eq(0.5).all()
+
+
+@on_ranks(2)
 def test_gradients_through_whole_values():
     """A loss of `full_tensor()` reaches the parameter: each rank gets the gradient of its rows."""
     weight = shard(plain_model())[0].weight
