@@ -96,17 +96,21 @@ class MatrixExchange:
     """Steps that the ranks of ``comm`` take together for the matrices ``blocks``, if some are cut among them.
 
     Messages are on ``device``.
+
+    Attributes:
+        is_connected: whether a rank of ``comm`` is in several such groups; known after `agree`.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, blocks: Sequence[Block]) -> None:
-        self._comm = comm
-        self._device = device
+        self.comm = comm
+        self.device = device
         self._blocks = blocks
         self._parts = list(dict.fromkeys(block.part for block in blocks if block.is_cut))
         self._lines = [f"{part.name} {tuple(part.shape)} cut at {part.spans}" for part in self._parts]
         self._digest = hashlib.sha256("\n".join(self._lines).encode()).digest()[:8]
         self._jobs: list[list[Block]] = []  # for each rank, the cut blocks that it computes
         self._running: tuple[Transfer, Tensor] | None = None  # with what it sends
+        self.is_connected = False
 
     @property
     def has_cut(self) -> bool:
@@ -115,35 +119,37 @@ class MatrixExchange:
 
     # ---- agreeing
 
-    def agree(self, error: Exception | None) -> set[OwnPart]:
+    def agree(self, error: Exception | None, is_in_several: bool = False) -> set[OwnPart]:
         """The cut parameters that have gradients, the same on every rank. **Collective**: one small message.
 
-        ``error``: why this rank cannot step; then all ranks raise.
+        ``error``: why this rank cannot step; then all ranks raise. ``is_in_several``: whether this rank is in several
+        groups that exchange matrices.
 
         Raises:
             RanksDisagreeError: on all ranks, if they step different parameters, or if only some ranks have a gradient.
         """
         has = [part.has_grad for part in self._parts]
         counts = [bool(part.span.numel) for part in self._parts]  # a rank without elements may have no gradient either
-        own = [*self._digest, *(255 - byte for byte in self._digest), error is not None]
+        own = [*self._digest, *(255 - byte for byte in self._digest), error is not None, is_in_several]
         own += [one and counted for one, counted in zip(has, counts, strict=True)]
         own += [not one and counted for one, counted in zip(has, counts, strict=True)]
         own += [0] * (-len(own) % _MESSAGE_NBYTES)
-        message = torch.tensor(own, dtype=torch.uint8, device=self._device)
-        self._comm.all_reduce(message, "max").wait()
+        message = torch.tensor(own, dtype=torch.uint8, device=self.device)
+        self.comm.all_reduce(message, "max").wait()
         most = bytes(message.tolist())
+        self.is_connected = bool(most[17])
         if most[:8] != self._digest or most[8:16] != bytes(255 - byte for byte in self._digest):
             self._raise_difference()
         if most[16]:
-            raise_together([self._comm], error)
-        some, none = most[17 : 17 + len(has)], most[17 + len(has) :][: len(has)]
+            raise_together([self.comm], error)
+        some, none = most[18 : 18 + len(has)], most[18 + len(has) :][: len(has)]
         for part, present, missing in zip(self._parts, some, none, strict=True):
             if present and missing:
                 self._raise_missing(part)
         return {part for part, present in zip(self._parts, some, strict=True) if present}
 
     def _raise_difference(self) -> None:
-        every = self._comm.gather_objects(self._lines)
+        every = self.comm.gather_objects(self._lines)
         for rank, lines in enumerate(every):
             for index in range(max(len(lines), len(every[0]))):
                 theirs, ours = (each[index] if index < len(each) else "nothing more" for each in (lines, every[0]))
@@ -155,7 +161,7 @@ class MatrixExchange:
                     )
 
     def _raise_missing(self, part: OwnPart) -> None:
-        every = self._comm.gather_objects(part.has_grad or not part.span.numel)
+        every = self.comm.gather_objects(part.has_grad or not part.span.numel)
         ranks = [rank for rank, has in enumerate(every) if not has]
         raise RanksDisagreeError(
             f"A matrix that is cut among ranks must have a gradient on all of them or on none, but {part.name} has "
@@ -172,8 +178,8 @@ class MatrixExchange:
         # *Invariant*: owners depend on what all ranks know. Of whole matrices only their own rank knows the gradients.
         blocks = [block for block in self._blocks if block.part in updates or not block.is_cut]
         held = [[span.numel for span in block.held] for block in blocks]
-        owners = owners_of([block.cost for block in blocks], held, self._comm.world_size)
-        self._jobs = [[] for _ in range(self._comm.world_size)]
+        owners = owners_of([block.cost for block in blocks], held, self.comm.world_size)
+        self._jobs = [[] for _ in range(self.comm.world_size)]
         for block, owner in zip(blocks, owners, strict=True):
             if block.is_cut:
                 self._jobs[owner].append(block)
@@ -185,8 +191,8 @@ class MatrixExchange:
         """Replace the cut matrices in ``updates`` by ``function`` of each, computed by its owner. **Collective.**"""
         if not any(self._jobs):
             return
-        rank = self._comm.rank
-        every = range(self._comm.world_size)
+        rank = self.comm.rank
+        every = range(self.comm.world_size)
         received = self._received([[block.held[r].numel for block in self._jobs[rank]] for r in every])
         results: list[list[Tensor]] = [[] for _ in every]
         for index, block in enumerate(self._jobs[rank]):
@@ -205,22 +211,22 @@ class MatrixExchange:
 
     def _num_sent(self) -> list[int]:
         """How many elements this rank has of the matrices of each other rank."""
-        rank = self._comm.rank
+        rank = self.comm.rank
         return [0 if r == rank else sum(b.held[rank].numel for b in jobs) for r, jobs in enumerate(self._jobs)]
 
     def _num_owned(self) -> list[int]:
         """How many elements each other rank has of this rank's matrices."""
-        rank = self._comm.rank
+        rank = self.comm.rank
         return [
             0 if r == rank else sum(block.held[r].numel for block in self._jobs[rank])
-            for r in range(self._comm.world_size)
+            for r in range(self.comm.world_size)
         ]
 
     def _send(self, to: Sequence[Iterable[Tensor]], num_sent: list[int], num_received: list[int]) -> None:
-        runs = [run for rank, own in enumerate(to) if rank != self._comm.rank for run in own]
-        line = torch.cat(runs) if runs else torch.empty(0, dtype=torch.bfloat16, device=self._device)
-        self._comm.count("all_to_all", line.nbytes)
-        received, work = self._comm.exchange_parts(line, num_sent, num_received)
+        runs = [run for rank, own in enumerate(to) if rank != self.comm.rank for run in own]
+        line = torch.cat(runs) if runs else torch.empty(0, dtype=torch.bfloat16, device=self.device)
+        self.comm.count("all_to_all", line.nbytes)
+        received, work = self.comm.exchange_parts(line, num_sent, num_received)
         self._running = Transfer((work,), received), line
 
     def _received(self, lengths: Sequence[Sequence[int]]) -> list[list[Tensor]]:
@@ -229,6 +235,6 @@ class MatrixExchange:
         line = self._running[0].wait()
         self._running = None
         assert line is not None
-        own: list[Sequence[int]] = [() if rank == self._comm.rank else each for rank, each in enumerate(lengths)]
+        own: list[Sequence[int]] = [() if rank == self.comm.rank else each for rank, each in enumerate(lengths)]
         runs = iter(line.split([length for each in own for length in each]))
         return [[next(runs) for _ in each] for each in own]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fairshard.errors import ShardOptimizerError
+from fairshard.optim.connected_groups import ConnectedGroups
 from fairshard.optim.matrix_exchange import Block, MatrixExchange, blocks_of
 from fairshard.optim.newton_schulz import DEFAULT_COEFFICIENTS, orthogonalized
 from fairshard.optim.own_part import OwnPart, layout_of, own_parts
@@ -249,6 +250,8 @@ class _Plan:
         # Ranks without cut matrices agree once that they have none: others would wait for them.
         self._asked = [MatrixExchange(comm, device, own) for (comm, device), own in together.items()]
         self.exchanges = [exchange for exchange in self._asked if exchange.has_cut]
+        asked = [(exchange.comm, exchange.has_cut) for exchange in self._asked]
+        self._groups = ConnectedGroups([comm for comm, _ in asked], [has_cut for _, has_cut in asked])
 
     def fits(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the plan is the one of ``param_groups``."""
@@ -256,15 +259,20 @@ class _Plan:
 
     def agree(self) -> set[OwnPart]:
         """The matrices that have a gradient. **Collective** at first, and with `exchanges`; raises on all ranks."""
-        error = None
+        error: Exception | None = None
         if any(param.grad is not None and param.grad.is_sparse for param in self._params):
             error = RuntimeError("Muon needs dense gradients, but one is sparse. Build the embedding without `sparse`.")
         found: set[OwnPart] = set()
         for exchange in self._asked:
-            found |= exchange.agree(error)
-        self._asked = self.exchanges
+            try:
+                found |= exchange.agree(error, self._groups.are_several)
+            except (RuntimeError, ValueError, KeyError, TypeError) as refused:  # by all ranks of this group
+                error = refused
+        if any(exchange.is_connected for exchange in self._asked):
+            error = self._groups.spread(error, self._asked[0].device)
         if error is not None:
             raise error
+        self._asked = self.exchanges
         every = (part for parts in self.matrices for part in parts)
         return found | {part for part in every if part not in self._cut and part.has_grad}
 

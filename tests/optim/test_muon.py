@@ -68,6 +68,16 @@ def test_replicas_step_alike(layout):
         assert torch.equal(first, value)
 
 
+def _step_both(ours, theirs, step):
+    """Step a sharded model and a `Reference`, each with its optimizer, on the batches of ``step``."""
+    for model, _ in (ours, theirs):
+        backward(model, step)
+    theirs[0].reduce_grads()
+    for _, optimizer in (ours, theirs):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 OTHER_OPTIONS = {
     "no nesterov": {"nesterov": False},
     "rms": {"adjust_lr_fn": "match_rms_adamw"},
@@ -95,12 +105,7 @@ def test_a_rate_in_a_tensor_and_a_schedule():
     ours = Muon(model.parameters(), **{**OPTIONS, "lr": torch.tensor(0.1)})
     theirs = PlainMuon(reference.master, {"lr": torch.tensor(0.1)})
     for step in range(2):
-        backward(model, step)
-        backward(reference, step)
-        reference.reduce_grads()
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_both((model, ours), (reference, theirs), step)
         for each in (ours, theirs.muon, theirs.adamw):
             each.param_groups[0]["lr"] = each.param_groups[0]["lr"] / 2
     assert_same_state(full(model.state_dict()), reference.master.state_dict())
@@ -318,12 +323,7 @@ def test_ranks_without_elements_take_part(layout):
     model, reference = settings[layout](model), Reference(plain, keeps_none=True)
     ours, theirs = muon_of(layout, model), PlainMuon(reference.master)
     for step in (1, 2):
-        backward(model, step)
-        backward(reference, step)
-        reference.reduce_grads()
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        _step_both((model, ours), (reference, theirs), step)
     assert_same_state(full(model.state_dict()), reference.master.state_dict())
     keys = [sorted(ours.state.get(param, {})) for param in model.parameters()]
     every = [None] * dist.get_world_size()

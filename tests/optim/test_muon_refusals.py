@@ -13,8 +13,9 @@ from fairshard.errors import FairshardError, RanksDisagreeError, ShardOptimizerE
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer, Muon
+from fairshard.optim.connected_groups import ConnectedGroups, num_hops
 from fairshard.utils.testing import rank_device
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.optim.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
 from tests.reference import assert_same_state, randn
 from tests.torch_gaps import needs_muon
@@ -103,6 +104,90 @@ def test_other_matrices_on_some_ranks():
     refused(fewer, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `down\.weight`")
     none = Muon(params, use_muon=dist.get_rank() == 1, **OPTIONS)
     refused(none, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `up\.weight`")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("backwards", [False, in_full(True)])
+def test_an_error_reaches_all_connected_groups(backwards):
+    """Experts on pairs beside a layer on all ranks: a gradient that one expert lacks makes all ranks raise."""
+    rank = dist.get_rank()
+    pairs = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("shards", "experts"))["shards"]
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)).to(rank_device())
+    expert = fully_shard(model[1], mesh=pairs)
+    fully_shard(model)
+    params = [model[0].weight, expert.weight]
+    optimizer = Muon(params[::-1] if backwards else params)
+    for step in range(3):
+        model(randn(4, 6)).square().sum().backward()
+        before = [param.to_local().clone() for param in params]
+        grad = expert.weight.grad
+        if step < 2:  # in the first step ranks do not know of other groups yet
+            if rank == 3:
+                expert.weight.grad = None
+            refused(optimizer, RuntimeError, r"`1.weight` has none on rank 1")
+            assert all(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
+            expert.weight.grad = grad
+        optimizer.step()
+        assert not any(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
+
+
+class PlainComm:
+    """Ranks of a process group, with the methods of a `Communicator` that errors travel by."""
+
+    is_real = True
+
+    def __init__(self, ranks):
+        self.group = dist.new_group(list(ranks))
+        self.world_size = len(ranks)
+
+    def gather_objects(self, value):
+        every = [None] * self.world_size
+        dist.all_gather_object(every, value, group=self.group)
+        return every
+
+    def agree(self, number, device):
+        return len(set(self.gather_objects(number))) == 1
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "chain", [((0, 1), (0, 2)), ((0, 1), (1, 2), (2, 3)), ((2, 3), (1, 2), (0, 1)), ((0, 1, 2, 3),)]
+)
+def test_errors_pass_along_chains_of_groups(chain):
+    """Whatever the order of the groups, an error that one has agreed on reaches all, at first and later on."""
+    rank = dist.get_rank()
+    comms = [comm for ranks in chain for comm in [PlainComm(ranks)] if rank in ranks]
+    if not comms:
+        return
+    groups = ConnectedGroups(comms, [True] * len(comms))
+    assert groups.are_several == (len(comms) > 1)
+    for failing in ((), chain[0], (), chain[-1]):
+        own = RanksDisagreeError("because") if rank in failing else None
+        found = groups.spread(own, rank_device())
+        if not failing or rank in failing:
+            assert found is own
+        else:
+            assert isinstance(found, RanksDisagreeError)
+            assert "so all ranks raise: " in str(found)
+            assert str(found).endswith("because")
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([], 0),
+        ([(0, 1, 2)], 0),
+        ([(0, 1), (2, 3)], 0),
+        ([(0, 1), (0, 2)], 1),
+        ([(0, 1), (1, 2), (2, 3)], 2),
+        ([(0, 1, 2, 3), (0, 2), (1, 3)], 1),
+        ([(rank, rank + 1) for rank in range(7)], 6),
+        ([(0, 1, 2, 3), (3, 4), (4, 0)], 1),
+    ],
+)
+def test_hops_between_groups(groups, expected):
+    """From all ranks of a group, the most groups until a message has reached every connected rank."""
+    assert num_hops(frozenset(group) for group in groups) == expected
 
 
 @on_ranks(2)
