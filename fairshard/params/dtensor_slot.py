@@ -93,9 +93,7 @@ class DTensorSlot(ParamSlot):
     def clear(self) -> None:
         """Make the local tensor empty."""
         leaf: Any = self.leaf
-        if self._empty is None:
-            self._empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-        leaf._local_tensor = self._empty
+        leaf._local_tensor = self.empty
 
     def move_to(self, device: torch.device) -> None:
         """Empty the leaf. A DTensor is on the device of its mesh, so it cannot move.

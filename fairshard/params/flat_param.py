@@ -260,6 +260,7 @@ class FlatParam(Leaves):
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), self.comm)
+                self._hook_trained()
         elif self.shard_numel:
             self._uses += 1
             own = self._newest() if part is None else None
@@ -268,7 +269,7 @@ class FlatParam(Leaves):
     def _newest(self) -> Tensor:
         """The current values of the shard, in its copy on the compute device if that exists."""
         if self._device_shard is None:
-            return self.shard.detach()
+            return self.shows.shard.detach()
         if self._is_updated:
             # Copied in every pass, because a change through ``shard.data`` cannot be detected.
             self._device_shard.copy_(self.shard.detach(), non_blocking=True)
@@ -292,21 +293,22 @@ class FlatParam(Leaves):
 
     def wait_unshard(self, attach: bool = True) -> None:
         """Wait for the running gather, if any, and show it in the leaves; ``attach`` also makes them attributes."""
-        gathered = self.gathered
-        gathered.wait()
-        for slot, view in zip(self.slots, gathered.views):  # noqa: B905 (host time)
-            if attach:
-                slot.attach(view)
-            else:
-                slot.show(view)
+        self.gathered.wait()
+        for leaf, view, _ in self._plain:
+            leaf.data = view
+        for slot, view in self._others:
+            slot.show(view)
+        for slot, view in zip(self.slots, self.gathered.views, strict=True) if attach else ():
+            slot.attach(view)
 
     def reshard(self, is_attached: bool = True) -> None:
         """Free the buffer and empty the leaves; if ``is_attached``, also remove the leaves from their modules."""
-        for slot in self.slots:
-            if is_attached:
-                slot.detach()
-            else:
-                slot.clear()
+        for leaf, _, empty in self._plain:
+            leaf.data = empty
+        for slot, _ in self._others:
+            slot.clear()
+        for slot in self.slots if is_attached else ():
+            slot.remove()
         if not self.computes_on_shard:
             self.gathered.free()
         self.is_gathered = False

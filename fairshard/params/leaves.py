@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
 from fairshard.params.route import Route
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot
+from fairshard.params.slot import ParamSlot, plain_and_others
 from fairshard.utils.autograd import accumulate_node, reached, reaches
 from fairshard.utils.tensors import joined_columns
 
+_TRAINS = attrgetter("leaf.requires_grad")  # of a slot; `map` with it costs less host time than a loop
 interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
 """Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
 
@@ -103,12 +105,10 @@ class Leaves:
         Raises:
             FairshardError: one leaf was changed, but one flat parameter is registered for several.
         """
-        trained = self._trained
-        for index, slot in enumerate(self.slots):
-            if slot.leaf.requires_grad != trained[index]:
-                self.shows.adopt_requires_grad(index, self.name)
+        if list(map(_TRAINS, self.slots)) != self._trained:
+            self.shows.adopt_requires_grad(self._trained, self.name)
         wanted = self.shows.wanted()
-        if wanted == trained:
+        if wanted == self._trained:
             return
         self._trained = wanted
         self.requires_grad = any(wanted)
@@ -142,6 +142,7 @@ class Leaves:
                 slot.detach()
         self.nodes = [node if trains else None for node, trains in zip(self._nodes, self._trained, strict=True)]
         self.has_frozen = None in self.nodes
+        self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy every leaf's gradient into ``views`` and cast it: the only copy of whole gradients.

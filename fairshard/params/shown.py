@@ -58,13 +58,14 @@ class ShownShard:
     def follow(self, trained: Sequence[bool]) -> None:
         """Set ``requires_grad`` of the shard, if some parameter is ``trained``."""
 
-    def adopt_requires_grad(self, index: int, name: str) -> None:
-        """Adopt a change of ``requires_grad`` of the leaf ``index``; ``name``: the name of the flat param.
+    def adopt_requires_grad(self, before: Sequence[bool], name: str) -> None:
+        """Adopt ``requires_grad`` of leaves that differ from ``before``; ``name``: the name of the flat param.
 
         Raises:
-            FairshardError: no parameter is registered for this leaf alone.
+            FairshardError: no parameter is registered for such a leaf alone.
         """
-        slot = self.slots[index]
+        slots = zip(self.slots, before, strict=True)
+        slot = next(slot for slot, trained in slots if slot.leaf.requires_grad != trained)
         raise FairshardError(
             f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after wrapping, "
             f"but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{name}` in named_parameters()), or "

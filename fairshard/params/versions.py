@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 
+_VERSION = attrgetter("_version")  # `map` with it costs less host time than a loop
+
 
 def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
     """The version counters of shards and of the parameters that are views of them."""
-    return [param._version for flat_param in flat_params for param in flat_param.shows.versioned]
+    return [version for flat_param in flat_params for version in map(_VERSION, flat_param.shows.versioned)]
 
 
 def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:

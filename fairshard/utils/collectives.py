@@ -131,7 +131,7 @@ class Communicator(GroupMessages):
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
-        self.counts: dict[str, list[int]] = {}
+        self.counts: dict[str, tuple[int, int]] = {}
         self.is_real = backend_name(group, torch.device("cpu")) != "fake"
         self._next_id = self._num_messages = 0
         self.exchange: ProcessGroup | None = None
@@ -270,11 +270,8 @@ class Communicator(GroupMessages):
     def count(self, kind: Kind, nbytes: int) -> None:
         """Count one collective and the bytes that it moves."""
         if self.world_size > 1:
-            if kind not in self.counts:
-                self.counts[kind] = [0, 0]
-            count = self.counts[kind]
-            count[0] += 1
-            count[1] += nbytes
+            number, total = self.counts.get(kind, (0, 0))
+            self.counts[kind] = number + 1, total + nbytes
 
 
 @dataclass(frozen=True)

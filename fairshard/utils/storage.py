@@ -1,8 +1,14 @@
 """Allocate and free the memory behind a tensor in place, keeping every view of it valid."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+# What torch.utils.dlpack.from_dlpack does after checks for other libraries' tensors, which take longer.
+_to_dlpack: Callable[[Tensor], Any] = torch._C._to_dlpack
+_from_dlpack: Callable[[Any], Tensor] = torch._C._from_dlpack
 
 
 def free_storage_(data: Tensor) -> None:
@@ -43,7 +49,7 @@ def own_storage(view: Tensor) -> Tensor:
         return view
     if view.is_meta or not view.numel():
         return torch.empty_like(view)
-    return from_dlpack(to_dlpack(view))
+    return _from_dlpack(_to_dlpack(view))
 
 
 def is_aliased(data: Tensor) -> bool:

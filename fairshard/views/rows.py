@@ -149,6 +149,8 @@ class Rows(FlatLine):
         """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
         if self.cuts[index].dim:
             return [self.cuts[index].parts(value) for _ in runs]
+        if len(runs) == 1 and runs[0].numel() == value.numel():
+            return [value.reshape(runs[0].shape)]
         flat = value.reshape(-1)
         return [block.like(flat) for block in self.layout.blocks[index]]
 

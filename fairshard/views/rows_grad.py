@@ -28,8 +28,8 @@ class Shown(Protocol):
         """This rank's number among the ranks that share the parameters."""
         ...
 
-    def shown_as(self, index: int, run: Tensor) -> Tensor:
-        """``run``, this rank's elements of parameter ``index``, as a DTensor."""
+    def all_shown_as(self, runs: Sequence[Tensor]) -> list[DTensor]:
+        """``runs``, this rank's elements of each parameter, as DTensors."""
         ...
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ class RowsGrad(ViewedGrad):
         super().__init__(*args)
         self._shown_params = shown
 
-    def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
+    def shows_of(self, whole: Tensor) -> Sequence[Tensor]:
         """A DTensor of each run."""
-        return [self._shown_params.shown_as(index, run) for index, run in enumerate(runs)]
+        return self._shown_params.all_shown_as(self.parts_of(whole.data))
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
         """This rank's elements of ``grad``, which may be a tensor that the user has assigned.

@@ -6,6 +6,7 @@ The shard ``[S]`` holds the local tensors of all DTensors, one after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from fairshard.views.rows import Rows
 from fairshard.views.rows_grad import RowsGrad
 from fairshard.views.shown_runs import ShownRuns
 from fairshard.views.viewed_grad import ViewedGrad
+
+_LOCAL = attrgetter("_local_tensor")  # `map` with it costs less host time than a loop
 
 
 class ShownDTensors(ShownRuns):
@@ -108,7 +111,7 @@ class ShownDTensors(ShownRuns):
         """DTensors whose local tensors are views of the shard."""
         self._make_specs(self.shard.dtype)
         runs = self.line.runs_of(self.shard.detach())
-        views = [self.shown_as(index, run) for index, (_, run) in enumerate(runs)]
+        views = self.all_shown_as([run for _, run in runs])
         return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
 
     def shown_as(self, index: int, run: Tensor) -> DTensor:
@@ -117,6 +120,15 @@ class ShownDTensors(ShownRuns):
             self._make_specs(run.dtype)
         local = own_storage(run.view(self._local_shapes[index]))
         return self.kind.__new__(self.kind, local, self._specs[index], requires_grad=False)  # __init__ only takes time
+
+    def all_shown_as(self, runs: Sequence[Tensor]) -> list[DTensor]:
+        """`shown_as` of every parameter's run."""
+        if self._dtype != runs[0].dtype:
+            self._make_specs(runs[0].dtype)
+        return [
+            self.kind.__new__(self.kind, own_storage(run.view(shape)), spec, requires_grad=False)
+            for run, shape, spec in zip(runs, self._local_shapes, self._specs, strict=True)
+        ]
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's elements of ``value``: a DTensor, or a whole tensor in the shape of parameter ``index``."""
@@ -179,7 +191,7 @@ class ShownDTensors(ShownRuns):
         )
 
     def _own_addresses(self) -> list[int]:
-        return [view._local_tensor.data_ptr() for view in self.registered]  # type: ignore[attr-defined]
+        return list(map(Tensor.data_ptr, map(_LOCAL, self.registered)))
 
     def _new_grad(self, *args: Any) -> ViewedGrad:
         return RowsGrad(self, *args)

@@ -13,6 +13,7 @@ has its own counter, so that zeroing the gradient of one parameter only is detec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from fairshard.utils.storage import is_same_memory
 from fairshard.utils.tensors import set_data
 from fairshard.views.orig_param import OrigParam
 from fairshard.views.viewed_grad import ViewedGrad
+
+_TRAINS = attrgetter("requires_grad")  # `map` with it costs less host time than a loop
 
 
 class ShownRuns(ShownShard):
@@ -82,15 +85,17 @@ class ShownRuns(ShownShard):
 
     def wanted(self) -> list[bool]:
         """Which parameters the user wants gradients of."""
-        return [view.requires_grad for view in self.registered]
+        return list(map(_TRAINS, self.registered))
 
     def follow(self, trained: Sequence[bool]) -> None:
         """See `ShownShard.follow`."""
         self.shard.requires_grad_(any(trained))
 
-    def adopt_requires_grad(self, index: int, name: str) -> None:
-        """Set ``requires_grad`` of a registered parameter to that of its leaf."""
-        self.registered[index].requires_grad_(self.slots[index].leaf.requires_grad)
+    def adopt_requires_grad(self, before: Sequence[bool], name: str) -> None:
+        """Set ``requires_grad`` of registered parameters to that of leaves that differ from ``before``."""
+        for slot, view, trained in zip(self.slots, self.registered, before, strict=True):
+            if slot.leaf.requires_grad != trained:
+                view.requires_grad_(slot.leaf.requires_grad)
 
     @property
     def has_moved(self) -> bool:

@@ -63,9 +63,6 @@ class ShownWhole(ShownRuns):
 class WholeGrad(ViewedGrad):
     """The gradient of a shard, shown on each registered parameter in that parameter's shape."""
 
-    def _cut(self, whole: Tensor | None) -> None:
-        super()._cut(whole)
-        # `.data`: a tensor with its own version counter, and not a view
-        shaped = zip(self._runs, self._views, strict=True) if self._runs else ()
-        self._runs = [run.view(view.shape).data for run, view in shaped]
-        self._shows = self._runs
+    def parts_of(self, whole: Tensor) -> list[Tensor]:
+        """See `ViewedGrad.parts_of`."""
+        return [part.view(view.shape) for part, view in zip(super().parts_of(whole), self._views, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ class ViewedGrad(ShardGrad):
         super().__init__(*args, **kwargs)
         self._views: Sequence[nn.Parameter] = ()
         self._heads: list[int] = []  # the first element of each non-empty run
-        self._sizes: list[int] = []  # sizes of gaps and runs, alternating
+        self._sizes: list[int] = []  # sizes of runs and of the gaps between them, in order
         self._places: list[int] = []  # indexes of the runs in `_sizes`
-        self._runs: list[Tensor] = []  # views of the gradient [S]; empty without one
+        self._whole: Tensor | None = None  # the gradient [S], as it was cut last
+        self._cut_runs: list[Tensor] | None = None  # see `_runs`
         self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
         self._held_runs: list[Tensor | None] = []  # if gradients are held: the runs, None for those dropped
         self._hidden: dict[int, Tensor] = {}  # zeros that `hide_zeros_of` has hidden, by parameter
@@ -42,10 +44,12 @@ class ViewedGrad(ShardGrad):
         self._views = views
         self._heads = [span.start for span in spans if span.numel]
         self._sizes, self._places, end = [], [], 0
-        for span in spans:
-            self._sizes += [span.start - end, span.numel]
-            self._places.append(len(self._sizes) - 1)
-            end = span.stop
+        for start, numel in [*((span.start, span.numel) for span in spans), (self._shard.numel(), 0)]:
+            self._sizes += [start - end] if start > end else []
+            self._places.append(len(self._sizes))
+            self._sizes.append(numel)
+            end = start + numel
+        self._places.pop()  # the end of the shard
         self._cut(super().value)
         if self.is_held:
             self._held_runs = list(self._runs)
@@ -54,9 +58,9 @@ class ViewedGrad(ShardGrad):
             if grad is not None and is_same_memory(self.own_of(index, grad), run):
                 views[index].grad = show
 
-    def shown_as(self, runs: list[Tensor]) -> Sequence[Tensor]:
-        """``runs`` in the form of the views' gradients."""
-        return runs
+    def shows_of(self, whole: Tensor) -> Sequence[Tensor]:
+        """The runs of ``whole`` ``[S]`` in the form of the views' gradients."""
+        return self._runs
 
     def own_of(self, index: int, grad: Tensor) -> Tensor:
         """This rank's elements of ``grad``, the gradient of view ``index``, in memory order."""
@@ -196,23 +200,33 @@ class ViewedGrad(ShardGrad):
     def _shown(self) -> Sequence[Tensor | None]:
         if self.is_held:
             return self._held_runs or [None] * len(self._views)
-        return [view.grad for view in self._views]
+        return list(map(_GRAD, self._views))
+
+    @property
+    def _runs(self) -> list[Tensor]:
+        """Views of the gradient ``[S]``, each with its own version counter; empty without one. Made when needed."""
+        if self._cut_runs is None:
+            self._cut_runs = [] if self._whole is None else [part.data for part in self.parts_of(self._whole)]
+        return self._cut_runs
+
+    def parts_of(self, whole: Tensor) -> list[Tensor]:
+        """The part of ``whole`` ``[S]`` for each view."""
+        parts = torch.split_with_sizes(whole, self._sizes)
+        return [parts[place] for place in self._places]
 
     def _cut(self, whole: Tensor | None) -> None:
-        """Make `_runs` views of ``whole`` ``[S]``, each with its own version counter."""
-        if whole is None:
-            self._runs, self._shows = [], ()
-            return
-        parts = torch.split_with_sizes(whole, [*self._sizes, whole.numel() - sum(self._sizes)])
-        self._runs = [parts[place].data for place in self._places]
-        self._shows = self.shown_as(self._runs)
+        """Make `_runs` and what is shown views of ``whole`` ``[S]``."""
+        self._whole, self._cut_runs = whole, None
+        self._shows = () if whole is None else self.shows_of(whole)
 
     def _show(self, which: Sequence[bool] | None = None) -> None:
         if self.is_held:
             self._held_runs = list(self._runs)
             return
-        for index, (view, show) in enumerate(zip(self._views, self._shows, strict=True)):
-            if view.grad is not show and (view.requires_grad if which is None else which[index]):
+        if which is None:
+            which = list(map(_TRAINS, self._views))
+        for view, show, is_shown in zip(self._views, self._shows, which, strict=True):
+            if is_shown and view.grad is not show:
                 view.grad = show
 
     def _set(self, grad: Tensor | None) -> None:
@@ -230,6 +244,11 @@ class ViewedGrad(ShardGrad):
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         had_none = self._had_none or bytes(len(self._views))
         shown = self._shown() or had_none
+        if reached is None and _are_all_none(shown):  # the usual case, for which the rest takes too much host time
+            self._were_none = bytearray(b"\1") * len(self._views)
+            self._add_to(None, grad)
+            self._had_none = bytearray()
+            return
         self._were_none = bytearray([none or grad is None for grad, none in zip(shown, had_none)])  # noqa: B905
         if reached is None:
             kept = self.value
@@ -246,7 +265,10 @@ class ViewedGrad(ShardGrad):
         self._had_none = bytearray()
 
 
-def _are_all_none(grads: Sequence[Tensor | None]) -> bool:
+_GRAD, _TRAINS = attrgetter("grad"), attrgetter("requires_grad")  # `map` with them costs less host time than a loop
+
+
+def _are_all_none(grads: Sequence[Any]) -> bool:
     for grad in grads:  # noqa: SIM110 (host time)
         if grad is not None:
             return False
