@@ -20,6 +20,7 @@ from torch import Tensor
 from fairshard.utils.autograd import (
     goes_through,
     hook_first,
+    hook_last,
     inner_nodes,
     is_custom,
     nodes_before,
@@ -110,7 +111,7 @@ class Call:
             nodes, inside = ([], []) if node is None else inner_nodes(node, self._inputs)
             probe = Probe(self, nodes, inside)
             self.is_custom = self.is_custom or is_custom(node)
-            tensor.register_hook(probe)
+            hook_last(tensor, probe)
             self.probes += (weakref.ref(probe),)
         return tensor
 

@@ -53,6 +53,7 @@ class Last:
 
     calls: Calls | None = None
     schedule: Schedule = field(default_factory=Schedule)
+    listed: frozenset[Unit] = frozenset()
     key: Any = None
 
 
@@ -84,7 +85,7 @@ class Planner:
         self.unannounced: list[int] = []
         self.segment_of: list[int] = []
         self.stops: Sequence[int] = ()
-        self.listed: set[Unit] = set()
+        self.listed: frozenset[Unit] = frozenset()
         self.from_parts: list[bool] = []
         self.is_assumed = self.sends = False
         self._is_partial: dict[Unit, bool] = {}  # True: the graph shows no path to some of its leaves
@@ -128,7 +129,7 @@ class Planner:
             return verdict.models
         self._make_schedule(calls, agreed)
         self.stops = self._own_marks(own)
-        self.listed = {self.units[step.unit] for step in self.schedule.steps}
+        self.listed = self._models[0].last.listed
         self.is_assumed = 1 in agreed.assumed
         self.from_parts = [not no_part for no_part in agreed.no_part]
         for model in self._models:
@@ -342,6 +343,7 @@ class Planner:
             pairs = zip(agreed.calls, agreed.reaches_inputs, strict=True)
             reached = [call and (call if goes_on else ENDS) for call, goes_on in pairs]
             last.schedule = build(calls.events, calls.places, reached, resident, owed, ruled)
+            last.listed = frozenset(self.units[step.unit] for step in last.schedule.steps)
             last.key = key
         self.schedule = last.schedule
 

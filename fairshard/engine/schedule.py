@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 ENDS = 2
@@ -85,9 +86,9 @@ class Schedule:
     segments: dict[int, list[int]] = field(default_factory=dict)
     yields: set[int] = field(default_factory=set)
 
-    @property
+    @cached_property
     def sends(self) -> list[int]:
-        """The units whose gradients are sent, in order."""
+        """The units whose gradients are sent, in order; for complete schedules."""
         return [step.unit for step in self.steps if step.kind is Kind.SEND]
 
     def lines(self, name: Callable[[int], str]) -> list[str]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 
-_VERSION = attrgetter("_version")  # `map` with it costs less host time than a loop
+_VERSION, _VERSIONED = attrgetter("_version"), attrgetter("shows.versioned")  # `map` with them takes less host time
 
 
 def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
     """The version counters of shards and of the parameters that are views of them."""
-    return [version for flat_param in flat_params for version in map(_VERSION, flat_param.shows.versioned)]
+    return list(map(_VERSION, chain.from_iterable(map(_VERSIONED, flat_params))))
 
 
 def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:

@@ -8,10 +8,11 @@ The names it uses, and what happens if torch does not have them:
 - ``torch._C._current_graph_task_id``: identifies the running backward; -1 outside of any backward.
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task. The task holds the
   callback until it is over, with or without an exception.
-- ``Tensor._backward_hooks``: a dictionary of hooks, called in its order. If torch keeps them elsewhere, a hook is
-  called last, and a unit's memory is freed a moment later.
+- ``Tensor._backward_hooks``: a dictionary of hooks, called in its order, and ``Node._register_hook_dict``, which makes
+  autograd read it. If torch keeps hooks elsewhere, a hook is called last, and a unit's memory is freed a moment later.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,16 @@ newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr",
 def at_end_of_task(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running graph task ends, but not after an exception."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def hook_last(output: Any, hook: Callable[[Tensor], object]) -> None:
+    """``output.register_hook(hook)`` for a hook that is never removed: without a handle, which takes most time."""
+    if type(output) is not Tensor or output.grad_fn is None or getattr(output, "_backward_hooks", ()) is not None:
+        output.register_hook(hook)
+    else:
+        hooks: Any = OrderedDict([(id(hook), hook)])
+        output._backward_hooks = hooks
+        output.grad_fn._register_hook_dict(output)
 
 
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
