@@ -24,6 +24,7 @@ from fairshard.params.leaves import Leaves
 from fairshard.params.route import Route
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.params.shown import ShownShard
+from fairshard.params.slot import plain_and_others
 from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
 from fairshard.utils.layout import FlatLayout
@@ -260,7 +261,9 @@ class FlatParam(Leaves):
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), self.comm)
-                self._hook_trained()
+                for slot, view in zip(self.slots, self.gathered.views, strict=True):
+                    slot.show(view)
+                self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
         elif self.shard_numel:
             self._uses += 1
             own = self._newest() if part is None else None

@@ -3,7 +3,7 @@
 ::
 
     buffer   [W, S]     from the gather to the copy
-    line     [numel]    while gathered: the leaves are views of it
+    line     [N]        while gathered: the leaves are views of it; each starts at an aligned address
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from fairshard.views.cut import Cut
 from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.joint_gather import DeferredGather, JointGather
 from fairshard.views.received_in_place import ReceivedInPlace, large_params
+
+_ALIGNMENT = 64
+"""Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
 
 
 class Rows(FlatLine):
@@ -92,12 +96,13 @@ class Rows(FlatLine):
         return beside.params
 
     def beside(self, buffer: Tensor) -> Beside:
-        """New memory ``[numel]`` for the whole parameters, and the copies that fill it from ``buffer``."""
-        world_size = self.layout.world_size
+        """New memory for the whole parameters, aligned, and the copies that fill it from ``buffer``."""
+        world_size, unit = self.layout.world_size, _ALIGNMENT // buffer.itemsize
+        starts = [0, *accumulate(cut(numel, unit) * unit for numel in self.layout.numels)]
         # Padded, so that `KeptPart` can cut it into equal parts.
-        line = buffer.new_empty(cut(self.layout.numel, world_size) * world_size)
-        spans = map(self.layout.param_span, range(len(self.cuts)))
-        params = [line[span.start : span.stop].view(each.shape) for each, span in zip(self.cuts, spans, strict=True)]
+        line = buffer.new_empty(cut(starts.pop(), world_size) * world_size)
+        spans = zip(self.cuts, starts, self.layout.numels, strict=True)
+        params = [line[start : start + numel].view(each.shape) for each, start, numel in spans]
         return self._copies(buffer, line, params)
 
     def _copies(self, buffer: Tensor, line: Tensor, params: list[Tensor]) -> Beside:
