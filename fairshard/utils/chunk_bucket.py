@@ -1,4 +1,7 @@
-"""A bucket into which chunks are copied as they arrive, for the bucketer's fairscale interface."""
+"""The bucketer's fairscale interface: chunks are copied into buckets as they arrive, in any order.
+
+Each chunk is copied, and a partial flush copies once more.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fairshard.utils.bucket_plan import MB
 from fairshard.utils.collectives import communicator, exchange_tag
 
 
@@ -44,3 +48,63 @@ class ChunkBucket:
             if callback is not None:
                 callback(reduced[start : start + shape.numel()].view(shape))
         self._callbacks.clear()
+
+
+class ChunkReducer:
+    """Collects chunks into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together), by group and dtype."""
+
+    def __init__(self, bucket_cap_mb: float) -> None:
+        self.bucket_cap_mb = bucket_cap_mb
+        self._chunks: dict[tuple[ProcessGroup, torch.dtype, torch.device], ChunkBucket] = {}
+
+    @torch.no_grad()
+    def reduce_scatter_async(
+        self,
+        input_list: Sequence[Tensor],
+        group: ProcessGroup,
+        callback_fn: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        """Sum ``input_list[rank]`` over ranks, and call ``callback_fn(reduced)`` with this rank's sum, not the mean.
+
+        Inputs smaller than the cap wait until their bucket is full or ``flush`` is called; other inputs are sent
+        immediately, before those that wait. When this or `flush` returns, the callbacks of all inputs sent so far have
+        run.
+
+        **Collective**: every rank of ``group`` passes tensors of the same sizes, in the same order.
+
+        Raises:
+            ValueError: there is not one tensor per rank, or their sizes differ.
+        """
+        world_size = communicator(group).world_size
+        if len(input_list) != world_size:
+            raise ValueError(
+                f"`input_list` must hold one tensor for each rank of the group, but holds {len(input_list)} for "
+                f"{world_size} ranks. Cut the gradient with fairshard.utils.parallel.chunk_and_pad."
+            )
+        first = input_list[0]
+        if any(chunk.numel() != first.numel() for chunk in input_list):
+            raise ValueError(
+                "The tensors of `input_list` must all have the same number of elements, but have "
+                f"{[chunk.numel() for chunk in input_list]}. Pad them (chunk_and_pad does)."
+            )
+        cap = self.bucket_cap_mb * MB
+        if cap <= 0 or first.nbytes * world_size >= cap:
+            bucket = ChunkBucket(group, first, first.numel())
+            bucket.add(input_list, callback_fn)
+            bucket.reduce()
+            return
+        key = (group, first.dtype, first.device)
+        waiting = self._chunks.get(key)
+        if waiting is not None and first.numel() > waiting.room:
+            waiting.reduce()
+            waiting = None
+        if waiting is None:
+            capacity = int(cap / (first.element_size() * world_size))
+            waiting = self._chunks[key] = ChunkBucket(group, first, capacity)
+        waiting.add(input_list, callback_fn)
+
+    def reduce_chunks(self) -> None:
+        """Send all waiting chunks, wait for their sums, and run their callbacks. **Collective.**"""
+        for waiting in self._chunks.values():
+            waiting.reduce()
+        self._chunks.clear()

@@ -1,9 +1,8 @@
 """Reduce-scatter of many small tensors as few large ones.
 
-There are two interfaces. fairscale's, `ReduceScatterBucketer.reduce_scatter_async` and ``flush``, accepts chunks in any
-order: each chunk is copied, and a partial flush copies once more. The engine's is planned: the engine lists the
-gradients in order beforehand, each bucket is opened at its exact width, and gradients are written directly into the
-buffer that is sent::
+There are two interfaces. fairscale's, in ``chunk_bucket.py``, accepts chunks in any order, and copies them. The
+engine's is planned: the engine lists the gradients in order beforehand, each bucket is opened at its exact width, and
+gradients are written directly into the buffer that is sent::
 
     bucket [world_size, width]        | A: columns 0..a | B: columns a..a+b |
                               row 0   |  to rank 0      |  to rank 0        |
@@ -19,11 +18,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from fairshard.utils.bucket_plan import MB, PlannedSource, is_crowded, pack
-from fairshard.utils.chunk_bucket import ChunkBucket
-from fairshard.utils.collectives import Chain, Communicators, Transfer, communicator, exchange_tag
+from fairshard.utils.bucket_plan import PlannedSource, is_crowded, pack
+from fairshard.utils.chunk_bucket import ChunkReducer
+from fairshard.utils.collectives import Chain, Communicators, Transfer, exchange_tag
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import add_runs
@@ -156,7 +154,7 @@ class Bucket:
         self._missing = set(range(len(self.sources)))
 
 
-class ReduceScatterBucketer:
+class ReduceScatterBucketer(ChunkReducer):
     """Collects gradients into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together).
 
     ``bucket_cap_mb <= 0`` turns bucketing off. One bucketer serves all units of a model; gradients of different
@@ -164,60 +162,13 @@ class ReduceScatterBucketer:
     """
 
     def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
-        self.bucket_cap_mb = bucket_cap_mb
+        super().__init__(bucket_cap_mb)
         self._stream = stream or Stream(torch.device("cpu"))
-        self._chunks: dict[tuple[ProcessGroup, torch.dtype, torch.device], ChunkBucket] = {}
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
         self.due: Bucket | None = None  # complete; sent after the next gather
         self.drops = False  # send zeros instead of gradients, and drop the sums
-
-    @torch.no_grad()
-    def reduce_scatter_async(
-        self,
-        input_list: Sequence[Tensor],
-        group: ProcessGroup,
-        callback_fn: Callable[[Tensor], object] | None = None,
-    ) -> None:
-        """Sum ``input_list[rank]`` over ranks, and call ``callback_fn(reduced)`` with this rank's sum, not the mean.
-
-        Inputs smaller than the cap wait until their bucket is full or `flush` is called; other inputs are sent
-        immediately, before those that wait. When this or `flush` returns, the callbacks of all inputs sent so far have
-        run.
-
-        **Collective**: every rank of ``group`` passes tensors of the same sizes, in the same order.
-
-        Raises:
-            ValueError: there is not one tensor per rank, or their sizes differ.
-        """
-        world_size = communicator(group).world_size
-        if len(input_list) != world_size:
-            raise ValueError(
-                f"`input_list` must hold one tensor for each rank of the group, but holds {len(input_list)} for "
-                f"{world_size} ranks. Cut the gradient with fairshard.utils.parallel.chunk_and_pad."
-            )
-        first = input_list[0]
-        if any(chunk.numel() != first.numel() for chunk in input_list):
-            raise ValueError(
-                "The tensors of `input_list` must all have the same number of elements, but have "
-                f"{[chunk.numel() for chunk in input_list]}. Pad them (chunk_and_pad does)."
-            )
-        cap = self.bucket_cap_mb * MB
-        if cap <= 0 or first.nbytes * world_size >= cap:
-            bucket = ChunkBucket(group, first, first.numel())
-            bucket.add(input_list, callback_fn)
-            bucket.reduce()
-            return
-        key = (group, first.dtype, first.device)
-        waiting = self._chunks.get(key)
-        if waiting is not None and first.numel() > waiting.room:
-            waiting.reduce()
-            waiting = None
-        if waiting is None:
-            capacity = int(cap / (first.element_size() * world_size))
-            waiting = self._chunks[key] = ChunkBucket(group, first, capacity)
-        waiting.add(input_list, callback_fn)
 
     def plan(self, order: Sequence[GradSource]) -> None:
         """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
@@ -273,9 +224,7 @@ class ReduceScatterBucketer:
 
     def flush(self) -> None:
         """Send all waiting buckets, full or not, wait for all sums, and run their callbacks."""
-        for waiting in self._chunks.values():
-            waiting.reduce()
-        self._chunks.clear()
+        self.reduce_chunks()
         self.drain()
 
     def drain(self) -> None:
