@@ -16,6 +16,7 @@ from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator, communicator
 from fairshard.utils.names import join
+from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
@@ -132,9 +133,9 @@ def _describe(unit: Unit) -> list[str]:
 
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    shows = flat_param.shows
+    shows, layout = flat_param.shows, flat_param.layout
     if not isinstance(shows, ShownDTensors):
-        return ""
+        return f", {layout.describe(index)}" if isinstance(layout, RaggedLayout) else ""
     slot = flat_param.slots[index]
     kind = f", a {shows.class_name}" if isinstance(shows, ShownExtended) else ""
     placed = f", a DTensor of {slot.spec.placements}" if isinstance(slot, DTensorSlot) else ""

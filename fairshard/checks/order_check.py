@@ -51,7 +51,7 @@ class OrderCheck:
         self._shared = {
             number
             for unit, number in self._numbers.items()
-            if _num_ranks(unit) > 1 and any(flat_param.shard_numel for flat_param in unit.flat_params)
+            if _num_ranks(unit) > 1 and any(flat_param.has_elements for flat_param in unit.flat_params)
         }
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
         self.step = 1

@@ -296,7 +296,7 @@ class Planner:
         for unit, is_assumed in zip(self.units, own.assumed, strict=True):
             for flat_param in unit.flat_params:
                 for index, node in enumerate(flat_param.nodes):
-                    own.leaves[start + index] |= bool(is_assumed) and node is not None and flat_param.shard_numel > 0
+                    own.leaves[start + index] |= bool(is_assumed) and node is not None and flat_param.has_elements
                 start += len(flat_param.slots)
 
     def _own_marks(self, own: Reach) -> bytearray:

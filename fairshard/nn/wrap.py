@@ -226,6 +226,7 @@ def describe(
     others = arguments["ignored_states"], arguments["ignored_parameters"]
     units = UnitPlan(module, policy, arguments, resolve_ignored(module, ignored_modules, *others)).units
     if placement_fn is not None and world_size > 0:
-        for unit in units:
-            unit.place(placement_fn, world_size)
+        loads = [0] * world_size
+        for unit in reversed(units):  # inner units are sharded first
+            unit.place(placement_fn, world_size, loads)
     return plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())

@@ -378,10 +378,10 @@ def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:
     offloaded = [flat_param for flat_param in flat_params if flat_param.on_cpu]
     if any(flat_param.comm is not None for flat_param in offloaded):
         raise ValueError("`offload_fraction` must be chosen before the first forward. Build the optimizer earlier.")
-    total = sum(flat_param.shard_numel for flat_param in offloaded)
+    total = sum(flat_param.layout.shard_numel for flat_param in offloaded)
     kept = 0
     for flat_param in offloaded:
-        if kept + flat_param.shard_numel > (1.0 - fraction) * total:
+        if kept + flat_param.layout.shard_numel > (1.0 - fraction) * total:
             break
-        kept += flat_param.shard_numel
+        kept += flat_param.layout.shard_numel
         flat_param.keep_on_device()

@@ -29,7 +29,7 @@ from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
-from fairshard.utils.reduce_scatter_bucketer import Division, Hook
+from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, Hook
 from fairshard.utils.tensors import set_data
 
 
@@ -57,8 +57,8 @@ class FlatParam(Leaves):
                 "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
-        kept = ("shows", "slots", "line", "shard_numel", "name", "route", "requires_grad", "_own_division", "_trained")
-        return {name: getattr(self, name) for name in kept}
+        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "requires_grad", "_trained")
+        return {name: getattr(self, name) for name in (*kept, "_own_division")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -138,7 +138,17 @@ class FlatParam(Leaves):
         """See `FlatLine.runs_of`."""
         return self.line.runs_of(values)
 
-    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
+    @property
+    def bucket_kind(self) -> type[Bucket]:
+        """The class of its bucket."""
+        return self.line.bucket_kind
+
+    @property
+    def bucket_numel(self) -> int:
+        """Elements in a bucket, those of all ranks together."""
+        return self.line.layout.padded_numel
+
+    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
         """See `FlatLine.bucket_views`."""
         return self.line.bucket_views(columns)
 
@@ -245,7 +255,7 @@ class FlatParam(Leaves):
             self._device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
 
     def _empty_line(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.comm.world_size, self.shard_numel, dtype=dtype, device=self.compute_device)
+        return self.line.empty(self.comm.world_size, dtype, self.compute_device)
 
     def begin_pass(self) -> None:
         """Apply the user's changes since the last pass: values, ``requires_grad``, gradients."""
@@ -264,7 +274,7 @@ class FlatParam(Leaves):
                 for slot, view in zip(self.slots, self.gathered.views, strict=True):
                     slot.show(view)
                 self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
-        elif self.shard_numel:
+        elif self.has_elements:
             self._uses += 1
             own = self._newest() if part is None else None
             self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, self._uses))
@@ -318,10 +328,10 @@ class FlatParam(Leaves):
 
     @torch.no_grad()
     def gather_line(self, values: Tensor) -> Tensor:
-        """``values`` ``[S]`` of every rank as a line ``[W, S]`` in new memory on the compute device. **Collective.**"""
-        line = self._empty_line(values.dtype)
-        line[self.rank] = values
-        return self.gather_rows(line)
+        """``values`` ``[S]`` of every rank as a line in new memory on the compute device. **Collective.**"""
+        self._uses += 1
+        tag = exchange_tag("all_gather", self.tag_id, self._uses)
+        return self.line.gathered(values, self.comm, self.compute_device, tag)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Fill ``rows`` ``[W, n]`` from the other ranks; this rank's row is already written. **Collective.**"""

@@ -60,7 +60,7 @@ class Gather(Protocol):
 
 
 class Gathered:
-    """A ``buffer`` ``[W, S]`` into which rows are gathered, and the whole parameters in it.
+    """A ``buffer`` ``[W, S]`` into which rows are gathered, this rank's ``row`` of it, and the whole parameters.
 
     Attributes:
         buffer: its storage is empty while the line is resharded.
@@ -71,7 +71,7 @@ class Gathered:
         line_id: identifies the storage of `kept_line`.
     """
 
-    def __init__(self, gather: Gather, buffer: Tensor, rank: int, views: Sequence[Tensor]) -> None:
+    def __init__(self, gather: Gather, buffer: Tensor, row: Tensor, views: Sequence[Tensor]) -> None:
         self.buffer = buffer
         # .data gives each view its own version counter. Without it autograd would see refilling the buffer between
         # forward and backward as an in-place change (tests/engine/test_leaves.py).
@@ -80,7 +80,7 @@ class Gathered:
         self.custom: AllGather | None = None
         self.copies: CopyOuts | None = None
         self._gather = gather
-        self._row = buffer[rank]
+        self._row = row
         self._storage = buffer.untyped_storage()
         self._nbytes = buffer.nbytes
         self.line_id = self._storage._cdata

@@ -50,7 +50,8 @@ class Leaves:
 
     def __init__(self, shows: ShownShard, name: str, route: Route) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
-        self.shard_numel = self.line.shard_numel
+        self.shard_numel = self.line.shard_numel  # of this rank
+        self.has_elements = self.line.numel > 0
         self.name = name
         self.route = route
         self.requires_grad = shows.shard.requires_grad
@@ -226,7 +227,7 @@ class Leaves:
         """For each parameter, 1 if the running backward gives it a gradient on this rank, or `no_sync` has kept one."""
         if self.route.kept.waiting is not None and not self.route.keeps_sums:  # the sum is of all parameters
             return bytearray(self._trained)
-        if not self.shard_numel:
+        if not self.has_elements:
             return bytearray(len(self.slots))
         if not self.has_frozen and self._marker is None:
             return reached(self.nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from fairshard.params.gathered import Gathered
 from fairshard.utils.block import Block
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.reduce_scatter_bucketer import Bucket
 
 _MAX_ROWS_APART = {"cpu": 6, "device": 64}
 """Most rows of a block that are copied to one by one: on the CPU a view of more costs less host time than their copies;
@@ -19,6 +21,8 @@ one kernel of CUDA's foreach copy fills up to 64 tensors, if each is contiguous.
 
 class FlatLine:
     """Parameters of ``shapes`` on a line ``[W, S]``, of which this rank owns row ``rank``."""
+
+    bucket_kind = Bucket
 
     def __init__(self, shapes: Sequence[torch.Size], rank: int, layout: FlatLayout) -> None:
         self.shapes = list(shapes)
@@ -58,7 +62,19 @@ class FlatLine:
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
         """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``; the leaves point to it."""
-        return Gathered(RowGather(comm, buffer), buffer, comm.rank, self.params_of(buffer))
+        return Gathered(RowGather(comm, buffer), buffer, buffer[comm.rank], self.params_of(buffer))
+
+    def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """New memory for a whole line of ``world_size`` rows."""
+        return torch.empty(world_size, self.shard_numel, dtype=dtype, device=device)
+
+    def gathered(self, own: Tensor, comm: Communicator, device: torch.device, tag: int) -> Tensor:
+        """A whole line in new memory, of which ``own`` ``[S]`` is this rank's row. **Collective.**"""
+        line = self.empty(comm.world_size, own.dtype, device)
+        line[self.rank] = own
+        if line.numel():
+            comm.all_gather(line, tag).wait()
+        return line
 
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, as views of a whole line of ``W * S`` elements."""
@@ -81,7 +97,7 @@ class FlatLine:
             runs[piece.index] = piece.source.start, values[piece.target.start : piece.target.stop]
         return runs
 
-    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
+    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
         """For each parameter, the runs of ``columns`` ``[W, S]`` with its gradient; the last entry: the padding."""
         if columns.is_contiguous():
             gaps = [columns.view(-1)[gap.start : gap.stop] for gap in self.layout.gaps]

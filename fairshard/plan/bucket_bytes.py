@@ -11,6 +11,7 @@ import torch
 from fairshard.plan.summary import FlatSizes
 from fairshard.plan.units import PlannedUnit
 from fairshard.settings.config import GradHome
+from fairshard.utils.owned_layout import OwnedLayout
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class SourceBytes:
         self.reduce_dtype = unit.config.reduce_dtype_of(flat.compute_dtype)
         self.compute_device = torch.device(device)
         self.shard_numel = flat.layout.shard_numel
+        self.bucket_numel = flat.layout.padded_numel
+        self.bucket_kind = isinstance(flat.layout, OwnedLayout)  # the others share buckets
 
     @property
     def gathered_nbytes(self) -> int:
@@ -62,7 +65,7 @@ class BucketBytes:
         world_size = sources[0].comms.shard.world_size
         dtype = sources[0].reduce_dtype
         self.width = sum(source.shard_numel for source in sources)
-        self.nbytes = self.width * world_size * dtype.itemsize
+        self.nbytes = sum(source.bucket_numel for source in sources) * dtype.itemsize
         self.missing = set(sources)
         self.is_open = False
         num_replicas = sources[0].comms.num_replicas

@@ -48,16 +48,17 @@ class PlannedUnit:
     layouts: dict[int, RaggedLayout] = field(default_factory=dict)
     padding: PaddingRow | None = None
 
-    def place(self, placement: PlacementFn, world_size: int) -> None:
-        """Lay the parameters for which ``placement`` returns a `RowBlocks` out by blocks, on ``world_size`` ranks.
+    def place(self, placement: PlacementFn, world_size: int, loads: list[int]) -> None:
+        """Lay the parameters that ``placement`` places out by blocks, or by owners, on ``world_size`` ranks.
 
-        ``layouts`` then has the layouts of flat params of such parameters, by their index, and ``padding`` is set.
+        ``loads``: what each rank owns of the units that are sharded before, in bytes; updated. ``layouts`` then has the
+        layouts of flat params of such parameters, by their index, and ``padding`` is set.
         """
         if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
             world_size = 1
         groups, self.slots, plans = self.slots, [], []
         for group in groups:
-            found = SlotLines.placed(group, placement, world_size)
+            found = SlotLines.placed(group, placement, world_size, lambda: loads)
             plans += [] if found.plan is None else [found.plan]
             for line in found.lines:
                 if line.layout is not None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fairshard.settings.mesh import check_mesh, joined_mesh
-from fairshard.settings.placements import RowBlocks
+from fairshard.settings.placements import Owned, RowBlocks
 
 Names = str | tuple[str, ...] | None
 
@@ -44,13 +44,13 @@ class ShardPlacementResult:
     """Returned by ``shard_placement_fn``: the dimension to shard, and the ranks to shard over.
 
     Attributes:
-        placement: a ``Shard`` or a `RowBlocks`; None is the first dimension.
+        placement: a ``Shard``, a `RowBlocks` or an `Owned`; None is the first dimension.
         mesh_info: an object with an attribute ``mesh``, such as PyTorch's ``FSDPMeshInfo``; or a mesh.
 
     Source: PyTorch's class of the same name.
     """
 
-    placement: Shard | RowBlocks | None
+    placement: Shard | RowBlocks | Owned | None
     mesh_info: Any
 
 

@@ -20,6 +20,7 @@ from fairshard.observe.profile_regions import follow_profiler
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
+from fairshard.setup.lines import forget_loads
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators, communicator
@@ -64,6 +65,8 @@ def claim(module: nn.Module) -> Root:
     device = compute_device(units)
     if refused is not None and device.type == "meta":
         raise refused
+    for unit in units:
+        forget_loads(unit.groups.shard)
     # The outermost unit's groups, which join the most ranks, are last: they pass on what inner ones have found.
     shared = [comm for own in reversed(dict.fromkeys(comms.values())) for comm in (own.shard, own.replicas)]
     distinct = list(dict.fromkeys(comm for comm in shared if comm is not None))

@@ -1,20 +1,44 @@
-"""Which parameters of a unit share a line whose cuts fall between blocks."""
+"""Which parameters of a unit share a line: those whose cuts fall between blocks, and those that have owners."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.placements import RowBlocks
+from fairshard.settings.groups import SavedGroup
+from fairshard.settings.placements import Owned, RowBlocks
+from fairshard.utils.owned_layout import OwnedLayout
+from fairshard.utils.owners import balanced_owners
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.ragged_plan import Blocks, RaggedPlan, plan_blocks
 
 PlacementFn = Callable[[nn.Parameter], Any]
 """Maps a parameter to its placement; None: the default."""
+
+_loads: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
+
+
+def loads_in(group: SavedGroup) -> list[int]:
+    """Bytes of parameters that each rank of ``group`` owns in units of models that have not run yet.
+
+    Units are sharded one after the other, inner ones first, and know neither their siblings nor their model: they are
+    counted together, so that ranks own about as much of the whole model. Ranks count alike if they shard the same
+    units in the same order; the first forward compares owners across ranks, and counts anew (`forget_loads`). Deleted
+    units stay counted until then, because ranks may delete at different times.
+    """
+    return _loads.setdefault(group.resolve(), [0] * group.world_size)
+
+
+def forget_loads(group: SavedGroup) -> None:
+    """Count anew on ``group``: its ranks make a model."""
+    if _loads:
+        _loads.pop(group.resolve(), None)
 
 
 @dataclass(frozen=True)
@@ -33,28 +57,44 @@ class SlotLines:
     plan: RaggedPlan | None
 
     @staticmethod
-    def of(slots: Sequence[ParamSlot], blocks: Sequence[int], world_size: int) -> SlotLines:
-        """Lines for ``slots``, of which ``blocks`` elements each must stay together, on ``world_size`` ranks."""
-        sizes = tuple(Blocks(block, slot.numel) for slot, block in zip(slots, blocks, strict=True))
-        plan = plan_blocks(sizes, world_size)
+    def of(
+        places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]
+    ) -> SlotLines:
+        """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
+
+        ``loads`` returns the bytes that each rank owns before; see `loads_in`.
+        """
+        owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
+        slots = [slot for slot in places if slot not in owned]
+        sizes = tuple(Blocks(_block_of(slot, places[slot]), slot.numel) for slot in slots)
+        plan = plan_blocks(sizes, world_size) if sizes else None
         lines = []
-        for line in plan.lines:
+        for line in () if plan is None else plan.lines:
             own = [slots[index] for index in line.members]
             layout = RaggedLayout([slot.numel for slot in own], line.offsets, line.width, world_size)
             lines.append(SlotLine(own, layout))
+        if owned:
+            ranks = [place.rank for place in places.values() if isinstance(place, Owned)]
+            owners = balanced_owners([slot.leaf.nbytes for slot in owned], world_size, ranks, loads())
+            lines.append(SlotLine(owned, OwnedLayout([slot.numel for slot in owned], owners, world_size)))
         return SlotLines(lines, plan)
 
     @staticmethod
-    def placed(slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int) -> SlotLines:
+    def placed(
+        slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int, loads: Callable[[], list[int]]
+    ) -> SlotLines:
         """A line of the parameters of ``slots`` that may be cut anywhere, if any, then those of the others.
 
+        ``loads``: see `of`.
+
         Raises:
-            TypeError: ``placement`` returned something else than a `RowBlocks` or None.
+            TypeError: ``placement`` returned something else than a `RowBlocks`, an `Owned` or None.
+            ValueError: an owner is no rank.
         """
-        blocks = {} if placement is None else {slot: _block_of(slot, placement) for slot in slots}
-        blocks = {slot: block for slot, block in blocks.items() if block}
-        rest = [slot for slot in slots if slot not in blocks]
-        found = SlotLines.of(list(blocks), list(blocks.values()), world_size) if blocks else SlotLines([], None)
+        every = {} if placement is None else {slot: _place_of(slot, placement, world_size) for slot in slots}
+        places = {slot: place for slot, place in every.items() if place is not None}
+        rest = [slot for slot in slots if slot not in places]
+        found = SlotLines.of(places, world_size, loads) if places else SlotLines([], None)
         return SlotLines([SlotLine(rest, None), *found.lines] if rest else found.lines, found.plan)
 
 
@@ -74,14 +114,32 @@ def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> Non
         )
 
 
-def _block_of(slot: ParamSlot, placement: PlacementFn) -> int:
-    """Number of elements of ``slot`` that must stay together; 0 if ``placement`` leaves it where it is by default."""
-    found = placement(slot.leaf)
-    if found is None:
-        return 0
-    if not isinstance(found, RowBlocks):
-        raise TypeError(
-            f"`placement_fn` must return a RowBlocks or None, but returned {found!r} for `{slot.fqn}`. Return None for "
-            "the default placement."
+def check_owner(place: Owned, fqn: str, world_size: int) -> None:
+    """Raise if ``place``, that of parameter ``fqn``, names no rank.
+
+    Raises:
+        ValueError: it is not below ``world_size``.
+    """
+    if place.rank is not None and place.rank >= world_size:
+        raise ValueError(
+            f"`Owned(rank)` must be one of the {world_size} ranks that shard a parameter, from 0 to {world_size - 1}, "
+            f"but is {place.rank} for `{fqn}`. Leave it out to let the planner choose an owner."
         )
-    return found.block_of(slot.shape) if slot.shape else 0
+
+
+def _place_of(slot: ParamSlot, placement: PlacementFn, world_size: int) -> RowBlocks | Owned | None:
+    """The answer of ``placement`` for ``slot``; None for a parameter without dimensions."""
+    found = placement(slot.leaf)
+    if isinstance(found, Owned):
+        check_owner(found, slot.fqn, world_size)
+    elif found is not None and not isinstance(found, RowBlocks):
+        raise TypeError(
+            f"`placement_fn` must return a RowBlocks, an Owned or None, but returned {found!r} for `{slot.fqn}`. "
+            "Return None for the default placement."
+        )
+    return found if slot.shape else None
+
+
+def _block_of(slot: ParamSlot, place: RowBlocks | Owned) -> int:
+    """Number of elements of ``slot`` that must stay together."""
+    return max(1, slot.numel) if isinstance(place, Owned) else place.block_of(slot.shape)

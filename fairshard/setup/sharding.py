@@ -20,17 +20,17 @@ from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
-from fairshard.settings.placements import RowBlocks
+from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
 from fairshard.utils.tensors import set_data
 from fairshard.views.extended_param import ExtendedParam
-from fairshard.views.ragged import Ragged, ShownRagged
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
 from fairshard.views.shown_placed import ShownPlaced
+from fairshard.views.shown_ragged import ShownRagged, ragged_line
 from fairshard.views.shown_runs import ShownRuns
 from fairshard.views.shown_whole import ShownWhole
 
@@ -49,14 +49,16 @@ def shard_parameters(
     rank: int,
     world_size: int,
     origin: Origin,
-    placement: PlacementFn | None = None,
+    placement: PlacementFn | None,
+    loads: Callable[[], list[int]],
 ) -> list[FlatParam]:
     """Cut all parameters that are neither in inner units nor in ``origin.ignored``; the originals become empty leaves.
 
     Parameters are cut where they are: only the shard of a CPU parameter is copied to ``origin.device``.
 
     No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
-    Parameters for which ``placement`` returns a `RowBlocks` have lines of their own, whose cuts fall between blocks.
+    Parameters for which ``placement`` returns a `RowBlocks` or an `Owned` have lines of their own; ``loads``: see
+    `SlotLines.of`.
 
     Raises:
         TypeError: a parameter's dtype cannot be sharded, or ``placement`` returned something else.
@@ -66,13 +68,13 @@ def shard_parameters(
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
     flat_params: list[FlatParam] = []
-    groups = [SlotLines.placed(group, placement, world_size).lines for group in group_slots(slots, config)]
+    groups = [SlotLines.placed(group, placement, world_size, loads).lines for group in group_slots(slots, config)]
     for placed in (line for lines in groups for line in lines):
         group = placed.slots
         name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
         shapes = [slot.shape for slot in group]
         line = FlatLine.among(shapes, rank, world_size)
-        line = line if placed.layout is None else Ragged(shapes, rank, placed.layout)
+        line = line if placed.layout is None else ragged_line(shapes, rank, placed.layout)
         kind = _kind_of(config, world_size)
         flat_param = FlatParam(kind(group, line, config.master_on_cpu), name)
         if kind is ShownShard:
@@ -112,27 +114,28 @@ def shard_rows(
     config: UnitConfig,
     data: DataMesh,
     origin: Origin,
-    placement_of: Callable[[ParamSlot], int | RowBlocks],
-    policy: Any = None,
+    placement_of: Callable[[ParamSlot], int | RowBlocks | Owned],
+    loads: Callable[[], list[int]],
+    policy: Any,
 ) -> list[FlatParam]:
     """Like `shard_parameters`, but cuts each parameter as ``placement_of(slot)`` says, over the ranks of ``data``.
 
-    An integer is the dimension to cut. Parameters placed by blocks share lines, whose cuts fall between blocks. A
-    parameter without dimensions stays whole on every rank. A tensor subclass that defines what is gathered is told
-    the user's mixed precision ``policy``.
+    An integer is the dimension to cut. Parameters placed by blocks share lines, whose cuts fall between blocks, and so
+    do those that have owners; ``loads``: see `SlotLines.of`. A parameter without dimensions stays whole on every rank.
+    A tensor subclass that defines what is gathered is told the user's mixed precision ``policy``.
 
     Raises:
         TypeError, ValueError: see `shard_parameters`.
     """
     slots = _slots_in(module, origin)
     dims: dict[ParamSlot, int | None] = {}
-    blocks: dict[ParamSlot, int] = {}
+    ragged: dict[ParamSlot, RowBlocks | Owned] = {}
     for slot in slots:
         check_param_dtype(config, slot.leaf.dtype, slot.fqn)
         placement = placement_of(slot) if slot.shape else None
-        if isinstance(placement, RowBlocks):
-            _check_plain(slot)
-            blocks[slot] = placement.block_of(slot.shape)
+        if isinstance(placement, (RowBlocks, Owned)):
+            _check_plain(slot, placement)
+            ragged[slot] = placement
         else:
             dims[slot] = placement
     extended = [slot for slot in slots if is_extended(slot.leaf)]
@@ -143,16 +146,15 @@ def shard_rows(
         for slot in group:
             if not slot.leaf.is_meta and not isinstance(slot, DTensorSlot):
                 set_data(slot.leaf, slot.leaf.data.to(origin.device))
-        even, ragged = [slot for slot in group if slot in dims], [slot for slot in group if slot in blocks]
+        even = [slot for slot in group if slot in dims]
         if even:
             shown = _shown(even, data, [dims[slot] for slot in even], config.master_on_cpu)
             flat_params.append(FlatParam(shown, shown.slots[0].fqn))
-        if ragged:
-            lines = SlotLines.of(ragged, [blocks[slot] for slot in ragged], data.num_shards).lines
-            for line in lines:
-                assert line.layout is not None
-                by_blocks = ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu)
-                flat_params.append(FlatParam(by_blocks, by_blocks.slots[0].fqn))
+        places = {slot: ragged[slot] for slot in group if slot in ragged}
+        for line in SlotLines.of(places, data.num_shards, loads).lines:
+            assert line.layout is not None
+            unequal = ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu)
+            flat_params.append(FlatParam(unequal, unequal.slots[0].fqn))
         for slot in group:
             if not slot.leaf.is_meta:
                 slot.move_to(origin.device)
@@ -170,13 +172,13 @@ def _shown(slots: list[ParamSlot], data: DataMesh, dims: list[int | None], on_cp
     return ShownDTensors(slots, data.mesh, dims, on_cpu)
 
 
-def _check_plain(slot: ParamSlot) -> None:
-    """Check that a parameter can be placed by blocks."""
+def _check_plain(slot: ParamSlot, placement: RowBlocks | Owned) -> None:
+    """Check that a parameter can be placed by blocks, or on one rank."""
     if isinstance(slot, DTensorSlot) or is_extended(slot.leaf):
         what = "is a DTensor already" if isinstance(slot, DTensorSlot) else "defines what is gathered"
         raise ValueError(
-            f"A parameter placed by RowBlocks must be a plain tensor, but `{slot.fqn}`, a {type(slot.leaf).__name__}, "
-            f"{what}. Return None from `shard_placement_fn` for it."
+            f"A parameter placed by {type(placement).__name__} must be a plain tensor, but `{slot.fqn}`, a "
+            f"{type(slot.leaf).__name__}, {what}. Return None from `shard_placement_fn` for it."
         )
 
 

@@ -149,10 +149,11 @@ def _describe(module: nn.Module) -> dict[str, Any]:
 
 
 def _places(flat_param: FlatParam) -> list[str]:
-    """Where parameters that are placed by blocks lie; empty for others, which follow each other."""
+    """Where parameters that are placed by blocks or owners lie; empty for others, which follow each other."""
     layout = flat_param.layout
-    is_ragged = isinstance(layout, RaggedLayout)
-    return [f" at {offset} of {layout.padded_numel}" if is_ragged else "" for offset in layout.offsets]
+    if not isinstance(layout, RaggedLayout):
+        return [""] * len(flat_param.slots)
+    return [f" {layout.describe(index)}" for index in range(len(flat_param.slots))]
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -223,7 +224,8 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
         if isinstance(flat_param.layout, RaggedLayout):
             raise ValueError(
                 "Shards must hold parameters one after the other to be described in fairscale's format, but "
-                f"`{flat_param.slots[0].fqn}` is placed by blocks. Save a full state dict, or a checkpoint."
+                f"`{flat_param.slots[0].fqn}` is placed by blocks, or on one rank. Save a full state dict, or a "
+                "checkpoint."
             )
         names = [own(slot.fqn) for slot in flat_param.slots]
         padding = flat_param.shard_numel - flat_param.layout.filled(flat_param.rank)

@@ -10,12 +10,21 @@ _MAX_IN_FLIGHT = 2
 
 
 class PlannedSource(Protocol):
-    """One flat gradient: each of ``comms.shard.world_size`` ranks gets ``shard_numel`` elements of it."""
+    """One flat gradient, of ``bucket_numel`` elements over all ranks; a bucket has sources of one ``bucket_kind``."""
 
     comms: Any
     reduce_dtype: torch.dtype
     compute_device: torch.device
     shard_numel: int
+    """Elements that this rank gets."""
+
+    @property
+    def bucket_numel(self) -> int:
+        """See above; equal on all ranks."""
+
+    @property
+    def bucket_kind(self) -> Any:
+        """The class of its bucket."""
 
 
 SourceT = TypeVar("SourceT", bound=PlannedSource)
@@ -26,8 +35,8 @@ def pack(order: Sequence[SourceT], bucket_cap_mb: float) -> list[list[SourceT]]:
     packed: list[list[SourceT]] = []
     filling: dict[tuple[object, ...], tuple[list[SourceT], int]] = {}
     for source in order:
-        key = (source.comms, source.reduce_dtype, source.compute_device)
-        own = source.shard_numel * source.comms.shard.world_size * source.reduce_dtype.itemsize
+        key = (source.comms, source.reduce_dtype, source.compute_device, source.bucket_kind)
+        own = source.bucket_numel * source.reduce_dtype.itemsize
         sources, nbytes = filling.get(key, ([], 0))
         if not sources or nbytes + own > bucket_cap_mb * MB:
             sources, nbytes = [], 0

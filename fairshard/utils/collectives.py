@@ -1,6 +1,7 @@
-"""The collectives of training, chosen by backend and world size; other messages are in ``messages.py``.
+"""The collectives of training, chosen by backend and world size.
 
-Only these two files call collectives of torch.distributed.
+Those of rows of unequal width are in ``unequal_rows.py``, other messages in ``messages.py``. Only these three files
+call collectives of torch.distributed.
 
 ======================  =========================================  =======================================
 backend, ranks          all-gather                                 reduce-scatter (always a *sum*)
@@ -135,8 +136,8 @@ class Communicator(GroupMessages):
         self.is_real = backend_name(group, torch.device("cpu")) != "fake"
         self._next_id = self._num_messages = 0
         self.exchange: ProcessGroup | None = None
-        self._sums_locally = backend_name(group, torch.device("cpu")) == "gloo"
-        if self._sums_locally and self.world_size in _EXCHANGE_RANKS:
+        self.is_gloo = backend_name(group, torch.device("cpu")) == "gloo"
+        if self.is_gloo and self.world_size in _EXCHANGE_RANKS:
             self.exchange = gloo_twin(group)
 
     @cached_property
@@ -174,7 +175,7 @@ class Communicator(GroupMessages):
         self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
             return Transfer(result=bucket[0])
-        if not self._sums_locally or not bucket.is_cpu:
+        if not self.is_gloo or not bucket.is_cpu:
             return self._scatter_native(bucket)
         if self.exchange is None:
             received = torch.empty_like(bucket)
@@ -182,7 +183,7 @@ class Communicator(GroupMessages):
             rows = list(received)
         else:
             works, rows = self._exchange_rows(self.exchange, bucket, tag)
-        return Transfer(works, finish=lambda: _sum_in_order(rows))
+        return Transfer(works, finish=lambda: sum_in_order(rows))
 
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
         """The sum over ranks of ``tensor`` ``[width]``, in rank order, like that of `reduce_scatter`. **Collective.**
@@ -193,11 +194,11 @@ class Communicator(GroupMessages):
         self.count("all_reduce", tensor.nbytes)
         if self.world_size == 1:
             return Transfer(result=tensor)
-        if not self._sums_locally or not tensor.is_cpu:
+        if not self.is_gloo or not tensor.is_cpu:
             return self._sum_native(tensor)
         if self.exchange is not None:
             works, rows = self._exchange_rows(self.exchange, tensor.expand(self.world_size, -1), tag)
-            return Transfer(works, finish=lambda: _sum_in_order(rows))
+            return Transfer(works, finish=lambda: sum_in_order(rows))
         width = -(-tensor.numel() // self.world_size)
         sent, received = tensor.new_zeros(2, self.world_size, width)  # one memory: `received` keeps what is sent
         sent.view(-1)[: tensor.numel()] = tensor
@@ -208,7 +209,7 @@ class Communicator(GroupMessages):
             work = getattr(self.group, GATHER)(line, part)
             return Transfer((work,), line[: tensor.numel()])
 
-        return Chain(Transfer(works, finish=lambda: _sum_in_order(list(received))), gather)
+        return Chain(Transfer(works, finish=lambda: sum_in_order(list(received))), gather)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
         """Combine ``tensor`` over all ranks, in place. **Collective.**"""
@@ -373,7 +374,7 @@ def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
         raise explain(failure) from failure
 
 
-def _sum_in_order(rows: list[Tensor]) -> Tensor:
+def sum_in_order(rows: list[Tensor]) -> Tensor:
     """The sum of ``rows`` in the given order, in fp32 or wider, in new memory."""
     wide = torch.promote_types(rows[0].dtype, torch.float32)
     total = torch.add(rows[0], rows[1]) if rows[0].dtype == wide else rows[0].to(wide).add_(rows[1])

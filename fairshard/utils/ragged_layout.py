@@ -30,6 +30,10 @@ class RaggedLayout(FlatLayout):
         numels, offsets = ([values[index] for index in indexes] for values in (self.numels, self.offsets))
         return RaggedLayout(numels, offsets, self.shard_numel, self.world_size)
 
+    def describe(self, index: int) -> str:
+        """Where parameter ``index`` lies, in words; equal on all ranks."""
+        return f"at {self.offsets[index]} of {self.padded_numel}"
+
     def filled(self, rank: int) -> int:
         """The whole row: padding is between parameters, and is zero."""
         return self.shard_numel

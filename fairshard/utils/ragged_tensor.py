@@ -366,9 +366,9 @@ def _refuse(func: Any, args: Any) -> Any:
     placed: list[str] = []
     tree_map(lambda each: placed.append(_describe(each)) if isinstance(each, Tensor) else None, args)
     raise ParameterShardedError(  # TypeError would become "unsupported operand" in arithmetic
-        "An operator on a parameter placed by RowBlocks must work element by element, on tensors placed alike, but "
-        f"`{func}` was called on {'; '.join(placed[:3])}. Gather whole values first (`full_tensor()`), or work on "
-        "this rank's rows (`to_local()`)."
+        "An operator on a parameter placed by RowBlocks or Owned must work element by element, on tensors placed "
+        f"alike, but `{func}` was called on {'; '.join(placed[:3])}. Gather whole values first (`full_tensor()`), or "
+        "work on this rank's rows (`to_local()`)."
     )
 
 

@@ -14,7 +14,7 @@ A plan is a hint: a gradient that was not planned, or that is reduced twice, get
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,8 +52,12 @@ class GradSource(PlannedSource, Protocol):
     lands_at_once: bool
     """Whether to wait for its mean right after sending, because a user's hook may communicate."""
 
-    def bucket_views(self, columns: Tensor) -> list[list[Tensor]]:
-        """The parts of ``columns`` ``[world_size, shard_numel]`` to which gradients are copied."""
+    @property
+    def layout(self) -> Any:
+        """The parts of the gradient that each rank gets."""
+
+    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
+        """The parts of ``columns``, its part of a bucket, to which gradients are copied."""
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy the gradients into ``views``, which `bucket_views` has made."""
@@ -74,11 +78,7 @@ class Bucket:
         self.sources = tuple(sources)
         self._missing = set(range(len(sources)))
         self._kept: list[Tensor | None] = []  # sums that were added; until `close`: another stream may own the memory
-        width = sum(source.shard_numel for source in sources)
-        self.data = torch.empty(
-            first.comms.shard.world_size, width, dtype=first.reduce_dtype, device=first.compute_device
-        )
-        self._columns = self.data.split([source.shard_numel for source in sources], dim=1)
+        self._columns = self._make_columns()
         self._views = [source.bucket_views(part) for source, part in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = 0
@@ -86,6 +86,14 @@ class Bucket:
         self.is_open = False
         self.written: Event | None = None  # when its last gradient was in it; None: all work queued so far
         free_storage_(self.data)
+
+    def _make_columns(self) -> Sequence[Any]:
+        """Make `data`; returns the part of each source."""
+        first, widths = self.sources[0], [source.shard_numel for source in self.sources]
+        shape = self.comms.shard.world_size, sum(widths)
+        self.data = torch.empty(shape, dtype=first.reduce_dtype, device=first.compute_device)
+        columns: Sequence[Tensor] = self.data.split(widths, dim=1)
+        return columns
 
     def is_missing(self, index: int) -> bool:
         """Whether the source at ``index`` has not written since the bucket was opened."""
@@ -112,15 +120,16 @@ class Bucket:
             self._columns[index].zero_()
         self._uses += 1
         first, replicas = self.sources[0], self.comms.replicas
-        scatter = self.comms.reduce.reduce_scatter(
-            self.data, exchange_tag("reduce_scatter", first.reduce_id, self._uses, self._members)
-        )
+        scatter = self._reduce(exchange_tag("reduce_scatter", first.reduce_id, self._uses, self._members))
         if replicas is None:
             return scatter
         tag = exchange_tag("reduce_scatter", first.replica_id, self._uses, self._members)
         if self.comms.shard.world_size == 1:
             return replicas.sum_over_ranks(self._with_kept(self.data[0]), tag)
         return Chain(scatter, lambda reduced: replicas.sum_over_ranks(self._with_kept(reduced), tag))
+
+    def _reduce(self, tag: int) -> Transfer:
+        return self.comms.reduce.reduce_scatter(self.data, tag)
 
     def _with_kept(self, reduced: Tensor) -> Tensor:
         """``reduced`` ``[width]``, plus sums of earlier backwards that wait for the sum over replicas."""
@@ -178,7 +187,7 @@ class ReduceScatterBucketer(ChunkReducer):
         self._order = expected
         self._place = {}
         for sources in pack(order, self.bucket_cap_mb):
-            bucket = Bucket(sources)
+            bucket = sources[0].bucket_kind(sources)
             for index, source in enumerate(sources):
                 self._place[source] = bucket, index
 
@@ -196,13 +205,13 @@ class ReduceScatterBucketer(ChunkReducer):
             return
         if source.comms.num_ranks == 1:
             if not self.drops:
-                alone = Bucket([source])
+                alone = source.bucket_kind([source])
                 alone.write(0)
                 alone.deliver(alone.data[0])
             return
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or not bucket.is_missing(index):
-            bucket, index = Bucket([source]), 0
+            bucket, index = source.bucket_kind([source]), 0
         while self._flying and (self._has_ended() or self._is_crowded(bucket)):
             self._land()
         if not bucket.write(index, zeros=self.drops):

@@ -38,7 +38,7 @@ class CopiedOut(Gathered):
     """A buffer, and the line to which parameters are copied."""
 
     def __init__(self, gather: Gather, buffer: Tensor, rank: int, beside: Beside) -> None:
-        super().__init__(gather, buffer, rank, beside.params)
+        super().__init__(gather, buffer, buffer[rank], beside.params)
         self._line, self._sources, self._targets = beside.line, beside.sources, beside.targets
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
         self.line_id = self._own_storage._cdata

@@ -1,4 +1,4 @@
-"""Parameters that are cut between blocks only, registered as DTensors with unequal numbers of rows.
+"""Parameters that are cut between blocks only.
 
 The gathered line is what computes, as for a flat line: nothing is copied out of it.
 """
@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from fairshard.params.line import FlatLine
-from fairshard.params.slot import ParamSlot
 from fairshard.utils.ragged_layout import RaggedLayout
-from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
-from fairshard.views.shown_dtensors import ShownDTensors
+from fairshard.utils.ragged_tensor import RaggedShard
 
 
 class Ragged(FlatLine):
@@ -29,7 +25,7 @@ class Ragged(FlatLine):
 
     def of(self, indexes: Sequence[int]) -> Ragged:
         """The parameters ``indexes`` only, each cut as it is here."""
-        return Ragged([self.shapes[index] for index in indexes], self.rank, self.layout.of(indexes))
+        return type(self)([self.shapes[index] for index in indexes], self.rank, self.layout.of(indexes))
 
     def placement(self, index: int) -> RaggedShard:
         """The rows of parameter ``index`` on each rank."""
@@ -45,21 +41,3 @@ class Ragged(FlatLine):
         """The shape of this rank's rows of parameter ``index``."""
         shape = self.shapes[index]
         return self.placement(index).rows_on(self.rank, shape[0]).numel, *shape[1:]
-
-
-class ShownRagged(ShownDTensors):
-    """A `RaggedTensor` for each parameter, on the ranks of the last dimension of ``mesh``."""
-
-    line: Ragged  # type: ignore[assignment]
-    kind = RaggedTensor
-
-    def __init__(self, slots: list[ParamSlot], mesh: DeviceMesh, layout: RaggedLayout, on_cpu: bool) -> None:
-        self._layout = layout
-        super().__init__(slots, mesh, [0] * len(slots), on_cpu)
-
-    def _line_of(self, slots: Sequence[ParamSlot], rank: int, world_size: int) -> Ragged:
-        return Ragged([slot.shape for slot in slots], rank, self._layout)
-
-    def placement(self, index: int) -> Placement:
-        """The rows of parameter ``index`` on each rank."""
-        return self.line.placement(index)

@@ -87,7 +87,7 @@ class Rows(FlatLine):
         spans = [Span(start, start + n) for start, n in zip(self.layout.columns, self.layout.numels, strict=True)]
         flat = buffer.view(-1)
         views = [flat[span.start : span.stop].view(each.shape) for each, span in zip(self.cuts, spans, strict=True)]
-        return Gathered(gather, buffer, comm.rank, views)
+        return Gathered(gather, buffer, buffer[comm.rank], views)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, copied out of a gathered buffer of ``W * S`` elements."""

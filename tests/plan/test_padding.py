@@ -60,7 +60,7 @@ def test_other_placements_are_refused():
     """A placement that is neither a RowBlocks nor None raises, and names the parameter."""
     with torch.device("meta"):
         model = nn.Linear(7, 5)
-    with pytest.raises(TypeError, match=r"must return a RowBlocks or None, but returned 0 for `weight`"):
+    with pytest.raises(TypeError, match=r"must return a RowBlocks, an Owned or None, but returned 0 for `weight`"):
         describe(model, None, 2, placement_fn=lambda param: 0)
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.ragged_plan import Blocks, plan_line
 from fairshard.utils.rows_layout import RowsLayout
@@ -21,7 +22,15 @@ def ragged(tensors, world_size):
     return RaggedLayout([tensors[index].numel for index in line.members], line.offsets, line.width, world_size)
 
 
+@st.composite
+def owned(draw):
+    """A layout of parameters that have owners."""
+    numels, world_size = draw(sizes), draw(worlds)
+    return OwnedLayout(numels, [draw(st.integers(0, world_size - 1)) for _ in numels], world_size)
+
+
 layouts = st.one_of(
+    owned(),
     st.builds(FlatLayout, sizes, worlds),
     st.builds(RowsLayout, row_sizes, worlds),
     st.builds(ragged, block_sizes, worlds),
@@ -121,3 +130,26 @@ def test_param_spans_are_slices_of_the_line(numels, world_size):
     for index, value in enumerate(values):
         span = layout.param_span(index)
         assert torch.equal(line[span.start : span.stop], value)
+
+
+@given(owned())
+def test_owned_parameters_are_whole_on_the_line_and_in_their_rows(layout):
+    """Rows follow each other without padding, and a parameter lies in its owner's row alone, also in a part of them."""
+    line, rows = [None] * layout.numel, []
+    for index, numel in enumerate(layout.numels):
+        span = layout.param_span(index)
+        assert line[span.start : span.stop] == [None] * numel
+        line[span.start : span.stop] = [(index, element) for element in range(numel)]
+    start = 0
+    for rank, width in enumerate(layout.widths):
+        rows.append(line[start : start + width])
+        start += width
+        own = {index for index, numel in enumerate(layout.numels) if numel and layout.owners[index] == rank}
+        assert {index for index, _ in rows[rank]} == own
+        for piece in layout.pieces_of(rank):
+            elements = range(layout.numels[piece.index])
+            assert rows[rank][piece.target.start : piece.target.stop] == [(piece.index, each) for each in elements]
+    assert start == layout.numel == layout.padded_numel
+    assert None not in line
+    kept = list(range(0, len(layout.numels), 2))
+    assert layout.of(kept).owners == tuple(layout.owners[index] for index in kept)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.utils.collectives import Communicator, Communicators, communicator, counters, reset_counters
-from fairshard.utils.reduce_scatter_bucketer import Division, ReduceScatterBucketer
+from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, ReduceScatterBucketer
 from fairshard.utils.testing import delayed, rank_device
 from tests.on_ranks import on_ranks
 
@@ -23,6 +23,7 @@ class Source:
         self.name, self.shard_numel, self.reduce_dtype = name, shard_numel, dtype
         comm = communicator(dist.group.WORLD)
         self.comms = Communicators(comm, comm)
+        self.bucket_kind, self.bucket_numel = Bucket, shard_numel * comm.world_size
         self.compute_device = rank_device()
         self.reduce_id = self.replica_id = comm.new_id()
         self.division = Division(1.0, float(comm.world_size))

@@ -219,3 +219,14 @@ def loads_of(numels, owners, world_size):
 def test_given_owners_are_kept():
     """Tensors that the user has placed stay there, and count as load."""
     assert balanced_owners([10, 4, 3, 3], 2, given=[None, 0, None, 0]) == [1, 0, 0, 0]
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=4), max_size=6), st.integers(1, 4))
+def test_parts_of_a_model_are_balanced_together(parts, world_size):
+    """Parts that are given owners one after the other leave ranks that differ by the largest tensor at most."""
+    loads, every, owners = [0] * world_size, [], []
+    for part in parts:
+        owners += balanced_owners(part, world_size, loads=loads)
+        every += part
+        assert loads == loads_of(every, owners, world_size)
+        assert max(loads) - min(loads) <= max(every, default=0)

@@ -11,7 +11,7 @@ from fairshard.observe.unit_event import Phase, UnitEvent
 from fairshard.settings.data_mesh import DataParallelMeshDims, ShardPlacementResult
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fairshard.settings.placements import RowBlocks
+from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.settings.state_dicts import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Owned",
     "Phase",
     "RowBlocks",
     "ShardPlacementResult",

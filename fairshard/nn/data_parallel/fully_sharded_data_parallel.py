@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.inner_state import refuse_inner_states
 from fairshard.setup.late_changes import check_conversion
-from fairshard.setup.lines import PlacementFn, check_placement
+from fairshard.setup.lines import PlacementFn, check_placement, loads_in
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, is_shown, summon
 from fairshard.utils.dynamo import breaks_graph
@@ -234,7 +235,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             )
         origin = make_ready(module, how, ignored, groups.spanning())
         ranks = groups.shard.rank, groups.shard.world_size
-        flat_params = shard_parameters(module, config, *ranks, origin, placement_fn)
+        flat_params = shard_parameters(module, config, *ranks, origin, placement_fn, partial(loads_in, groups.shard))
         unit = Unit(groups, flat_params, config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()

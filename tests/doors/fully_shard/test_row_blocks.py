@@ -1,4 +1,7 @@
-"""Parameters placed by `RowBlocks`: cuts fall between blocks, torch's tools work, and nothing is cut evenly unasked."""
+"""Parameters placed by `RowBlocks`: cuts fall between blocks, torch's tools work, and nothing is cut evenly unasked.
+
+Tests of tools also run with `Owned`, whose own tests are in ``test_owned.py``.
+"""
 
 import copy
 import pickle
@@ -12,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fairshard.errors import ParameterShardedError
-from fairshard.nn import RowBlocks, fully_shard
-from fairshard.settings.placements import Owned
+from fairshard.nn import Owned, RowBlocks, fully_shard
 from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
 from fairshard.utils.testing import rank_device
 from fairshard.views.copied_out import CopiedOut
@@ -27,8 +29,8 @@ def plain_model(seed=1):
 
 
 def shard(model, rows=1, **kwargs):
-    """Shard as a unit inside a unit; ``rows`` None is the default placement."""
-    place = None if rows is None else lambda param: RowBlocks(rows)
+    """Shard as a unit inside a unit, by blocks of ``rows``, or by another placement; None is the default one."""
+    place = None if rows is None else lambda param: RowBlocks(rows) if isinstance(rows, int) else rows
     fully_shard(model[0], shard_placement_fn=place, **kwargs)
     return fully_shard(model, shard_placement_fn=place, **kwargs)
 
@@ -80,6 +82,8 @@ def test_the_gathered_line_computes():
             assert all(len(own) == 1 and own[0].is_contiguous() for own in runs)
 
 
+both_kinds = pytest.mark.parametrize("place", [RowBlocks(1), Owned()], ids=["blocks", "owned"])
+
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
@@ -101,29 +105,31 @@ def train(rows, optimizer, max_norm=None, **kwargs):
 
 @on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_bits_are_those_of_the_default_placement(optimizer):
+@both_kinds
+def test_bits_are_those_of_the_default_placement(optimizer, place):
     """Trained weights equal those of the default rows to the bit; clipping, which adds in another order, to 1e-6."""
-    assert_same(train(1, optimizer), train(None, optimizer))
+    assert_same(train(place, optimizer), train(None, optimizer))
     for max_norm in (0.1, 1e3):
-        blocks, even = train(2, optimizer, max_norm), train(None, optimizer, max_norm)
-        torch.testing.assert_close(blocks, even, rtol=1e-6, atol=1e-7)
+        placed, even = train(place, optimizer, max_norm), train(None, optimizer, max_norm)
+        torch.testing.assert_close(placed, even, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(4, timeout=120)
-def test_replicas_of_blocks():
-    """Shards by blocks on two ranks, replicated twice, train as default rows on that mesh."""
+@both_kinds
+def test_replicas(place):
+    """Shards on two ranks, replicated twice, train as default rows on that mesh."""
     mesh = init_device_mesh(rank_device().type, (2, 2))
-    blocks = train(1, "sgd", mesh=mesh)
-    assert_same(blocks, train(None, "sgd", mesh=mesh))
+    assert_same(train(place, "sgd", mesh=mesh), train(None, "sgd", mesh=mesh))
 
 
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, torch.inf])
-def test_norms_are_those_of_whole_gradients(order):
-    """The norm of gradients placed by blocks, some of which a rank has none of, beside evenly sharded ones."""
+@both_kinds
+def test_norms_are_those_of_whole_gradients(order, place):
+    """The norm of gradients, some of which a rank has nothing of, beside evenly sharded ones."""
     model = plain_model()
     fully_shard(model[0])
-    fully_shard(model, shard_placement_fn=lambda param: RowBlocks(3))
+    fully_shard(model, shard_placement_fn=lambda param: place)
     backward(model)
     grads = [param.grad.full_tensor() for param in model.parameters()]
     expected = torch.nn.utils.get_total_norm(grads, order)
@@ -134,9 +140,9 @@ def test_norms_are_those_of_whole_gradients(order):
 
 @on_ranks(2)
 def test_values_load_from_any_placement():
-    """Whole values, even rows and other blocks load; state dicts of blocks load into even rows."""
+    """Whole values, even rows, other blocks and owned tensors load, from and into each other."""
     expected = plain_model(5)
-    models = [shard(plain_model(), rows) for rows in (1, 2, None)]
+    models = [shard(plain_model(), rows) for rows in (1, 2, None, Owned())]
     for model in models:
         model.load_state_dict(expected.state_dict())
         assert_same(whole(model), dict(expected.named_parameters()))
@@ -148,9 +154,10 @@ def test_values_load_from_any_placement():
 
 
 @on_ranks(2)
-def test_copies_have_the_same_blocks():
+@both_kinds
+def test_copies_have_the_same_placements(place):
     """A deepcopy and a pickle of a trained model have its values and placements, and train like it."""
-    model = shard(plain_model())
+    model = shard(plain_model(), place)
     backward(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert [param.placements for param in copied.parameters()] == [param.placements for param in model.parameters()]
@@ -162,9 +169,10 @@ def test_copies_have_the_same_blocks():
 
 
 @on_ranks(2)
-def test_converted_layers_keep_their_rows():
+@both_kinds
+def test_converted_layers_keep_their_rows(place):
     """A layer that is converted before the first forward keeps its rows, in its new dtype, and trains."""
-    model = shard(plain_model())
+    model = shard(plain_model(), place)
     before = whole(model)
     model[2].to(torch.float64)
     model[3].to(torch.float64)
@@ -177,12 +185,13 @@ def test_converted_layers_keep_their_rows():
 
 
 @on_ranks(2)
-def test_a_model_without_memory_loads_its_values():
-    """A model on the meta device gets memory and values after it is sharded by blocks."""
+@both_kinds
+def test_a_model_without_memory_loads_its_values(place):
+    """A model on the meta device gets memory and values after it is sharded."""
     expected = plain_model(5)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 11), nn.Linear(11, 3))
-    model = shard(model, 2)
+    model = shard(model, place)
     assert all(param.is_meta for param in model.parameters())
     model.to_empty(device=rank_device())
     model.load_state_dict(expected.state_dict())
@@ -210,18 +219,20 @@ def test_random_initialisation_raises_on_all_ranks():
 
 
 @on_ranks(2)
-def test_gradients_through_whole_values():
+@both_kinds
+def test_gradients_through_whole_values(place):
     """A loss of `full_tensor()` reaches the parameter: each rank gets the gradient of its rows."""
-    weight = shard(plain_model())[0].weight
+    weight = shard(plain_model(), place)[0].weight
     weight.full_tensor().square().sum().backward()
     assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor())
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("is_finite", [True, False])
-def test_a_scaler_of_torch(is_finite):
-    """torch's scaler divides gradients placed by blocks, and all ranks see an overflow that one rank has."""
-    model = shard(plain_model())
+@both_kinds
+def test_a_scaler_of_torch(is_finite, place):
+    """torch's scaler divides gradients, and all ranks see an overflow that one rank has."""
+    model = shard(plain_model(), place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(rank_device().type, init_scale=8.0)
     backward(model)
@@ -260,9 +271,10 @@ REFUSED = {
 
 
 @on_ranks(2)
-def test_what_needs_other_rows_raises_by_name():
+@both_kinds
+def test_what_needs_other_rows_raises_by_name(place):
     """Operators that need other elements or another layout raise, and name the placement and the remedy."""
-    param, even = (shard(plain_model(), rows)[0].weight.detach() for rows in (1, None))
+    param, even = (shard(plain_model(), each)[0].weight.detach() for each in (place, None))
     for name, operator in REFUSED.items():
         with pytest.raises(ParameterShardedError, match=r"RaggedShard\(first=0, head=\d, each=\d\)") as raised:
             operator(param, even)
@@ -302,21 +314,22 @@ def test_even_chunks_are_never_assumed():
 
 @on_ranks(2)
 def test_what_cannot_be_placed_is_refused():
-    """A parameter that is a DTensor already, and a placement that is not built yet, raise by name."""
+    """A parameter that is a DTensor already, and an owner that does not exist, raise by name."""
     mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(4, 4, device=rank_device())
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match="must be a plain tensor, but `weight`, a DTensor, is a DTensor already"):
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: RowBlocks())
-    with pytest.raises(TypeError, match=r"a fairshard.nn.RowBlocks, .*but returned Owned \(Owned\(rank=None\)\)"):
-        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Owned())
+    with pytest.raises(ValueError, match=r"must be one of the 2 ranks .*, from 0 to 1, but is 2 for `weight`"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Owned(2))
 
 
 @on_ranks(2)
-def test_parameters_without_dimensions_stay_whole():
-    """A parameter without dimensions is replicated, as by default, beside others that are placed by blocks."""
+@both_kinds
+def test_parameters_without_dimensions_stay_whole(place):
+    """A parameter without dimensions is replicated, as by default, beside others that are placed otherwise."""
     model = nn.Linear(3, 3, device=rank_device())
     model.scale = nn.Parameter(torch.tensor(1.5, device=rank_device()))
-    fully_shard(model, shard_placement_fn=lambda param: RowBlocks())
+    fully_shard(model, shard_placement_fn=lambda param: place)
     assert model.scale.placements == (Replicate(),)
     assert isinstance(model.weight.placements[0], RaggedShard)

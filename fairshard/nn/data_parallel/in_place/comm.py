@@ -25,6 +25,7 @@ from fairshard.utils.device import current_device
 from fairshard.utils.messages import subgroup
 from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.streams import Event, is_asynchronous
+from fairshard.views.owned import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -92,11 +93,11 @@ class CommMethods(nn.Module):
         """Call ``hook(mean)`` to change this module's reduced gradients before they are added to ``.grad``.
 
         ``mean`` ``[S]`` holds this rank's parts of the gradients end to end, each padded to the size of the first
-        rank's part. All sums (including the sum over replicas) and the division are done; the dtype is that of the
-        sum, which on gloo is fp32 or wider. The hook changes ``mean`` in place, and is called once per dtype of the
-        parameters. The hook may communicate: all ranks call it at the same point, after the reduction of the module's
-        bucket and before the next one. On an accelerator it runs on ``stream``, or by default on the stream that
-        reduces gradients.
+        rank's part; of parameters placed by `Owned` those that it owns, without padding. All sums (including the sum
+        over replicas) and the division are done; the dtype is that of the sum, which on gloo is fp32 or wider. The hook
+        changes ``mean`` in place, and is called once per dtype of the parameters. The hook may communicate: all ranks
+        call it at the same point, after the reduction of the module's bucket and before the next one. On an accelerator
+        it runs on ``stream``, or by default on the stream that reduces gradients.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -148,6 +149,7 @@ class CommMethods(nn.Module):
         Raises:
             TypeError: a method of ``comm`` is missing.
             OptionsExcludeError: memory is allocated by the process group.
+            ValueError: a parameter is placed by `Owned`.
             TrainingStateError: in the middle of a pass.
         """
         for flat_param in _customizable(_unit_of(self), "set_custom_all_gather", comm):
@@ -163,6 +165,7 @@ class CommMethods(nn.Module):
         Raises:
             TypeError: a method of ``comm`` is missing.
             OptionsExcludeError: memory is allocated by the process group.
+            ValueError: a parameter is placed by `Owned`.
             TrainingStateError: in the middle of a pass.
         """
         for flat_param in _customizable(_unit_of(self), "set_custom_reduce_scatter", comm):
@@ -173,7 +176,7 @@ class CommMethods(nn.Module):
         """Gather parameters and reduce gradients of this module in memory from the backend's allocator.
 
         Raises:
-            ValueError: ``enable`` is not a bool, or the backend has no allocator.
+            ValueError: ``enable`` is not a bool, the backend has no allocator, or a parameter is placed by `Owned`.
             OptionsExcludeError: the module has a custom all-gather or reduce-scatter.
             TrainingStateError: in the middle of a pass.
         """
@@ -185,6 +188,7 @@ class CommMethods(nn.Module):
                 "Custom communication cannot use memory of the process group, because it has its own `allocate`, but "
                 f"unit `{unit.fqn or 'root'}` has both. Allocate from the group in `allocate`."
             )
+        check_none_owned(flat_params if enable else [], "set_allocate_memory_from_process_group_for_comm")
         group = unit.groups.shard.resolve()
         for flat_param in flat_params:
             shown = flat_param.shows
@@ -283,6 +287,7 @@ def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
     flat_params = _routed(unit, method)
+    check_none_owned(flat_params, method)
     if any(flat_param.route.uses_group_memory for flat_param in flat_params):
         raise OptionsExcludeError(
             f"`{method}` cannot be combined with memory of the process group, but unit `{unit.fqn or 'root'}` uses "

@@ -12,16 +12,17 @@ from torch.distributed.tensor import Shard
 from fairshard.engine.tree import unit_of
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.data_mesh import DataMesh, ShardPlacementResult
-from fairshard.settings.placements import RowBlocks
+from fairshard.settings.placements import Owned, RowBlocks
+from fairshard.setup.lines import check_owner
 
-Placement = Callable[[nn.Parameter], Shard | RowBlocks | ShardPlacementResult | None]
+Placement = Callable[[nn.Parameter], Shard | RowBlocks | Owned | ShardPlacementResult | None]
 
 
-def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot], int | RowBlocks]:
-    """A function that returns how parameters are cut over the ranks of ``data``: by blocks, or a dimension."""
+def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot], int | RowBlocks | Owned]:
+    """A function that returns how parameters are cut over the ranks of ``data``, or a dimension."""
     num_ranks = data.num_shards
 
-    def placement_of(slot: ParamSlot) -> int | RowBlocks:
+    def placement_of(slot: ParamSlot) -> int | RowBlocks | Owned:
         found: Any = None if placement is None else placement(slot.leaf)
         if found is not None and _elsewhere(found) is not None:
             if not _is_on(found, data):
@@ -33,12 +34,14 @@ def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot]
             found = found.placement
         if found is None:
             return 0
-        if isinstance(found, RowBlocks):
+        if isinstance(found, Owned):
+            check_owner(found, slot.fqn, num_ranks)
+        if isinstance(found, (RowBlocks, Owned)):
             return found
         if not isinstance(found, Shard):
             raise TypeError(
-                "`shard_placement_fn` must return a torch.distributed.tensor.Shard, a fairshard.nn.RowBlocks, a "
-                "ShardPlacementResult or None, "
+                "`shard_placement_fn` must return a torch.distributed.tensor.Shard, a fairshard.nn.RowBlocks or "
+                "Owned, a ShardPlacementResult or None, "
                 f"but returned {type(found).__name__} ({found!r}) for `{slot.fqn}`."
             )
         shape = tuple(slot.shape)

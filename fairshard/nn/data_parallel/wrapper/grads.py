@@ -16,6 +16,7 @@ from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.storage import is_same_memory
+from fairshard.views.owned import check_none_owned
 
 
 class GradMethods(StateMethods):
@@ -69,7 +70,7 @@ class GradMethods(StateMethods):
         Raises:
             NotRootError: this is an inner wrapper.
             RuntimeError: a hook is already registered, or a forward has run.
-            ValueError: the sharding strategy is hybrid.
+            ValueError: the sharding strategy is hybrid, or a parameter is placed by `Owned`.
             TypeError: ``hook`` is not callable.
         """
         if not callable(hook):
@@ -86,6 +87,8 @@ class GradMethods(StateMethods):
                 raise RuntimeError("`register_comm_hook` must be called once, but a hook is already registered.")
         if root.has_begun:
             raise RuntimeError("`register_comm_hook` must be called before the first forward, but one has run.")
+        for unit in root.units:
+            check_none_owned(unit.flat_params, "register_comm_hook")
         for unit in root.units:
             in_place = unit.config.sharding_strategy is ShardingStrategy.NO_SHARD
             for flat_param in unit.flat_params:

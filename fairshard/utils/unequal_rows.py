@@ -1,0 +1,116 @@
+"""Gathers and reductions of rows of unequal width, some of them empty, that lie one after the other on a line.
+
+===================  ==========================================  ==============================================
+backend, ranks       gather                                      reduction (always a *sum*)
+===================  ==========================================  ==============================================
+gloo, CPU, 2 to 4    direct exchange of rows                     direct exchange, local sum in rank order
+gloo, CPU, more      a broadcast by each rank                    all_to_all_single, local sum in rank order
+gloo, a device       a broadcast by each rank                    all_reduce of the line
+NCCL and others      all_gather (of NCCL: grouped broadcasts)    reduce_scatter (of NCCL: grouped reductions)
+===================  ==========================================  ==============================================
+
+Nothing is padded, and an empty row takes no message of a direct exchange or broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairshard.utils.collectives import Communicator, Transfer, sum_in_order, wait_all
+from fairshard.utils.messages import backend_name
+
+
+class UnequalGather:
+    """An all-gather of ``rows``, one per rank, prepared for repeated use; each rank fills its own, in place."""
+
+    def __init__(self, comm: Communicator, rows: Sequence[Tensor]) -> None:
+        own = comm.rank
+        self._comm, self._rows, self._own = comm, list(rows), rows[own]
+        self._nbytes = sum(row.nbytes for rank, row in enumerate(rows) if rank != own)
+        self._is_gloo = _is_gloo(comm, rows[own])
+        self._exchange = comm.exchange if rows[own].is_cpu else None
+        distances = range(1, comm.world_size)
+        self._peers = [((own - by) % comm.world_size, (own + by) % comm.world_size) for by in distances]
+
+    def start(self, tag: int) -> Transfer:
+        """Gather; this rank's row is already written. See `Communicator.all_gather`."""
+        comm, own = self._comm, self._own
+        comm.count("all_gather", self._nbytes)
+        if self._exchange is None and not self._is_gloo:
+            return Transfer((dist.all_gather(self._rows, own, group=comm.group, async_op=True),))
+        works: list[Any] = []
+        try:
+            if self._exchange is None:
+                for rank, row in enumerate(self._rows):
+                    if row.numel():
+                        works.append(dist.broadcast(row, group=comm.group, group_src=rank, async_op=True))
+            else:
+                for source, target in self._peers:
+                    if self._rows[source].numel():
+                        works.append(self._exchange.recv([self._rows[source]], source, tag))
+                    if own.numel():
+                        works.append(self._exchange.send([own], target, tag))
+        except Exception as error:
+            wait_all(works, error)
+        return Transfer(works)
+
+
+def reduce_rows(comm: Communicator, line: Tensor, rows: Sequence[Tensor], tag: int) -> Transfer:
+    """The sum over ranks of ``rows[rank]``, new memory; ``rows`` follow each other on ``line``. **Collective.**
+
+    See `Communicator.reduce_scatter`.
+    """
+    own = rows[comm.rank]
+    comm.count("reduce_scatter", line.nbytes - own.nbytes)
+    if not _is_gloo(comm, line):
+        return _reduce_natively(comm, line, rows)
+    if not line.is_cpu:
+        work = dist.all_reduce(line, group=comm.group, async_op=True)
+        return Transfer((work,), finish=own.clone)
+    if comm.exchange is None:
+        received = line.new_empty(comm.world_size, own.numel())
+        sizes = [row.numel() for row in rows]
+        into, of = received.view(-1), [own.numel()] * comm.world_size
+        works = [dist.all_to_all_single(into, line, of, sizes, group=comm.group, async_op=True)]
+        return Transfer(works, finish=lambda: sum_in_order(list(received)))
+    works, every = _exchanged(comm, rows, tag)
+    return Transfer(works, finish=lambda: sum_in_order(every))
+
+
+def _is_gloo(comm: Communicator, tensor: Tensor) -> bool:
+    """Whether gloo sends ``tensor``."""
+    return comm.is_gloo and (tensor.is_cpu or backend_name(comm.group, tensor.device) == "gloo")
+
+
+def _exchanged(comm: Communicator, rows: Sequence[Tensor], tag: int) -> tuple[list[Any], list[Tensor]]:
+    """Send ``rows[i]`` to rank ``i``; returns the works, and the rows to sum in rank order."""
+    exchange, rank, own = comm.exchange, comm.rank, rows[comm.rank]
+    assert exchange is not None
+    every = list(own.new_empty(comm.world_size - 1, own.numel()))
+    every.insert(rank, own)
+    works: list[Any] = []
+    try:
+        for step in range(1, comm.world_size):
+            source, target = (rank - step) % comm.world_size, (rank + step) % comm.world_size
+            if own.numel():
+                works.append(exchange.recv([every[source]], source, tag))
+            if rows[target].numel():
+                works.append(exchange.send([rows[target]], target, tag))
+    except Exception as error:
+        wait_all(works, error)
+    return works, every
+
+
+def _reduce_natively(comm: Communicator, line: Tensor, rows: Sequence[Tensor]) -> Transfer:
+    """The backend's own reduce-scatter; divides fp16 first."""
+    reduced = torch.empty_like(rows[comm.rank])
+    power = comm.divide_fp16(line)
+    work = dist.reduce_scatter(reduced, list(rows), group=comm.group, async_op=True)
+    if power > 1:
+        return Transfer((work,), finish=lambda: reduced.float().mul_(power))
+    return Transfer((work,), reduced)
