@@ -54,8 +54,8 @@ class Muon(Optimizer):
     `step` is **collective** if a matrix is cut among ranks: one small message, by which ranks agree on the gradients
     that exist, and two all-to-alls of 2 bytes an element: to an owner for each matrix, balanced over the ranks longest
     first, and back. Momentum stays on the shards. Matrices that a rank has whole are computed there; without any other,
-    only the first step sends one message. Newton-Schulz runs on the device that computes; its bits depend on the number
-    of threads.
+    only the first step sends one message, and none does if all are placed by `Owned`. Newton-Schulz runs on the device
+    that computes; its bits depend on the number of threads.
 
     The same bits as torch's for fp32 and fp16 parameters. For bf16 ones, torch rounds the last elements of a tensor
     differently, which a part of it does not show; and with ``nesterov=False`` torch (2.13) overwrites their momentum by
@@ -247,8 +247,9 @@ class _Plan:
                 assert part.comm is not None
                 # Also matrices that one rank has whole: they are work for that rank.
                 together.setdefault((part.comm, part.device), []).extend(blocks.get(part, ()))
-        # Ranks without cut matrices agree once that they have none: others would wait for them.
-        self._asked = [MatrixExchange(comm, device, own) for (comm, device), own in together.items()]
+        # Ranks without cut matrices agree once that they have none: others would wait. Owned ones are never cut.
+        asked = [key for key, own in together.items() if not own or not all(block.part.is_owned for block in own)]
+        self._asked = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
         self.exchanges = [exchange for exchange in self._asked if exchange.has_cut]
         asked = [(exchange.comm, exchange.has_cut) for exchange in self._asked]
         self._groups = ConnectedGroups([comm for comm, _ in asked], [has_cut for _, has_cut in asked])

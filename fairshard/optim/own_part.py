@@ -12,6 +12,7 @@ from fairshard.checks.optimizer_check import stepped_of
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.span import Span
 from fairshard.views.orig_param import OrigParam, Stepped
 from fairshard.views.shown_extended import ShownExtended
@@ -67,6 +68,11 @@ class OwnPart:
         """The device that computes with the parameter; the parameter itself may be in host memory."""
         device: torch.device = getattr(self._stepped, "compute_device", self.param.device)
         return device
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether it is placed by `Owned`: on every rank known to be whole on one."""
+        return self._stepped is not None and isinstance(self._stepped.line.layout, OwnedLayout)
 
     @property
     def comm(self) -> Communicator | None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, ShardingStrategy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, Muon
 from fairshard.utils.testing import rank_device
@@ -138,8 +138,19 @@ LAYOUTS = {
     "hybrid": _hybrid,
     "held": lambda model: wrapped(model, cpu_offload=True, move_grads_to_cpu=False),
     "views held": lambda model: wrapped(model, use_orig_params=True, cpu_offload=True, move_grads_to_cpu=False),
+    "owned": lambda model: fully_sharded(model, shard_placement_fn=owned_matrices),
+    "owned offload": lambda model: fully_sharded(
+        model, shard_placement_fn=owned_matrices, offload_policy=CPUOffloadPolicy()
+    ),
+    "owned hybrid": lambda model: fully_sharded(model, shard_placement_fn=owned_matrices, mesh=hybrid_mesh()),
+    "owned views": lambda model: wrapped(model, use_orig_params=True, placement_fn=owned_matrices),
     "unsharded": lambda model: wrapped(model, use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD),
 }  # fmt: skip
+
+
+def owned_matrices(param):
+    """One rank has a matrix, or a stack of them; all others are placed as by default."""
+    return Owned() if param.dim() in (2, 3) else None
 
 
 def _columns_if_even(param):

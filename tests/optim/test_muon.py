@@ -30,7 +30,7 @@ from tests.reference import Reference, assert_same_state, randn
 from tests.torch_gaps import needs_muon
 
 FEW = ["rows", "flat", "views held"]
-ON_FOUR = ("rows hybrid", "hybrid")
+ON_FOUR = ("rows hybrid", "owned hybrid", "hybrid")
 
 
 @needs_muon
@@ -306,6 +306,25 @@ def test_what_one_rank_has_whole_is_not_sent():
     assert found.pop("all_to_all") == (2, 2 * 24)
     assert found.pop("all_reduce")[0] == 1
     assert found == {}
+
+
+@needs_muon
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("layout", ["owned", "owned views", "owned offload"])
+def test_owned_matrices_are_stepped_without_a_message(layout):
+    """No step sends anything, not even the first one."""
+    model = LAYOUTS[layout](Mixture().to(rank_device()))
+    optimizer = muon_of(layout, model)
+    for step in range(2):
+        backward(model, step)
+        reset_counters()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            optimizer.step()
+        assert counters() == {}
+        names = [event.name for event in profiler.events()]
+        assert any("mm" in name for name in names)
+        assert not [name for name in names if "c10d" in name or "gloo" in name]
+        optimizer.zero_grad()
 
 
 @needs_muon

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fairshard.engine.tree import units_below
-from fairshard.nn import RowBlocks, fully_shard
+from fairshard.nn import Owned, RowBlocks, fully_shard
 from fairshard.utils.testing import rank_device
 from tests.reference import average_grads_, randn
 from tests.trained import odd
@@ -28,6 +28,7 @@ SHARDED = {
     "rows": shard_odd,
     "columns": lambda model: shard_odd(model, shard_placement_fn=by_columns),
     "whole": fully_shard,
+    "owned": lambda model: shard_odd(model, shard_placement_fn=lambda param: Owned()),
     "blocks": lambda model: shard_odd(model, shard_placement_fn=lambda param: RowBlocks(2)),
 }
 

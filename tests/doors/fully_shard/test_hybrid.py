@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.errors import FairshardError, TrainingStateError
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, RowBlocks, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Owned, RowBlocks, fully_shard
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
@@ -137,11 +137,12 @@ def test_sums_that_wait_are_added_on_four_ranks(bucket_cap_mb):
 
 @on_ranks(2, in_full(4), timeout=120)
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_sums_that_wait_are_added_for_blocks(offload):
-    """The same holds for parameters that are cut between blocks of two rows."""
+@pytest.mark.parametrize("place", [RowBlocks(2), Owned()], ids=["blocks", "owned"])
+def test_sums_that_wait_are_added_for_unequal_rows(offload, place):
+    """The same holds for parameters that are cut between blocks of two rows, or not at all."""
     shape = (2, dist.get_world_size() // 2)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    check_orders(shape, ORDERS, offload_policy=policy, shard_placement_fn=lambda param: RowBlocks(2))
+    check_orders(shape, ORDERS, offload_policy=policy, shard_placement_fn=lambda param: place)
 
 
 @on_ranks(in_full(4), timeout=120)

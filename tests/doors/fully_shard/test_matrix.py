@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, RowBlocks
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Owned, RowBlocks
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.testing import rank_device
 from fairshard.views import received_in_place
@@ -38,7 +38,7 @@ AXES = {
     "optimizer": ["sgd", "foreach", "fused", "groups"],
     "raises": [None, "forward", "backward"],
     "in_place": ["none", "all", "large"],
-    "placement": ["rows", "blocks", "some_blocks"],
+    "placement": ["rows", "blocks", "some_blocks", "owned", "each_kind"],
 }
 MIN_NBYTES = {"none": 1 << 17, "all": 1, "large": 32}  # a rank, of parameters that are received in place
 PRECISIONS = {
@@ -58,6 +58,8 @@ PLACEMENTS = {
     "rows": None,
     "blocks": lambda param: RowBlocks(),
     "some_blocks": lambda param: RowBlocks(3) if param.dim() > 1 else None,
+    "owned": lambda param: Owned(),
+    "each_kind": lambda param: Owned() if param.dim() > 1 else [None, RowBlocks(), Owned(0)][param.numel() % 3],
 }
 
 CELLS = covering_array(AXES)

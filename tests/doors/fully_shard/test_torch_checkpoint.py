@@ -82,7 +82,7 @@ def _load(how, folder):
     ("saved", "loaded"),
     [
         ((3, "rows", True), (2, "columns")),
-        ((2, "blocks", True), (3, "blocks")),
+        ((2, "blocks", True), (3, "owned")),
         *(
             pytest.param(before, after, marks=pytest.mark.full)
             for before, after in [
@@ -94,6 +94,10 @@ def _load(how, folder):
                 ((3, "blocks", False), (1, "plain")),
                 ((2, "columns", False), (4, "blocks")),
                 ((4, "blocks", True), (2, "rows")),
+                ((2, "blocks", True), (3, "blocks")),
+                ((3, "owned", False), (2, "blocks")),
+                ((1, "owned", True), (4, "owned")),
+                ((4, "owned", True), (2, "columns")),
             ]
         ),
     ],

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.nn import Owned, RowBlocks
 from fairshard.utils.testing import rank_device
-from tests.covering import all_cells, covering_array, over_cells
+from tests.covering import all_cells, covering_array, over_cells, random_cells
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import Reference, assert_same_state, sgd
@@ -42,8 +43,16 @@ PRECISIONS = {
     ),
 }
 
-CELLS = covering_array(AXES)
-OTHER_CELLS = [cell for cell in all_cells(AXES) if cell not in CELLS]
+PLACEMENTS = {
+    "blocks": lambda param: RowBlocks(2),
+    "owned": lambda param: Owned(),
+    "each_kind": lambda param: Owned() if param.dim() > 1 else [None, RowBlocks(), Owned(0)][param.numel() % 3],
+}
+PLACED_AXES = {**AXES, "placement": ["flat", *PLACEMENTS]}
+
+CELLS = covering_array(PLACED_AXES)
+OTHER_CELLS = [cell for each in all_cells(AXES) if (cell := {**each, "placement": "flat"}) not in CELLS]
+MORE_CELLS = random_cells(PLACED_AXES, 100)
 
 
 def _train(cell):
@@ -55,6 +64,8 @@ def _train(cell):
         reshard_after_forward=cell["reshard"],
         flatten_parameters=cell["flatten"],
         bucket_cap_mb=cell["bucket"],
+        use_orig_params=cell["placement"] != "flat",
+        placement_fn=PLACEMENTS.get(cell["placement"]),
         **settings,
     )
     of_reference, of_wrapped = sgd(reference.master), sgd(wrapped)
@@ -103,4 +114,12 @@ def test_every_pair_of_settings_trains_as_plain_torch(cell):
 @on_ranks()
 def test_every_combination_of_settings_trains_as_plain_torch(cell):
     """The same holds in all other cells."""
+    _train(cell)
+
+
+@pytest.mark.full
+@over_cells(MORE_CELLS)
+@on_ranks()
+def test_many_placements_train_as_plain_torch(cell):
+    """The same holds in 100 random cells of all settings with all placements."""
     _train(cell)

@@ -1,4 +1,4 @@
-"""Original parameters that are placed by `RowBlocks`: each rank's run of them is whole blocks."""
+"""Original parameters that are placed by `RowBlocks` or `Owned`: each rank's run of them is whole blocks, or all."""
 
 import copy
 
@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
+from fairshard.errors import RanksDisagreeError
+from fairshard.nn import FullStateDictConfig, Owned, RowBlocks, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import RowBlocks, StateDictType
 from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
@@ -20,6 +21,19 @@ from tests.reference import assert_same_state
 def blocks_of_two(param):
     """Blocks of two rows of matrices; vectors are cut anywhere."""
     return RowBlocks(2) if param.dim() > 1 else None
+
+
+def owned(param):
+    """One rank has all."""
+    return Owned()
+
+
+def each_kind(param):
+    """A placement of each kind."""
+    return owned(param) if param.dim() > 1 else [None, Owned(0), RowBlocks()][param.numel() % 3]
+
+
+PLACEMENTS = [blocks_of_two, owned, each_kind]
 
 
 def wrapped(placement_fn, seed=1, **kwargs):
@@ -62,22 +76,23 @@ SETTINGS = [
 @on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_bits_are_those_of_flat_runs(optimizer):
-    """Weights trained with blocks are those trained with runs that are cut anywhere, to the bit."""
+    """Weights trained with placements are those trained with runs that are cut anywhere, to the bit."""
     make = {
         "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     }[optimizer]
     for kwargs in SETTINGS:
         found = []
-        for placement_fn in (None, blocks_of_two):
+        for placement_fn in (None, *PLACEMENTS):
             model = wrapped(placement_fn, **kwargs)
             train(model, make(model.parameters()), range(3))
             found.append(model.state_dict())
-        assert_same_state(*found)
+        for state in found[1:]:
+            assert_same_state(state, found[0])
 
 
-def save(folder):
-    model = wrapped(blocks_of_two)
+def save(folder, placement_fn):
+    model = wrapped(placement_fn)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
     whole = copy.deepcopy(model.state_dict())
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -85,8 +100,8 @@ def save(folder):
     return {name: value.cpu() for name, value in whole.items()}
 
 
-def load(folder, by_blocks):
-    model = wrapped(blocks_of_two if by_blocks else None, seed=5)
+def load(folder, placement_fn):
+    model = wrapped(placement_fn, seed=5)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=folder)
@@ -94,24 +109,93 @@ def load(folder, by_blocks):
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("by_blocks", [True, False])
-def test_a_checkpoint_loads_with_another_placement(by_blocks, tmp_path):
-    """Blocks saved on two ranks load on three, as blocks and as flat runs."""
-    expected = run_ranks(2, save, folder=str(tmp_path / "one"))[0]
-    for actual in run_ranks(3, load, folder=str(tmp_path / "one"), by_blocks=by_blocks):
+@pytest.mark.parametrize(
+    "placements", [(blocks_of_two, owned), (owned, None), in_full((blocks_of_two, None)), in_full((each_kind, owned))]
+)
+def test_a_checkpoint_loads_with_another_placement(placements, tmp_path):
+    """Placements saved on two ranks load on three, with others and as flat runs."""
+    saved, loaded = placements
+    expected = run_ranks(2, save, folder=str(tmp_path / "one"), placement_fn=saved)[0]
+    for actual in run_ranks(3, load, folder=str(tmp_path / "one"), placement_fn=loaded):
         assert_same_state(actual, expected)
 
 
 @on_ranks(2)
 def test_other_runs_are_not_taken_for_blocks():
-    """A local state dict of blocks loads into the same blocks only, and has no description in fairscale's format."""
-    model = wrapped(blocks_of_two)
-    local = model.local_state_dict()
-    model.load_local_state_dict(local)
-    with pytest.raises(RuntimeError, match="must come from the same rank of the same wrapped model"):
-        wrapped(None).load_local_state_dict(local)
-    with pytest.raises(ValueError, match="is placed by blocks, or on one rank"):
-        model.local_metadata_dict()
+    """A local state dict loads into the same placement only, and has no description in fairscale's format."""
+    models = {placement_fn: wrapped(placement_fn) for placement_fn in (*PLACEMENTS, None)}
+    for placement_fn in PLACEMENTS:
+        local = models[placement_fn].local_state_dict()
+        for other, model in models.items():
+            if other is placement_fn:
+                model.load_local_state_dict(local)
+            else:
+                with pytest.raises(RuntimeError, match="must come from the same rank of the same wrapped model"):
+                    model.load_local_state_dict(local)
+        with pytest.raises(ValueError, match="is placed by blocks, or on one rank"):
+            models[placement_fn].local_metadata_dict()
+
+
+@on_ranks(2)
+def test_owners_have_all_and_agree():
+    """A run is a whole parameter or nothing; owners that differ across ranks, and hooks on equal shards, raise."""
+    model = wrapped(owned)
+    own = {name: param.numel() for name, param in model.named_parameters()}
+    for name, param in tiny().named_parameters():
+        assert own[name] in (0, param.numel())
+    every = [None] * 2
+    dist.all_gather_object(every, own)
+    assert all(every[0][name] + every[1][name] == param.numel() for name, param in tiny().named_parameters())
+    with pytest.raises(ValueError, match="`register_comm_hook` must communicate equally many elements"):
+        model.register_comm_hook(None, lambda state, grad, shard: None)
+    with pytest.raises(ValueError, match=r"must be one of the 2 ranks .* but is 5 for `"):
+        wrapped(lambda param: Owned(5))
+    with pytest.raises(RanksDisagreeError, match=r"on rank 0 of 2; rank 1 has .* on rank 1 of 2"):
+        train(wrapped(lambda param: Owned(dist.get_rank())), None, range(1))
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("placement_fn", PLACEMENTS)
+def test_whole_parameters_are_shown_and_written_back(placement_fn):
+    """`summon_full_params` shows whole parameters and gradients, and writes them back; rank 0 alone loads values."""
+    model = wrapped(placement_fn)
+    train(model, torch.optim.AdamW(model.parameters()), range(1))
+    *inputs, targets = tiny_batch(0, 1)
+    tiny_loss(model(*inputs), targets).backward()
+    before = model.state_dict()
+    with FSDP.summon_full_params(model, with_grads=True), torch.no_grad():
+        for param in model.parameters():
+            assert param.shape == param.grad.shape
+            param.mul_(2)
+    trained = dict(model.named_parameters()).keys() & before.keys()
+    assert trained
+    after = model.state_dict()
+    assert all(torch.equal(after[name], 2 * before[name]) for name in trained)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        model.state_dict()
+        model.load_state_dict({} if dist.get_rank() else before)
+    assert_same_state(model.state_dict(), before)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement_fn", PLACEMENTS)
+def test_optimizer_state_goes_to_flat_runs_and_back(placement_fn):
+    """Full optimizer state of a placement, on all ranks and from rank 0, trains on in flat runs, and back again."""
+    states = []
+    model = wrapped(placement_fn)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    for other_fn in (None, placement_fn):
+        other = wrapped(other_fn, seed=3)
+        of_other = torch.optim.AdamW(other.parameters())
+        other.load_state_dict(model.state_dict())
+        state = FSDP.optim_state_dict(model, optimizer)
+        of_other.load_state_dict(FSDP.optim_state_dict_to_load(other, of_other, state))
+        train(other, of_other, range(2, 3))
+        states.append(other.state_dict())
+        full = FSDP.full_optim_state_dict(model, optimizer)
+        FSDP.scatter_full_optim_state_dict(full, other)
+    assert_same_state(*states)
 
 
 @on_ranks(2)
