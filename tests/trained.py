@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import Owned
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.reference import average_grads_, randn
@@ -15,7 +16,7 @@ PLACEMENTS = {
     "offload": {"cpu_offload": True},
     "master_on_cpu": {"move_grads_to_cpu": True},
 }
-FLATTEN = [True, False, "orig"]
+FLATTEN = [True, False, "orig", "owned"]
 OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=False),
@@ -40,7 +41,10 @@ def _wrap_blocks(model, **kwargs):
 
 
 def layout_of(flatten):
-    """Wrapper arguments for a value of `FLATTEN`: flattened, not flattened, or with original parameters."""
+    """Wrapper arguments for a value of `FLATTEN`: flattened, not flattened, with original parameters, or owned ones."""
+    if flatten == "owned":
+        # Not chosen by what ranks own of other models: local state dicts load into the same owners only.
+        return {"use_orig_params": True, "placement_fn": lambda param: Owned(param.numel() % dist.get_world_size())}
     return {"use_orig_params": True} if flatten == "orig" else {"flatten_parameters": flatten}
 
 

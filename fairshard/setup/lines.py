@@ -28,9 +28,10 @@ def loads_in(group: SavedGroup) -> list[int]:
     """Bytes of parameters that each rank of ``group`` owns in units of models that have not run yet.
 
     Units are sharded one after the other, inner ones first, and know neither their siblings nor their model: they are
-    counted together, so that ranks own about as much of the whole model. Ranks count alike if they shard the same
-    units in the same order; the first forward compares owners across ranks, and counts anew (`forget_loads`). Deleted
-    units stay counted until then, because ranks may delete at different times.
+    counted together, so that ranks own about as much of the whole model. (Parameters are cut, and optimizers hold them,
+    long before the whole model is known.) Ranks count alike if they shard the same units in the same order; the first
+    forward compares owners across ranks, and counts anew (`forget_loads`). Deleted units stay counted until then,
+    because ranks may delete at different times.
     """
     return _loads.setdefault(group.resolve(), [0] * group.world_size)
 

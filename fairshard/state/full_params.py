@@ -160,8 +160,13 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
         whole = values[0].to(device) if values else torch.empty(like.shape, dtype=dtype, device=device)
         return distribute_tensor(whole, like.device_mesh, like.placements)
     row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
-    line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
-    flat_param.comm.scatter_rows(row, line)
+    if isinstance(flat_param, OrigParam) and flat_param.layout.owner is not None:
+        if values:
+            row.copy_(values[0].reshape(-1))
+        flat_param.comm.broadcast(row, 0)  # rows of all ranks would be as many times its size
+    else:
+        line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
+        flat_param.comm.scatter_rows(row, line)
     own = row[: flat_param.shard_numel]
     if is_ragged:
         assert isinstance(flat_param, OrigParam)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.layout import FlatLayout, Piece
+from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.span import Span
 from fairshard.views.viewed_grad import OrigGrad
 
@@ -86,15 +87,21 @@ class OrigParam:
         return self._shown.shown_as(self.index, own)
 
     def gather_line(self, values: Tensor) -> Tensor:
-        """``values`` ``[shard_numel]`` of every rank as a line ``[W, n]`` on the compute device. **Collective.**"""
-        whole = self._whole
+        """``values`` ``[shard_numel]`` of every rank as a line for `params_of`. **Collective.**"""
+        whole, owner = self._whole, self.layout.owner
+        if owner is not None:  # one row is enough
+            line = values.new_empty(1, self.layout.shard_numel, device=whole.compute_device)
+            if whole.rank == owner:
+                line[0] = values
+            whole.comm.broadcast(line, owner)
+            return line
         line = values.new_zeros(whole.line.layout.world_size, self.layout.shard_numel, device=whole.compute_device)
         line[whole.rank, : self.shard_numel] = values
         return whole.gather_rows(line)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
-        """The whole parameter, shaped, from a line ``[W, n]``."""
-        runs = [line[piece.row, : piece.target.stop] for piece in self.layout.pieces]
+        """The whole parameter, shaped, from a line ``[W, n]``, or ``[1, n]`` if one rank owns it."""
+        runs = [line[piece.row if len(line) > 1 else 0, : piece.target.stop] for piece in self.layout.pieces]
         return [(torch.cat(runs) if runs else line.new_empty(0)).view(self.slots[0].shape)]
 
     def lay_out(self, values: list[Tensor]) -> Tensor:
@@ -117,16 +124,21 @@ class OrigParam:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """The runs of one parameter, one per rank, each at the start of a row of ``shard_numel`` elements."""
+    """The runs of one parameter, one per rank, each at the start of a row of ``shard_numel`` elements.
+
+    ``owner`` is the rank that has all of it, if it is placed by `Owned`.
+    """
 
     pieces: tuple[Piece, ...]
     shard_numel: int
+    owner: int | None
 
     @staticmethod
     def of(layout: FlatLayout, index: int) -> _Cuts:
         own = [piece for piece in layout.pieces if piece.index == index]
         pieces = tuple(Piece(0, piece.row, piece.source, Span(0, piece.source.numel)) for piece in own)
-        return _Cuts(pieces, max((piece.source.numel for piece in own), default=0))
+        owner = layout.owners[index] if isinstance(layout, OwnedLayout) else None
+        return _Cuts(pieces, max((piece.source.numel for piece in own), default=0), owner)
 
     def pieces_of(self, rank: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.row == rank]

@@ -65,10 +65,12 @@ def _load(how, folder, optimizer):
     [
         ((3, "rows"), (2, "wrapped"), "adamw"),
         ((2, "wrapped"), (3, "columns"), "adamw"),
+        ((3, "owned"), (2, "blocks"), "adamw"),
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in [
                 ((2, "columns"), (1, "rows"), "fused"),
+                ((2, "wrapped"), (4, "owned"), "adam"),
                 ((1, "rows"), (4, "replicas"), "momentum"),
                 ((4, "replicas"), (2, "offloaded"), "adam"),
                 ((2, "offloaded"), (1, "plain"), "fused"),
