@@ -64,7 +64,8 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--placement",
         default="flat",
         metavar="KIND",
-        help="where ranks' cuts may fall: flat: anywhere; row-blocks[:N]: between blocks of N rows (default: flat)",
+        help="where ranks' cuts may fall: flat: anywhere; row-blocks[:N]: between blocks of N rows; owned: between "
+        "parameters (default: flat)",
     )
     reshard = argparse.BooleanOptionalAction
     wrapping.add_argument("--reshard-after-forward", action=reshard, default=True, help=_RESHARD)
@@ -190,13 +191,15 @@ def _size_in(policy: str) -> int | None:
 
 def _placement(text: str) -> Callable[[Any], Any] | None:
     """The function of a parameter that ``--placement`` describes; None for the default."""
-    from fairshard.nn import RowBlocks
+    from fairshard.nn import Owned, RowBlocks
 
     kind, colon, rows = text.partition(":")
     if text == "flat":
         return None
+    if text == "owned":
+        return lambda param: Owned()
     if kind != "row-blocks" or (colon and not rows.isdecimal()) or rows == "0":
-        raise OptionError(f"--placement must be flat or row-blocks[:N], with N at least 1, but is {text}.")
+        raise OptionError(f"--placement must be flat, owned or row-blocks[:N], with N at least 1, but is {text}.")
     placed = RowBlocks(int(rows or 1))
     return lambda param: placed
 

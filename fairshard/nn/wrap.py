@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.plan.choice import Chooser, ModuleTree
 from fairshard.plan.memory import OPTIMIZERS, BucketRow, MemoryTerm, WrapPlan, plan_memory
+from fairshard.plan.padding import OwnedBytes
 from fairshard.plan.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -211,7 +212,8 @@ def describe(
         optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
         device: type of the device that computes, such as ``"cpu"`` or ``"cuda"``; if None, as in this process.
         ignored_modules: modules that are not sharded, including all modules below them.
-        placement_fn: maps a parameter to a ``RowBlocks``, like ``shard_placement_fn`` of ``fully_shard``, or to None.
+        placement_fn: maps a parameter to a ``RowBlocks`` or an ``Owned``, like ``shard_placement_fn`` of
+            ``fully_shard``, or to None. Sizes of shards and memory are those of the rank that owns most.
         wrapper_kwargs: other arguments of the wrapper, including ``ignored_states`` and ``ignored_parameters``.
 
     Returns: units, buckets and the predicted peak memory by term, without activations.
@@ -225,8 +227,11 @@ def describe(
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("module", "auto_wrap_policy")}
     others = arguments["ignored_states"], arguments["ignored_parameters"]
     units = UnitPlan(module, policy, arguments, resolve_ignored(module, ignored_modules, *others)).units
+    loads = [0] * max(1, world_size)
     if placement_fn is not None and world_size > 0:
-        loads = [0] * world_size
         for unit in reversed(units):  # inner units are sharded first
             unit.place(placement_fn, world_size, loads)
-    return plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())
+        for unit in units:
+            unit.rank = loads.index(max(loads))
+    plan = plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())
+    return replace(plan, owned=OwnedBytes.of(loads))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
-from fairshard.params.gathered import Gathered
+from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
 from fairshard.params.leaves import Leaves
 from fairshard.params.route import Route
@@ -329,15 +329,19 @@ class FlatParam(Leaves):
     @torch.no_grad()
     def gather_line(self, values: Tensor) -> Tensor:
         """``values`` ``[S]`` of every rank as a line in new memory on the compute device. **Collective.**"""
-        self._uses += 1
-        tag = exchange_tag("all_gather", self.tag_id, self._uses)
-        return self.line.gathered(values, self.comm, self.compute_device, tag)
+        line = self._empty_line(values.dtype)
+        self.line.row_of(line).copy_(values)
+        return self.gather_rows(line, self.line.gather_of(line, self.comm))
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        """Fill ``rows`` ``[W, n]`` from the other ranks; this rank's row is already written. **Collective.**"""
+    def gather_rows(self, rows: Tensor, gather: Gather | None = None) -> Tensor:
+        """Fill ``rows`` ``[W, n]`` by ``gather``, or from the other ranks in their order. **Collective.**
+
+        This rank's row is already written.
+        """
         if rows.numel():
             self._uses += 1
-            self.comm.all_gather(rows, exchange_tag("all_gather", self.tag_id, self._uses)).wait()
+            tag = exchange_tag("all_gather", self.tag_id, self._uses)
+            (self.comm.all_gather(rows, tag) if gather is None else gather.start(tag)).wait()
         return rows
 
     def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairshard.params.gathered import Gathered
+from fairshard.params.gathered import Gather, Gathered
 from fairshard.utils.block import Block
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.layout import FlatLayout
@@ -62,19 +62,19 @@ class FlatLine:
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
         """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``; the leaves point to it."""
-        return Gathered(RowGather(comm, buffer), buffer, buffer[comm.rank], self.params_of(buffer))
+        return Gathered(self.gather_of(buffer, comm), buffer, self.row_of(buffer), self.params_of(buffer))
 
     def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory for a whole line of ``world_size`` rows."""
         return torch.empty(world_size, self.shard_numel, dtype=dtype, device=device)
 
-    def gathered(self, own: Tensor, comm: Communicator, device: torch.device, tag: int) -> Tensor:
-        """A whole line in new memory, of which ``own`` ``[S]`` is this rank's row. **Collective.**"""
-        line = self.empty(comm.world_size, own.dtype, device)
-        line[self.rank] = own
-        if line.numel():
-            comm.all_gather(line, tag).wait()
-        return line
+    def row_of(self, line: Tensor) -> Tensor:
+        """This rank's row of a whole ``line``, as a view."""
+        return line[self.rank]
+
+    def gather_of(self, line: Tensor, comm: Communicator) -> Gather:
+        """The gather that fills a whole ``line``, in which this rank's row is written before."""
+        return RowGather(comm, line)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, as views of a whole line of ``W * S`` elements."""

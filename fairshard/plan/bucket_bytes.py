@@ -36,7 +36,7 @@ class SourceBytes:
         self.comms: Any = _Comms(_Ranks(flat.layout.world_size), num_ranks // flat.layout.world_size)
         self.reduce_dtype = unit.config.reduce_dtype_of(flat.compute_dtype)
         self.compute_device = torch.device(device)
-        self.shard_numel = flat.layout.shard_numel
+        self.shard_numel = flat.shard_numel
         self.bucket_numel = flat.layout.padded_numel
         self.bucket_kind = isinstance(flat.layout, OwnedLayout)  # the others share buckets
 

@@ -21,7 +21,7 @@ from fairshard.engine.exec_order import ForwardOrder, Record
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
 from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
-from fairshard.plan.padding import PaddingRow, padding_lines
+from fairshard.plan.padding import OwnedBytes, PaddingRow, padding_lines
 from fairshard.plan.summary import UnitRow, unit_lines
 from fairshard.plan.units import PlannedUnit
 from fairshard.settings.config import GradHome
@@ -66,7 +66,7 @@ class WrapPlan:
 
     ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
     or the optimizer's step. ``schedule``: the communication of a backward that reaches every unit, mark by mark;
-    see `fairshard.engine.schedule`. ``padding``: units with parameters that are placed by blocks.
+    see `fairshard.engine.schedule`. ``padding``: of units with parameters placed by blocks. ``owned``: what ranks own.
     """
 
     world_size: int
@@ -77,6 +77,7 @@ class WrapPlan:
     peak_at: str
     schedule: tuple[str, ...] = ()
     padding: tuple[PaddingRow, ...] = ()
+    owned: OwnedBytes | None = None
 
     @property
     def peak_nbytes(self) -> int:
@@ -96,7 +97,8 @@ class WrapPlan:
         terms = [(f"memory of a rank ({self.device})", "bytes")]
         terms += [(term.name + (", in host memory" if term.on_host else ""), f"{term.nbytes:,}") for term in self.terms]
         terms.append((f"peak, {self.peak_at}, without activations", f"{self.peak_nbytes:,}"))
-        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>"), padding_lines(self.padding)]
+        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>")]
+        tables += [padding_lines(self.padding), [] if self.owned is None else self.owned.lines()]
         return "\n\n".join("\n".join(lines) for lines in tables if lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -228,14 +230,12 @@ class _Step:
         self._record.begin(is_common=True)
         self._forward(self._root)
         self._record.end(completed=True)
-        for unit in self._ahead:
-            self._free(unit)
-        self._ahead.clear()
+        while self._ahead:
+            self._free(self._ahead.pop())
         self._plan_backward()
         self._backward(self._root)
         self._walk(len(self.schedule.steps))
-        self._live[PARTS] = 0
-        self._at = "at the end of the backward"
+        self._live[PARTS], self._at = 0, "at the end of the backward"
         for bucket in self.buckets:
             if bucket.is_open and bucket not in self._flying:
                 self._launch(bucket)
@@ -256,7 +256,7 @@ class _Step:
         mode = self._root.config.backward_prefetch
         rule = UnitRule(waits=mode is BackwardPrefetch.BACKWARD_POST, ahead=() if mode is None else None)
         resident = [unit in self._gathered for unit in self._units]
-        owed = [any(s.flat.requires_grad and s.shard_numel for s in self.sources[unit]) for unit in self._units]
+        owed = [any(s.flat.requires_grad and s.bucket_numel for s in self.sources[unit]) for unit in self._units]
         self.schedule = build(one.events, places, [1] * len(places), resident, owed, [rule] * len(self._units))
         self._cursor = 0
         self._calls = [event for event in one.events if event < 0]
@@ -281,7 +281,7 @@ class _Step:
                         self._reduce(source)
 
     def _plan_buckets(self, order: Iterable[PlannedUnit]) -> None:
-        sources = [s for unit in order for s in self.sources[unit] if s.flat.requires_grad and s.shard_numel]
+        sources = [s for unit in order for s in self.sources[unit] if s.flat.requires_grad and s.bucket_numel]
         packed = [[source] for source in sources] if self._num_ranks == 1 else pack(sources, self._cap)
         self.buckets = [BucketBytes(members, self._device) for members in packed]
         self._bucket_of = {source: bucket for bucket in self.buckets for source in bucket.sources}

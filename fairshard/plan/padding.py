@@ -1,4 +1,4 @@
-"""Padding of units whose parameters are not cut inside blocks, and a table of it."""
+"""Padding of units whose parameters are not cut inside blocks, and how evenly ranks own whole ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fairshard.utils.ragged_plan import RaggedPlan
 from fairshard.utils.table import table
 
 TOO_MUCH = 0.1
-"""Padding, as a fraction of the parameters, above which a plan warns."""
+"""Padding, as a fraction of the parameters, above which a plan warns; also an excess of one rank over the mean."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,40 @@ class PaddingRow:
     def least_padding(self) -> float:
         """The least possible `padding`."""
         return (self.least - self.numel) / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class OwnedBytes:
+    """Bytes of parameters that one rank alone has: of the rank that owns ``least``, of all, and of that with ``most``.
+
+    Memory is that of the last.
+    """
+
+    least: int
+    total: int
+    most: int
+    world_size: int
+
+    @staticmethod
+    def of(loads: Sequence[int]) -> OwnedBytes | None:
+        """What ranks that own ``loads`` own; None if that is nothing."""
+        return OwnedBytes(min(loads), sum(loads), max(loads), len(loads)) if any(loads) else None
+
+    @property
+    def excess(self) -> float:
+        """What the rank with most owns above the mean, as a fraction of it."""
+        return self.most * self.world_size / self.total - 1
+
+    def lines(self) -> list[str]:
+        """It as a line of text, with a warning if one rank has far more than the mean."""
+        mean = self.total // self.world_size
+        lines = [f"owned by one rank each: {self.least:,} to {self.most:,} bytes a rank, {mean:,} on average"]
+        if self.excess > TOO_MUCH:
+            lines.append(
+                f"warning: one rank owns {self.excess:.0%} more than the mean, because single parameters are large for "
+                "this many ranks. Place those by RowBlocks, or as by default."
+            )
+        return lines
 
 
 def padding_lines(rows: Sequence[PaddingRow]) -> list[str]:

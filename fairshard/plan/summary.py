@@ -10,22 +10,29 @@ from torch.optim import Optimizer
 
 from fairshard.engine.tree import units_below
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.table import table
 
 
 @dataclass(frozen=True)
 class FlatSizes:
-    """Sizes of one flat param."""
+    """Sizes of one flat param; those of shards are of rank ``rank``, if ranks own unequal numbers of elements."""
 
     layout: FlatLayout
     param_dtype: torch.dtype
     compute_dtype: torch.dtype
     requires_grad: bool
+    rank: int = 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.layout.widths[self.rank] if isinstance(self.layout, OwnedLayout) else self.layout.shard_numel
 
     @property
     def shard_nbytes(self) -> int:
         """Bytes of one rank's shard."""
-        return self.layout.shard_numel * self.param_dtype.itemsize
+        return self.shard_numel * self.param_dtype.itemsize
 
     @property
     def full_nbytes(self) -> int:
@@ -100,7 +107,9 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
         unit_row(
             fqn,
             [
-                FlatSizes(fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.config), fp.shard.requires_grad)
+                FlatSizes(
+                    fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.config), fp.shard.requires_grad, fp.rank
+                )
                 for fp in unit.flat_params
             ],
         )

@@ -47,6 +47,7 @@ class PlannedUnit:
     steps: list[nn.Parameter | PlannedUnit] = field(default_factory=list)
     layouts: dict[int, RaggedLayout] = field(default_factory=dict)
     padding: PaddingRow | None = None
+    rank: int = 0  # whose shards the sizes are of
 
     def place(self, placement: PlacementFn, world_size: int, loads: list[int]) -> None:
         """Lay the parameters that ``placement`` places out by blocks, or by owners, on ``world_size`` ranks.
@@ -75,7 +76,7 @@ class PlannedUnit:
             leaf = group[0].leaf
             compute_dtype = self.config.compute_dtype_of(leaf.dtype, group[0].keeps_dtype)
             layout = self.layouts.get(index) or FlatLayout([slot.numel for slot in group], world_size)
-            sizes.append(FlatSizes(layout, leaf.dtype, compute_dtype, leaf.requires_grad))
+            sizes.append(FlatSizes(layout, leaf.dtype, compute_dtype, leaf.requires_grad, self.rank))
         return sizes
 
     def row(self, world_size: int) -> UnitRow:

@@ -6,10 +6,11 @@ backend, ranks       gather                                      reduction (alwa
 gloo, CPU, 2 to 4    direct exchange of rows                     direct exchange, local sum in rank order
 gloo, CPU, more      a broadcast by each rank                    all_to_all_single, local sum in rank order
 gloo, a device       a broadcast by each rank                    all_reduce of the line
-NCCL and others      all_gather (of NCCL: grouped broadcasts)    reduce_scatter (of NCCL: grouped reductions)
+NCCL and others      all_gather of a list                        reduce_scatter of a list
 ===================  ==========================================  ==============================================
 
-Nothing is padded, and an empty row takes no message of a direct exchange or broadcast.
+Nothing is padded, and an empty row takes no message of a direct exchange or broadcast. NCCL makes of a list of unequal
+rows one group of broadcasts, or of reductions, each by or to one rank.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, Transfer, sum_in_order, wait_all
-from fairshard.utils.messages import backend_name
+from fairshard.utils.messages import GATHER, SCATTER, backend_name
 
 
 class UnequalGather:
-    """An all-gather of ``rows``, one per rank, prepared for repeated use; each rank fills its own, in place."""
+    """An all-gather of ``rows`` of ``line``, one per rank, prepared for repeated use; each rank fills its own."""
 
-    def __init__(self, comm: Communicator, rows: Sequence[Tensor]) -> None:
+    def __init__(self, comm: Communicator, line: Tensor, rows: Sequence[Tensor]) -> None:
         own = comm.rank
         self._comm, self._rows, self._own = comm, list(rows), rows[own]
+        self._line = line if _are_even(rows) else None
         self._nbytes = sum(row.nbytes for rank, row in enumerate(rows) if rank != own)
         self._is_gloo = _is_gloo(comm, rows[own])
         self._exchange = comm.exchange if rows[own].is_cpu else None
@@ -42,6 +44,8 @@ class UnequalGather:
         comm, own = self._comm, self._own
         comm.count("all_gather", self._nbytes)
         if self._exchange is None and not self._is_gloo:
+            if self._line is not None:
+                return Transfer((getattr(comm.group, GATHER)(self._line, own),))
             return Transfer((dist.all_gather(self._rows, own, group=comm.group, async_op=True),))
         works: list[Any] = []
         try:
@@ -82,6 +86,11 @@ def reduce_rows(comm: Communicator, line: Tensor, rows: Sequence[Tensor], tag: i
     return Transfer(works, finish=lambda: sum_in_order(every))
 
 
+def _are_even(rows: Sequence[Tensor]) -> bool:
+    """Whether all have as many elements; then backends need no list of them, from and to which some copy."""
+    return len({row.numel() for row in rows}) == 1
+
+
 def _is_gloo(comm: Communicator, tensor: Tensor) -> bool:
     """Whether gloo sends ``tensor``."""
     return comm.is_gloo and (tensor.is_cpu or backend_name(comm.group, tensor.device) == "gloo")
@@ -110,7 +119,10 @@ def _reduce_natively(comm: Communicator, line: Tensor, rows: Sequence[Tensor]) -
     """The backend's own reduce-scatter; divides fp16 first."""
     reduced = torch.empty_like(rows[comm.rank])
     power = comm.divide_fp16(line)
-    work = dist.reduce_scatter(reduced, list(rows), group=comm.group, async_op=True)
+    if _are_even(rows):
+        work = getattr(comm.group, SCATTER)(reduced, line)
+    else:
+        work = dist.reduce_scatter(reduced, list(rows), group=comm.group, async_op=True)
     if power > 1:
         return Transfer((work,), finish=lambda: reduced.float().mul_(power))
     return Transfer((work,), reduced)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.gathered import Gathered
+from fairshard.params.gathered import Gather
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.owned_bucket import OwnedBucket
 from fairshard.utils.owned_layout import OwnedLayout
@@ -38,25 +38,23 @@ class OwnedLine(Ragged):
 
     def rows_of(self, line: Tensor) -> Sequence[Tensor]:
         """Each rank's row of ``line``, as views."""
-        rows: Sequence[Tensor] = line.view(-1)[: self.numel].split(self.layout.widths)
+        rows: Sequence[Tensor] = self._filled(line).split(self.layout.widths)
         return rows
+
+    def _filled(self, line: Tensor) -> Tensor:
+        return line.view(-1)[: self.numel]
 
     def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory for a whole line; its end is padded, so that `KeptPart` can cut it into equal parts."""
         return torch.empty(world_size, cut(self.numel, world_size), dtype=dtype, device=device)
 
-    def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """Memory of the whole parameters, gathered into ``buffer``; the leaves point to it."""
-        rows = self.rows_of(buffer)
-        return Gathered(UnequalGather(comm, rows), buffer, rows[comm.rank], self.params_of(buffer))
+    def row_of(self, line: Tensor) -> Tensor:
+        """This rank's row of a whole ``line``, as a view."""
+        return self.rows_of(line)[self.rank]
 
-    def gathered(self, own: Tensor, comm: Communicator, device: torch.device, tag: int) -> Tensor:
-        """A whole line in new memory, of which ``own`` is this rank's row. **Collective.**"""
-        line = self.empty(comm.world_size, own.dtype, device)
-        rows = self.rows_of(line)
-        rows[self.rank].copy_(own)
-        UnequalGather(comm, rows).start(tag).wait()
-        return line
+    def gather_of(self, line: Tensor, comm: Communicator) -> Gather:
+        """The gather that fills a whole ``line``, in which this rank's row is written before."""
+        return UnequalGather(comm, self._filled(line), self.rows_of(line))
 
     def lay_out(self, values: list[Tensor]) -> Tensor:
         """Whole parameters as rows ``[W, S]`` in new memory, padded with zeros to the longest row."""

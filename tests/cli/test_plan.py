@@ -10,7 +10,7 @@ from torch import nn
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.main import main
 from fairshard.cli.options import TrainOptions
-from fairshard.nn import RowBlocks, ShardingStrategy
+from fairshard.nn import Owned, RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe, size_based_auto_wrap_policy
 
 FACTORY = """
@@ -76,6 +76,7 @@ def run(line, capfd):
         ("--cpu-offload --no-move-grads-to-cpu", None, {"cpu_offload": True, "move_grads_to_cpu": False}),
         ("--optimizer sgd --bucket-cap-mb 0.5", None, {"optimizer": "sgd", "bucket_cap_mb": 0.5}),
         ("--placement row-blocks", None, {"placement_fn": lambda param: RowBlocks(1)}),
+        ("--placement owned", None, {"placement_fn": lambda param: Owned()}),
         ("--placement row-blocks:16", None, {"placement_fn": lambda param: RowBlocks(16)}),
     ],
 )
@@ -146,7 +147,7 @@ BAD = {
     "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME or none"),
     "size without a number": ("--world-size 2 --policy size:big", "but N is 'big'"),
     "size not a number": ("--world-size 2 --policy size:nan", "but N is 'nan'"),
-    "unknown placement": ("--world-size 2 --placement rows", "--placement must be flat or row-blocks[:N]"),
+    "unknown placement": ("--world-size 2 --placement rows", "--placement must be flat, owned or row-blocks[:N]"),
     "blocks of no rows": ("--world-size 2 --placement row-blocks:0", "N at least 1, but is row-blocks:0"),
     "class that is not there": ("--world-size 2 --policy class:Layer", "class:Layer must be a class of a module"),
     "heads that do not fit": ("--world-size 2 --dim 30 --heads 4", "--dim must be a multiple of --heads"),

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
-from fairshard.utils import collectives
+from fairshard.utils import collectives, owned_bucket
 from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.utils.unequal_rows import UnequalGather
 
 
 class Issued(NamedTuple):
@@ -45,6 +47,7 @@ def recording():
     issues = Issues()
     start, scatter = RowGather.start, Communicator.reduce_scatter
     total, combine = Communicator.sum_over_ranks, Communicator.all_reduce
+    start_unequal, reduce_rows = UnequalGather.start, owned_bucket.reduce_rows
 
     def note(kind, comm, tag, tensor):
         if comm.world_size > 1:
@@ -67,8 +70,18 @@ def recording():
         note("all_reduce", comm, 0, tensor)
         return combine(comm, tensor, *args)
 
+    def noted_unequal(gather, tag):
+        note("all_gather", gather._comm, tag, torch.cat(gather._rows))
+        return start_unequal(gather, tag)
+
+    def noted_rows(comm, line, rows, tag):
+        note("reduce_scatter", comm, tag, line)
+        return reduce_rows(comm, line, rows, tag)
+
     with contextlib.ExitStack() as stack:
         for owner, name, noted in (
+            (UnequalGather, "start", noted_unequal),
+            (owned_bucket, "reduce_rows", noted_rows),
             (RowGather, "start", noted_start),
             (Communicator, "reduce_scatter", noted_scatter),
             (Communicator, "sum_over_ranks", noted_total),

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import fully_shard
+from fairshard.nn import Owned, fully_shard
 from fairshard.utils.testing import rank_device
 
 DIM = 3
-DOORS = ["wrapper", "no_flatten", "orig_params", "fully_shard"]
+DOORS = ["wrapper", "no_flatten", "orig_params", "fully_shard", "owned"]
 CAPS_MB = [0, 0.0005, 25]
 
 
@@ -167,14 +167,18 @@ def draw(seed, checkpoints=False):
     return net.to(rank_device())
 
 
+def _owned(param):
+    return Owned() if param.dim() > 1 else None
+
+
 def shard(module, door, **kwargs):
     """Make every module inside ``module`` that has ``is_unit`` a unit, the innermost first."""
     for name, child in list(module.named_children()):
         setattr(module, name, shard(child, door, **kwargs))
     if not getattr(module, "is_unit", False):
         return module
-    if door == "fully_shard":
-        return fully_shard(module, **kwargs)
+    if door in ("fully_shard", "owned"):
+        return fully_shard(module, shard_placement_fn=_owned if door == "owned" else None, **kwargs)
     options = {"wrapper": {}, "no_flatten": {"flatten_parameters": False}, "orig_params": {"use_orig_params": True}}
     return FSDP(module, **options[door], **kwargs)
 

@@ -30,17 +30,18 @@ NUM_STEPS = 3
 def options_of(seed, hybrid):
     """One of `DOORS` and its options for ``seed``; the same on every rank."""
     pick = random.Random(repr(("options", seed)))
-    door = DOORS[seed % 4]
-    options = {"bucket_cap_mb": CAPS_MB[seed // 4 % 3]}
+    door = DOORS[seed % len(DOORS)]
+    is_in_place = door in ("fully_shard", "owned")
+    options = {"bucket_cap_mb": CAPS_MB[seed // len(DOORS) % 3]}
     few = [2] if dist.get_world_size() == 4 and not hybrid else []
     options["reshard_after_forward"] = pick.choice([True, True, False, *few])
     if hybrid:
         mesh = dist.init_device_mesh(rank_device().type, (2, dist.get_world_size() // 2))
-        options.update({"mesh": mesh} if door == "fully_shard" else {"device_mesh": mesh})
-        if door != "fully_shard":
+        options.update({"mesh": mesh} if is_in_place else {"device_mesh": mesh})
+        if not is_in_place:
             options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
             options["reshard_after_forward"] = True
-    if door != "fully_shard":
+    if not is_in_place:
         options["backward_prefetch"] = pick.choice([*BackwardPrefetch, None])
         options["forward_prefetch"] = pick.choice([None, False])
     return door, options
@@ -56,7 +57,7 @@ def build(seed, checkpoints=False, hybrid=False):
     wrapped = shard(net, door, **options)
     if door == "wrapper" and not hybrid and pick.random() < 0.3:
         wrapped.register_comm_hook(DefaultState(), reduce_scatter_hook)
-    if door == "fully_shard" and pick.random() < 0.5:
+    if door in ("fully_shard", "owned") and pick.random() < 0.5:
         units = [module for module in wrapped.modules() if "_fairshard_unit" in vars(module)]
         for unit in units[1:]:
             unit.set_modules_to_backward_prefetch(pick.sample(units, min(2, len(units))))

@@ -6,7 +6,7 @@ from torch import nn
 
 from fairshard.nn import RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
-from fairshard.plan.padding import PaddingRow, padding_lines
+from fairshard.plan.padding import OwnedBytes, PaddingRow, padding_lines
 from fairshard.settings.placements import Owned
 
 
@@ -45,6 +45,25 @@ def test_only_units_with_blocks_are_listed():
     assert [row.fqn for row in plan.padding] == ["0"]
     assert "padding" in str(plan)
     assert "padding" not in str(describe(model, None, 2))
+
+
+def test_a_plan_counts_what_ranks_own():
+    """Memory is that of the rank that owns most of the whole model; owners are chosen inner units first."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(10, 7, bias=False))
+    model.register_parameter("own", nn.Parameter(torch.empty(5, 10, device="meta")))
+    plan = describe(model, ModuleWrapPolicy({nn.Linear}), 2, placement_fn=lambda param: Owned())
+    # rank 0: 70 of unit 2 and 50 of the root; rank 1: 60 of unit 1 and 100 of unit 0
+    assert plan.owned == OwnedBytes(4 * 120, 4 * 280, 4 * 160, 2)
+    assert [(row.fqn, row.shard_nbytes, row.full_nbytes) for row in plan.units] == [
+        ("", 0, 200), ("0", 400, 400), ("1", 240, 240), ("2", 0, 280),
+    ]  # fmt: skip
+    (shards,) = [term.nbytes for term in plan.terms if term.name == "shards"]
+    assert shards == 4 * 160
+    *_, line, warning = str(plan).splitlines()
+    assert line == "owned by one rank each: 480 to 640 bytes a rank, 560 on average"
+    assert warning.startswith("warning: one rank owns 14% more than the mean")
+    assert describe(model, None, 2).owned is None
 
 
 @pytest.mark.parametrize(("padded", "warns"), [(110, False), (112, True)])

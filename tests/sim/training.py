@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.checkpoint import Checkpointer
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, RowBlocks, ShardingStrategy, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, RowBlocks, ShardingStrategy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.comm_hooks import DefaultState, allreduce_hook, reduce_scatter_hook
 from fairshard.nn.data_parallel import FullStateDictConfig, StateDictType
@@ -98,6 +98,7 @@ def _wrapped(net, cell):
     options = {"mixed_precision": True, "compute_dtype": low} if low else {}
     options |= {"device_id": torch.device(rank_device().type, 0)} if rank_device().type != "cpu" else {}
     options |= {"use_orig_params": True} if cell.door == "orig" else {}
+    options |= {"placement_fn": lambda _param: Owned()} if "owned" in cell.ways else {}
     options |= {
         "device": {},
         "offload": {"cpu_offload": True},
@@ -136,6 +137,8 @@ def _fully_sharded(net, cell):
         options["offload_policy"] = CPUOffloadPolicy()
     if "blocks" in cell.ways:
         options["shard_placement_fn"] = lambda _param: RowBlocks(1)
+    if "owned" in cell.ways:
+        options["shard_placement_fn"] = lambda _param: Owned()
     if "few" in cell.ways:
         options["reshard_after_forward"] = max(dist.get_world_size() // 2, 1)
     if "small_buckets" in cell.ways:

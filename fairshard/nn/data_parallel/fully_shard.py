@@ -111,8 +111,9 @@ def fully_shard(
             keeps them sharded over that many ranks. None means False for the outermost module, and True for others.
         shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None means the first dimension.
             The size of any other dimension must be divisible by the number of ranks. A ``RowBlocks`` cuts between
-            blocks of rows only; ranks may have unequal numbers of them. A ``ShardPlacementResult`` also
-            names other ranks: modules all of whose parameters are on other ranks become units of their own.
+            blocks of rows only; ranks may have unequal numbers of them. An ``Owned`` puts all of it on one rank. A
+            ``ShardPlacementResult`` also names other ranks: modules all of whose parameters are on other ranks become
+            units of their own.
         mp_policy: dtypes of compute, gradients and outputs.
         offload_policy: whether shards, gradients and optimizer state are kept in host memory.
         ignored_params: parameters that are not sharded.

@@ -115,8 +115,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             backward. All wrappers of a model need the same value.
         nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank. All
             wrappers of a model need the same value.
-        placement_fn: with ``use_orig_params``, maps a parameter to a `RowBlocks`, between whose blocks it is cut; None:
-            cut anywhere.
+        placement_fn: with ``use_orig_params``, maps a parameter to a `RowBlocks`, between whose blocks it is cut, or to
+            an `Owned`, which puts it on one rank; None: cut anywhere.
 
     Raises:
         ValueError: there is no process group, the arguments contradict each other, or the module is already sharded.

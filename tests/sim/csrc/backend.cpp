@@ -72,10 +72,13 @@ class SimBackend final : public c10d::Backend {
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    return launch("all_gather_list", inputs, outputs[0], [=, host = host_](Tensors& in, Tensors& out) {
-      std::vector<Tensors> lists{out};
-      return host->allgather(lists, in, opts);
-    });
+    return launch(
+        "all_gather_list", inputs, outputs[0],
+        [=, this](Tensors& in, Tensors& out) {  // of unequal sizes, as NCCL's
+          Tensors sent(getSize(), in[0]);
+          return exchanged(out, sent);
+        },
+        nullptr, sizes_of(outputs[0]));
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
