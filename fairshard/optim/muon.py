@@ -251,8 +251,8 @@ class _Plan:
         asked = [key for key, own in together.items() if not own or not all(block.part.is_owned for block in own)]
         self._asked = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
         self.exchanges = [exchange for exchange in self._asked if exchange.has_cut]
-        asked = [(exchange.comm, exchange.has_cut) for exchange in self._asked]
-        self._groups = ConnectedGroups([comm for comm, _ in asked], [has_cut for _, has_cut in asked])
+        comms = [exchange.comm for exchange in self._asked]
+        self._groups = ConnectedGroups(comms, [exchange.has_cut for exchange in self._asked])
 
     def fits(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the plan is the one of ``param_groups``."""
