@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fairshard.checkpoint import load
-from fairshard.nn import CPUOffloadPolicy, RowBlocks, fully_shard
+from fairshard.nn import CPUOffloadPolicy, Owned, RowBlocks, fully_shard
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.doors.fully_shard.stateful import copied, hybrid_mesh, shard_odd, sharded_odd, train_odd, whole_of
 from tests.models import loss_of_tiny, tiny
@@ -113,7 +113,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(saved, loaded, tmp_path):
 
 @on_ranks(2, in_full(3))
 @pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.full) for o in STATEFUL)])
-@pytest.mark.parametrize(("how", "other"), [("rows", "columns"), ("blocks", "blocks")])
+@pytest.mark.parametrize(("how", "other"), [("rows", "columns"), ("blocks", "owned"), ("owned", "blocks")])
 def test_whole_state_goes_to_the_plain_model_and_back(how, other, optimizer):
     """Full state loads into the plain model and back, also from rank 0 alone, and training continues the same way."""
     model, own = _odd(how, 1, optimizer)
@@ -145,11 +145,12 @@ def test_whole_state_goes_to_the_plain_model_and_back(how, other, optimizer):
 
 @on_ranks(2)
 @pytest.mark.parametrize("options", [FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)])
-def test_whole_values_give_memory_to_blocks(options):
-    """A model on the meta device, placed by blocks, gets memory and values from a full state dict."""
+@pytest.mark.parametrize("place", [RowBlocks(2), Owned()])
+def test_whole_values_give_memory_to_blocks(options, place):
+    """A model on the meta device, placed by blocks or owners, gets memory and values from a full state dict."""
     with torch.device("meta"):
         model = nn.Linear(3, 5)
-    fully_shard(model, shard_placement_fn=lambda param: RowBlocks(2))
+    fully_shard(model, shard_placement_fn=lambda param: place)
     plain = nn.Linear(3, 5, device=rank_device())
     with torch.no_grad():
         plain.weight.copy_(torch.arange(15.0).view(5, 3))
