@@ -237,8 +237,8 @@ def _groups_by_node() -> tuple[ProcessGroup, ProcessGroup]:
         own = world.rank()
         first = own - own % per_node
         _by_node[world] = (
-            subgroup(list(range(first, first + per_node))),
-            subgroup(list(range(own % per_node, size, per_node))),
+            subgroup(list(range(first, first + per_node)), world),
+            subgroup(list(range(own % per_node, size, per_node)), world),
         )
     return _by_node[world]
 
@@ -265,5 +265,5 @@ def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | No
     if size not in known:
         ranks = dist.get_process_group_ranks(comm.group)
         first = comm.rank - comm.rank % size
-        known[size] = subgroup(ranks[first : first + size])
+        known[size] = subgroup(ranks[first : first + size], comm.group)
     return communicator(known[size])

@@ -1,15 +1,16 @@
 """Process groups, and messages between their ranks outside of training: objects, numbers, rows for rank 0."""
 
+import contextlib
 import datetime
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world, default_pg_timeout
 
 from fairshard.errors import FairshardError
 from fairshard.utils.watchdog import explained
@@ -137,14 +138,35 @@ def group_of_one() -> ProcessGroup:
     world = default_group()
     found = _groups_of_one.get(world)
     if found is None:
-        found = _groups_of_one[world] = subgroup([dist.get_rank(world)])
+        found = _groups_of_one[world] = dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
     return found
 
 
-def subgroup(ranks: list[int]) -> ProcessGroup:
-    """A new group of ``ranks``, numbered as in the default group. **Collective** over them."""
-    group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+def subgroup(ranks: list[int], within: ProcessGroup) -> ProcessGroup:
+    """A new group of ``ranks``, numbered as in the default group. **Collective** over ``within``, of which they are."""
+    with _equally_many_groups(within):
+        group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+@contextlib.contextmanager
+def _equally_many_groups(within: ProcessGroup) -> Iterator[None]:
+    """Count equally many groups on all ranks of ``within``. **Collective** over them.
+
+    torch (to 2.13) names a group by its ranks and by the number of groups that a rank has. Ranks with different
+    numbers, because some have groups of their own, would wait for each other under two names.
+    """
+    names: Any = _world.pg_names
+    most = len(names)
+    if backend_name(within, torch.device("cpu")) != "fake":
+        most = max(gather_objects(most, within))
+    extra = [object() for _ in range(most - len(names))]
+    names.update(dict.fromkeys(extra, ""))
+    try:
+        yield
+    finally:
+        for each in extra:
+            del names[each]
 
 
 def default_group() -> ProcessGroup:
@@ -211,7 +233,8 @@ def gloo_twin(group: ProcessGroup) -> ProcessGroup:
         CollectiveFailedError: a rank has ended; gloo notices after five times the timeout.
     """
     ranks = dist.get_process_group_ranks(group)
-    twin: ProcessGroup = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+    with _equally_many_groups(group):
+        twin: ProcessGroup = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
     return twin
 
 

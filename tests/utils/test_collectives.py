@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, FairshardError
 from fairshard.utils.collectives import Transfer, communicator, counters, exchange_tag, reset_counters
-from fairshard.utils.messages import backend_name, default_group, gather_scalars
+from fairshard.utils.messages import backend_name, default_group, gather_scalars, gloo_twin, subgroup
 from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks
 
@@ -228,3 +228,22 @@ def test_a_group_that_cannot_connect_is_explained():
     assert "Connect timeout" in str(caught.value)
     assert caught.value.__cause__ is cause
     assert communicator(group).world_size == 2
+
+
+@on_ranks(3)
+def test_ranks_may_have_different_numbers_of_groups():
+    """A rank that has made groups which others lack still finds them in a new one, under one name."""
+    world = default_group()
+    if dist.get_rank() == 0:
+        own = dist.new_group([0], use_local_synchronization=True)
+        assert communicator(own).world_size == 1
+    pair = dist.new_group([0, 2])
+    twins = [gloo_twin(world)]
+    if dist.get_rank() != 1:
+        comm = communicator(pair)
+        rows = torch.full((2, 3), float(dist.get_rank()), device=rank_device())
+        comm.all_gather(rows, exchange_tag("all_gather", comm.new_id(), 0)).wait()
+        assert rows.tolist() == [[0.0] * 3, [2.0] * 3]
+    twins.append(subgroup([0, 1, 2], world))
+    for twin in twins:
+        assert gather_scalars([dist.get_rank()], twin) == [[0.0], [1.0], [2.0]]

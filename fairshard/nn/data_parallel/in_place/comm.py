@@ -307,5 +307,5 @@ _twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyD
 def _twin(group: ProcessGroup) -> ProcessGroup:
     """A second group of the same ranks. **Collective** on the first call."""
     if group not in _twins:
-        _twins[group] = subgroup(dist.get_process_group_ranks(group))
+        _twins[group] = subgroup(dist.get_process_group_ranks(group), group)
     return _twins[group]
