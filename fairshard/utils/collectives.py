@@ -167,7 +167,7 @@ class Communicator(GroupMessages):
         return RowGather(self, buffer).start(tag)
 
     def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
-        """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, new memory.
+        """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, in memory of its own.
 
         **Collective.** For fp16 and bf16 the sum is fp32 (except for bf16 on backends that sum themselves).
         The caller keeps ``bucket`` until it has been waited for. ``tag``: see `all_gather`.
@@ -183,6 +183,7 @@ class Communicator(GroupMessages):
             rows = list(received)
         else:
             works, rows = self._exchange_rows(self.exchange, bucket, tag)
+            return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
         return Transfer(works, finish=lambda: sum_in_order(rows))
 
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
@@ -198,7 +199,7 @@ class Communicator(GroupMessages):
             return self._sum_native(tensor)
         if self.exchange is not None:
             works, rows = self._exchange_rows(self.exchange, tensor.expand(self.world_size, -1), tag)
-            return Transfer(works, finish=lambda: sum_in_order(rows))
+            return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
         width = -(-tensor.numel() // self.world_size)
         sent, received = tensor.new_zeros(2, self.world_size, width)  # one memory: `received` keeps what is sent
         sent.view(-1)[: tensor.numel()] = tensor
@@ -254,8 +255,7 @@ class Communicator(GroupMessages):
 
     def _exchange_rows(self, exchange: ProcessGroup, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
         """Send row ``i`` to rank ``i``; returns the works, and the rows to sum in rank order."""
-        received = bucket.new_empty(self.world_size - 1, bucket.size(1))
-        rows = list(received)
+        rows = [bucket.new_empty(bucket.size(1)) for _ in range(1, self.world_size)]
         works: list[Any] = []
         try:
             for step in range(1, self.world_size):
@@ -374,10 +374,13 @@ def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
         raise explain(failure) from failure
 
 
-def sum_in_order(rows: list[Tensor]) -> Tensor:
-    """The sum of ``rows`` in the given order, in fp32 or wider, in new memory."""
+def sum_in_order(rows: list[Tensor], into: Tensor | None = None) -> Tensor:
+    """The sum of ``rows`` in the given order, in fp32 or wider: ``into`` one of the first two, or in new memory.
+
+    For narrower dtypes always in new memory.
+    """
     wide = torch.promote_types(rows[0].dtype, torch.float32)
-    total = torch.add(rows[0], rows[1]) if rows[0].dtype == wide else rows[0].to(wide).add_(rows[1])
+    total = torch.add(rows[0], rows[1], out=into) if rows[0].dtype == wide else rows[0].to(wide).add_(rows[1])
     for row in rows[2:]:
         total.add_(row)
     return total

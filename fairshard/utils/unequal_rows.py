@@ -83,7 +83,7 @@ def reduce_rows(comm: Communicator, line: Tensor, rows: Sequence[Tensor], tag: i
         works = [dist.all_to_all_single(into, line, of, sizes, group=comm.group, async_op=True)]
         return Transfer(works, finish=lambda: sum_in_order(list(received)))
     works, every = _exchanged(comm, rows, tag)
-    return Transfer(works, finish=lambda: sum_in_order(every))
+    return Transfer(works, finish=lambda: sum_in_order(every, into=every[comm.rank == 0]))
 
 
 def _are_even(rows: Sequence[Tensor]) -> bool:
@@ -100,7 +100,7 @@ def _exchanged(comm: Communicator, rows: Sequence[Tensor], tag: int) -> tuple[li
     """Send ``rows[i]`` to rank ``i``; returns the works, and the rows to sum in rank order."""
     exchange, rank, own = comm.exchange, comm.rank, rows[comm.rank]
     assert exchange is not None
-    every = list(own.new_empty(comm.world_size - 1, own.numel()))
+    every = [torch.empty_like(own) for _ in range(1, comm.world_size)]
     every.insert(rank, own)
     works: list[Any] = []
     try:
