@@ -11,6 +11,7 @@ import torch
 from fairshard.plan.summary import FlatSizes
 from fairshard.plan.units import PlannedUnit
 from fairshard.settings.config import GradHome
+from fairshard.utils.collectives import EXCHANGE_RANKS
 from fairshard.utils.owned_layout import OwnedLayout
 
 
@@ -74,12 +75,16 @@ class BucketBytes:
         self.sum_nbytes = self.width * self.sum_dtype.itemsize
         first = world_size if world_size > 1 else num_replicas
         self.received_nbytes = self.width * _num_rows(first) * dtype.itemsize if sums_in_order else 0
+        # A direct exchange sums in memory that it has received, unless the sum is wider.
+        is_in_place = sums_in_order and first in EXCHANGE_RANKS and self.sum_dtype == dtype
+        self.in_place_nbytes = self.sum_nbytes if is_in_place else 0
         self.cast_nbytes = 0 if self.sum_dtype == dtype else self.sum_nbytes  # the cast of one row, while it is added
         # The sum over ranks is kept until it is summed over replicas.
         is_second = sums_in_order and world_size > 1 and num_replicas > 1
-        self.replica_nbytes = self.sum_nbytes * (_num_rows(num_replicas) + 1) if is_second else 0
+        num_new = _num_rows(num_replicas) + (num_replicas not in EXCHANGE_RANKS)
+        self.replica_nbytes = self.sum_nbytes * num_new if is_second else 0
 
 
 def _num_rows(num_ranks: int) -> int:
-    """Number of rows received for a sum; an exchange of at most 4 ranks does not copy the rank's own row."""
-    return num_ranks - 1 if num_ranks <= 4 else num_ranks
+    """Number of rows received for a sum; a direct exchange does not copy the rank's own row."""
+    return num_ranks - 1 if num_ranks in EXCHANGE_RANKS else num_ranks

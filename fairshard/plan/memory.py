@@ -357,8 +357,8 @@ class _Step:
     def _land(self) -> None:
         bucket = self._flying.popleft()
         if self._device == "cpu":
-            self._add(BUCKETS, bucket.sum_nbytes + bucket.cast_nbytes)
-            self._live[BUCKETS] -= bucket.received_nbytes + bucket.cast_nbytes
+            self._add(BUCKETS, bucket.sum_nbytes - bucket.in_place_nbytes + bucket.cast_nbytes)
+            self._live[BUCKETS] -= bucket.received_nbytes - bucket.in_place_nbytes + bucket.cast_nbytes
             self._add(BUCKETS, bucket.replica_nbytes)
             self._live[BUCKETS] -= bucket.replica_nbytes
             self._deliver(bucket)

@@ -33,7 +33,8 @@ from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_nam
 from fairshard.utils.streams import Event, now
 from fairshard.utils.watchdog import explain
 
-_EXCHANGE_RANKS = range(2, 5)
+EXCHANGE_RANKS = range(2, 5)
+"""Numbers of ranks that exchange rows directly, on gloo."""
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
@@ -137,7 +138,7 @@ class Communicator(GroupMessages):
         self._next_id = self._num_messages = 0
         self.exchange: ProcessGroup | None = None
         self.is_gloo = backend_name(group, torch.device("cpu")) == "gloo"
-        if self.is_gloo and self.world_size in _EXCHANGE_RANKS:
+        if self.is_gloo and self.world_size in EXCHANGE_RANKS:
             self.exchange = gloo_twin(group)
 
     @cached_property
