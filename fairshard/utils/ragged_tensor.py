@@ -90,6 +90,8 @@ class RaggedTensor(DTensor):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in ("linalg_vector_norm", "_foreach_norm"):
             return _norms(func, args, kwargs)
+        if name == "equal":
+            return _is_equal(func, args)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             func(_locals(func, args[0], args[0]), *args[1:])
             _ragged_in(args)._comm.all_reduce(args[1], "max").wait()
@@ -99,7 +101,8 @@ class RaggedTensor(DTensor):
             return _by_element_of_lists(func, args, kwargs) if is_known else _refuse(func, args)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_alike = name in _SAME_SHAPE or (torch.Tag.pointwise in func.tags and not is_random)
-        if not is_alike and (name not in _NEW_SIZE or tuple(args[1]) != tuple(args[0].shape)):
+        size = args[1] if name in _NEW_SIZE else None  # or the dtype of a view
+        if not is_alike and (not isinstance(size, (list, tuple)) or tuple(size) != tuple(args[0].shape)):
             _refuse(func, args)
         return _by_element(func, args, kwargs)
 
@@ -297,6 +300,15 @@ def _is_alike(a: DTensor, b: DTensor) -> bool:
         return True
     has_shape = a.shape == b.shape and a._local_tensor.shape == b._local_tensor.shape
     return has_shape and a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh
+
+
+def _is_equal(func: Any, args: Any) -> bool:
+    """Whether two tensors have the same values, one answer for all ranks. **Collective.**"""
+    like = _ragged_in(args)
+    own, other = (_local_like(func, each, like) for each in args)
+    differs = torch.tensor(not torch.equal(own, other), dtype=torch.uint8, device=own.device)
+    like._comm.all_reduce(differs, "max").wait()
+    return not differs
 
 
 def _norms(func: Any, args: Any, kwargs: Any) -> Any:

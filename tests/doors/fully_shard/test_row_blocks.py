@@ -139,6 +139,20 @@ def test_norms_are_those_of_whole_gradients(order, place):
 
 
 @on_ranks(2)
+@both_kinds
+def test_equal_answers_for_the_whole(place):
+    """`torch.equal` gives all ranks one answer, also where only one rank has the rows that differ."""
+    for weight in (param.detach() for param in shard(plain_model(), place).parameters()):
+        for rank in range(dist.get_world_size()):
+            other = weight.clone()
+            assert torch.equal(other, weight)
+            if dist.get_rank() == rank:
+                other.to_local().add_(1)
+            rows = weight.placements[0].rows_on(rank, weight.shape[0])
+            assert torch.equal(other, weight) == (not rows.numel)
+
+
+@on_ranks(2)
 def test_values_load_from_any_placement():
     """Whole values, even rows, other blocks and owned tensors load, from and into each other."""
     expected = plain_model(5)
@@ -258,6 +272,7 @@ REFUSED = {
     "random copies": lambda param, even: torch.rand_like(param),
     "into a plain one": lambda param, even: torch.zeros((), device=rank_device()).copy_(param),
     "another shape": lambda param, even: param.view(-1),
+    "another dtype": lambda param, even: param.view(torch.int32),
     "one row": lambda param, even: param[0],
     "whole operand": lambda param, even: param + torch.ones(5, 7, device=rank_device()),
     "even operand": lambda param, even: param + even,
