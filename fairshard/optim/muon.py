@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -140,13 +140,14 @@ class Muon(Optimizer):
             RanksDisagreeError: on all ranks and before anything has changed, if ranks hold different matrices, or if a
                 matrix has a gradient on some ranks only.
             RuntimeError: a gradient is sparse.
+            ShardOptimizerError: loaded state is cut differently than its parameter.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._plan is None or not self._plan.fits(self.param_groups):
-            self._plan = _Plan(self.param_groups)
+            self._plan = _Plan(self.param_groups, self.state)
         plan = self._plan
         found = plan.agree()
         matrices = zip(self.param_groups, plan.matrices, strict=True)
@@ -225,11 +226,12 @@ class _Plan:
         exchanges: one for each process group whose ranks cut matrices, in the same order on all ranks.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+    def __init__(self, param_groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
         every = [[part for param in group["params"] for part in own_parts(param)] for group in param_groups]
         self._key = _key_of(param_groups)
         self._layouts = [part.layout for parts in every for part in parts]
         self._params = [param for group in param_groups for param in group["params"]]
+        self._misplaced = _misplaced_state(self._params, state)
         self.matrices = [
             [part for part in parts if group["use_muon"] and is_matrix(part.shape)]
             for group, parts in zip(param_groups, every, strict=True)
@@ -260,7 +262,7 @@ class _Plan:
 
     def agree(self) -> set[OwnPart]:
         """The matrices that have a gradient. **Collective** at first, and with `exchanges`; raises on all ranks."""
-        error: Exception | None = None
+        error: Exception | None = self._misplaced
         if any(param.grad is not None and param.grad.is_sparse for param in self._params):
             error = RuntimeError("Muon needs dense gradients, but one is sparse. Build the embedding without `sparse`.")
         found: set[OwnPart] = set()
@@ -276,6 +278,26 @@ class _Plan:
         self._asked = self.exchanges
         every = (part for parts in self.matrices for part in parts)
         return found | {part for part in every if part not in self._cut and part.has_grad}
+
+
+def _misplaced_state(params: list[nn.Parameter], state: Mapping[Any, dict[str, Any]]) -> ShardOptimizerError | None:
+    """An error that names the first state that is cut differently than its parameter, as another layout's is."""
+    for param in params:
+        for name, value in state.get(param, {}).items():
+            if name != "step" and _placed(value) != _placed(param):
+                shape, cut = _placed(value)
+                parts = ", ".join(part.name for part in own_parts(param))
+                return ShardOptimizerError(
+                    f"State of an optimizer must be cut like its parameter, but `{name}` of {parts} is {shape}, cut by "
+                    f"{cut}, and the parameter is {_placed(param)[0]}, cut by {_placed(param)[1]}. Load checkpoints by "
+                    "`fairshard.checkpoint.load`, and the state of another layout through "
+                    "`FullyShardedDataParallel.full_optim_state_dict` and `shard_full_optim_state_dict`."
+                )
+    return None
+
+
+def _placed(value: Tensor) -> tuple[tuple[int, ...], Any]:
+    return tuple(value.shape), value.placements if isinstance(value, DTensor) else None
 
 
 def _key_of(param_groups: list[dict[str, Any]]) -> list[Any]:

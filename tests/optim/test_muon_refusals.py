@@ -93,6 +93,20 @@ def test_an_error_of_one_rank_is_raised_on_all():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(("layout", "other"), [("rows", "owned"), ("owned", "rows"), ("views", "owned views")])
+def test_loaded_state_of_another_layout(layout, other):
+    """All ranks raise and name state that is not cut like its parameter; nothing changes, and nobody waits."""
+    _, optimizer = train(layout, 1)
+    fresh = LAYOUTS[other](Mixture())
+    stepping = muon_of(other, fresh)
+    stepping.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    backward(fresh, (1, 0))
+    before = {name: value.clone() for name, value in full(fresh.state_dict()).items()}
+    refused(stepping, ShardOptimizerError, r"must be cut like its parameter, but `\w+` of `.*full_optim_state_dict")
+    assert_same_state(full(fresh.state_dict()), before)
+
+
+@on_ranks(2)
 def test_other_matrices_on_some_ranks():
     """Ranks that hold other matrices, or the same in another order, raise and name the first difference."""
     model, _ = train("rows", 1)
