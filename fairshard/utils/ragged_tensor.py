@@ -296,18 +296,16 @@ def _local_like(func: Any, each: Any, like: Any) -> Any:
 
 
 def _is_alike(a: DTensor, b: DTensor) -> bool:
-    if a is b:
-        return True
-    has_shape = a.shape == b.shape and a._local_tensor.shape == b._local_tensor.shape
-    return has_shape and a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh
+    if a is b or a.shape != b.shape or a._local_tensor.shape != b._local_tensor.shape:
+        return a is b
+    return a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh
 
 
 def _is_equal(func: Any, args: Any) -> bool:
     """Whether two tensors have the same values, one answer for all ranks. **Collective.**"""
-    like = _ragged_in(args)
-    own, other = (_local_like(func, each, like) for each in args)
+    own, other = (_local_like(func, each, _ragged_in(args)) for each in args)
     differs = torch.tensor(not torch.equal(own, other), dtype=torch.uint8, device=own.device)
-    like._comm.all_reduce(differs, "max").wait()
+    _ragged_in(args)._comm.all_reduce(differs, "max").wait()
     return not differs
 
 
