@@ -62,7 +62,7 @@ def wrapped_path(**kwargs):
 @contextlib.contextmanager
 def native_collectives():
     """Match gathers by order only, as NCCL does, which does not notice another module of the same shape."""
-    with mock.patch.object(collectives, "_EXCHANGE_RANKS", ()):
+    with mock.patch.object(collectives, "EXCHANGE_RANKS", ()):
         yield
 
 

@@ -34,7 +34,7 @@ def sharded(reshard_after_forward=None, bucket_cap_mb=0):
 def native_collectives():
     """Use the backend's own all-gather and reduce-scatter, even with gloo, because torch counts only those."""
     with (
-        mock.patch.object(collectives, "_EXCHANGE_RANKS", ()),
+        mock.patch.object(collectives, "EXCHANGE_RANKS", ()),
         mock.patch.object(collectives, "_communicators", weakref.WeakKeyDictionary()),
         mock.patch.object(collectives, "backend_name", return_value="its own"),
     ):
