@@ -10,26 +10,28 @@ the ranks, divided by the parameters. Steps are not compiled.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchao.optim
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from models import MODELS, build_gpt
 
-from fairshard.checks.block_state import rows_for_blocks
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import RowBlocks, fully_shard
-from fairshard.utils.testing import fake_group
 
 OPTIMIZERS: dict[str, Any] = {
     "torch AdamW": torch.optim.AdamW,
@@ -38,13 +40,25 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def _blocks(param: nn.Parameter) -> RowBlocks:
-    return RowBlocks(rows_for_blocks(param.shape, 256))
+    """The fewest rows with whole blocks of 256 elements, and 4,096 elements at least: fewer are not quantised."""
+    row_numel = param.numel() // param.size(0)
+    step = 256 // math.gcd(256, row_numel)
+    return RowBlocks(min(param.size(0), -(-4096 // (step * row_numel)) * step))
 
 
 def _in_place(model: Any, **settings: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, **settings)
     return fully_shard(model, **settings)
+
+
+@contextlib.contextmanager
+def _group(world_size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 LAYOUTS: dict[str, Callable[[Any], nn.Module]] = {
@@ -77,7 +91,7 @@ def state_nbytes(plain: nn.Module, layout: str, optimizer: str, world_size: int)
     """Bytes of the optimizer state of the rank that has most."""
     most = 0
     for rank in range(world_size):
-        with fake_group(world_size, rank):
+        with _group(world_size, rank):
             model = LAYOUTS[layout](copy.deepcopy(plain))
             stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.0)
             for param in model.parameters():

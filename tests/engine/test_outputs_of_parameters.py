@@ -146,7 +146,7 @@ def test_a_returned_view_has_its_values_after_the_unit_was_freed(door, with_grad
     """Rows of a weight read after the call are those of the weight, not of freed memory."""
     wrapped = shard(unit(nn.Sequential(Viewing()), "0"), door)
     with torch.set_grad_enabled(with_grad):
-        rows = wrapped[0](4) if door == "fully_shard" else wrapped.module[0](4)
+        rows = getattr(wrapped, "module", wrapped)[0](4)
         others = [torch.full((6, 2), 7.0) for _ in range(8)]  # reuse freed memory
     assert torch.equal(rows.cpu(), torch.arange(8.0).view(4, 2))
     assert all(torch.equal(other, torch.full((6, 2), 7.0)) for other in others)
