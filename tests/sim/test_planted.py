@@ -72,6 +72,7 @@ CAUGHT = {
     "utils.messages:gather_scalars:wait": "scalars",
     "utils.ragged_tensor:RaggedTensor.__torch_dispatch__:wait": "blocks-scaler",
     "utils.ragged_tensor:_gathered:wait": "blocks",
+    "utils.ragged_tensor:_is_equal:wait": "blocks",
     "utils.ragged_tensor:_norms:wait": "blocks-clip-inf",
     "utils.ragged_tensor:_norms:wait-2": "blocks",
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer._land:wait": "small-buckets",
@@ -101,7 +102,6 @@ HOST = "a collective on tensors in host memory"
 PINNED = "memory pinned in place must not be unpinned under a copy; the simulator pins in torch's way only"
 THREAD = "waits for a thread, a process or a file, not for a device"
 WORKS = "only the CPU has works that nobody has waited for here; on a device both gathers are on one stream"
-AS_IN_NORMS = "an all-reduce like that of `_norms`, which is planted; no cell compares parameters by torch.equal"
 ON_HOSTS = "only CPUs receive parameters in place"
 EXCUSED = {
     "views.received_in_place:ReceivedInPlace._copy_out:wait": ON_HOSTS,
@@ -124,7 +124,6 @@ EXCUSED = {
     "utils.rank_pool:_Worker.kill:wait": THREAD,
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait": FAILED,
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait-2": FAILED,
-    "utils.ragged_tensor:_is_equal:wait": AS_IN_NORMS,
     "utils.sharded_tensors:_gathered:wait": HOST,
     "utils.watchdog:Watchdog._serve:wait": THREAD,
     "utils.watchdog:Watchdog.explain:wait": THREAD,

@@ -250,6 +250,8 @@ def train(cell, folder=None):
             results += [value.clone() for value in model.state_dict().values()]
     if "whole" in cell.ways:
         results += [param.detach().full_tensor() for param in model.parameters()]
+        same = [torch.equal(param, param.detach().clone()) for param in model.parameters()]
+        results.append(torch.tensor(same, device="cpu"))
     if "scalars" in cell.ways:
         total = sum(param.detach().sum() for param in model.parameters())
         results.append(torch.tensor(gather_scalars([total, 1.0], device=rank_device()), device="cpu"))

@@ -66,6 +66,15 @@ def test_only_small_parameters_are_copied_out():
     assert not gathered.kept_line.untyped_storage().nbytes()
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("size", [400, 5], ids=["received in place", "copied out"])
+def test_whole_parameters_begin_at_aligned_addresses(size):
+    """Kernels round otherwise at other addresses, so bits would not be those of plain parameters."""
+    model = fully_shard(nn.Sequential(nn.Linear(size, size + 1), nn.Linear(size + 1, 1), nn.Linear(1, 7)))
+    model.unshard()
+    assert [param.data_ptr() % 64 for param in model.parameters()] == [0] * 6
+
+
 @ON_HOSTS
 @on_ranks(2, 3)
 def test_a_custom_gather_uses_the_buffer():
