@@ -6,7 +6,7 @@ contributes its row to the gather, and zeros to the bucket::
 
     event on this rank                    steps executed
     backward reaches a call's outputs     all up to its AT, then the gathers that follow
-    backward reaches a call's inputs      all up to its DONE, then the send and the free that follow
+    backward reaches a call's inputs      all up to its DONE, then the free and the send that follow
     checkpoint runs a unit again          all up to its RECOMPUTE, then the gathers of the whole segment
     graph task ends                       all that remain
 

@@ -5,12 +5,13 @@ no rank's backward reaches. Units and calls are integers; tensors and ranks do n
 others), 1 and 2, called in this order::
 
     forward     | 0 begins | 1 begins, ends | 2 begins, ends | 0 ends |
-    schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  SEND 2  FREE 2    AT 1    DONE 1  SEND 1  FREE 1 ...
+    schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  FREE 2  SEND 2    AT 1    DONE 1  FREE 1  SEND 1 ...
 
-*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward. Exception: it
-stays gathered for an earlier forward if the later forward's backward ends at it, because otherwise a GAN's
-discriminator would gather its first layers twice, or if the next call is one of the same unit. Whether and where a
-step is in the list never depends on the reach, memory or timing of a single rank.
+*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward; freed first, so
+that the bucket can take the memory of the parameters. Exception: it stays gathered for an earlier forward if the later
+forward's backward ends at it, because otherwise a GAN's discriminator would gather its first layers twice, or if the
+next call is one of the same unit. Whether and where a step is in the list never depends on the reach, memory or timing
+of a single rank.
 """
 
 from __future__ import annotations
@@ -203,13 +204,13 @@ class _Builder:
         self._left_in[forward, unit] -= 1
         if self._left_in[forward, unit]:
             return
-        if not self._left[unit]:
-            self._send(unit)
         rule = self._rules[unit]
         if not self._left[unit] or (rule.frees_between and self._reached[call] != ENDS and not self._is_next(unit)):
             self.schedule.steps.append(Step(Kind.FREE, unit))
             if rule.frees:
                 self._gathered.discard(unit)
+        if not self._left[unit]:
+            self._send(unit)
         if rule.waits:
             self._gather_ahead(unit, call)
 

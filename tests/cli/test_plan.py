@@ -99,10 +99,10 @@ def test_the_schedule_of_the_gpt(capfd):
     assert lines == [
         "at (root)  > gather blocks.1",
         "at blocks.1  > gather blocks.0",
-        "done blocks.1  > send blocks.1  > free blocks.1",
+        "done blocks.1  > free blocks.1  > send blocks.1",
         "at blocks.0",
-        "done blocks.0  > send blocks.0  > free blocks.0",
-        "done (root)  > send (root)  > free (root)",
+        "done blocks.0  > free blocks.0  > send blocks.0",
+        "done (root)  > free (root)  > send (root)",
     ]
 
 

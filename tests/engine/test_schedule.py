@@ -89,10 +89,10 @@ def test_a_chain():
     assert words(CHAIN, calls, [1, 1, 1], [1, 0, 0], [1, 1, 1], [UnitRule()] * 3) == [
         "at 0  > gather 2",
         "at 2  > gather 1",
-        "done 2  > send 2  > free 2",
+        "done 2  > free 2  > send 2",
         "at 1",
-        "done 1  > send 1  > free 1",
-        "done 0  > send 0  > free 0",
+        "done 1  > free 1  > send 1",
+        "done 0  > free 0  > send 0",
     ]
 
 
@@ -102,8 +102,8 @@ def test_what_nobody_reaches_is_not_listed():
     assert words(CHAIN, calls, [1, 1, 0], [1, 0, 0], [1, 1, 1], [UnitRule()] * 3) == [
         "at 0  > gather 1",
         "at 1",
-        "done 1  > send 1  > free 1",
-        "done 0  > send 0  > free 0  > send 2",
+        "done 1  > free 1  > send 1",
+        "done 0  > free 0  > send 0  > send 2",
     ]
 
 
@@ -114,10 +114,10 @@ def test_a_checkpoint_gathers_all_its_units_first():
         "at 0",
         "recompute 2  > gather 1  > gather 2",
         "at 2",
-        "done 2  > send 2  > free 2",
+        "done 2  > free 2  > send 2",
         "at 1",
         "done 1  > free 1",
-        "done 0  > send 0  > free 0",
+        "done 0  > free 0  > send 0",
     ]
 
 
@@ -127,8 +127,8 @@ def test_several_forwards():
     calls = [CallPlace(unit, forward) for forward in (0, 1) for unit in range(3)]
     assert words(events, calls, [1] * 6, [1, 0, 0], [1] * 3, [UnitRule(ahead=())] * 3) == [
         *("at 0", "at 2  > gather 2", "done 2  > free 2", "at 1  > gather 1", "done 1  > free 1", "done 0"),
-        *("at 0", "at 2  > gather 2", "done 2  > send 2  > free 2"),
-        *("at 1  > gather 1", "done 1  > send 1  > free 1", "done 0  > send 0  > free 0"),
+        *("at 0", "at 2  > gather 2", "done 2  > free 2  > send 2"),
+        *("at 1  > gather 1", "done 1  > free 1  > send 1", "done 0  > free 0  > send 0"),
     ]
 
 
@@ -139,6 +139,6 @@ def test_a_forward_at_whose_first_unit_the_backward_ends():
     reached = [1, ENDS, 1] * 2
     assert words(events, calls, reached, [1, 0, 0], [1] * 3, [UnitRule(ahead=())] * 3) == [
         *("at 0", "at 2  > gather 2", "done 2  > free 2", "at 1  > gather 1", "done 1", "done 0"),
-        *("at 0", "at 2  > gather 2", "done 2  > send 2  > free 2"),
-        *("at 1", "done 1  > send 1  > free 1", "done 0  > send 0  > free 0"),
+        *("at 0", "at 2  > gather 2", "done 2  > free 2  > send 2"),
+        *("at 1", "done 1  > free 1  > send 1", "done 0  > free 0  > send 0"),
     ]

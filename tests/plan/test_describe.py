@@ -173,18 +173,18 @@ def test_the_buckets_are_those_that_are_sent(cap):
 def test_every_term_by_hand():
     """Two Linears of 20 parameters on two ranks, each its own bucket: 10 parameters a shard, 80 bytes gathered.
 
-    The peak is where the last Linear writes its gradients: it and the one before are gathered, its gradients are
-    whole in its leaves and, just written, in its bucket.
+    The peak is where the first Linear has computed its gradients: it is gathered, they are whole in its leaves, and
+    the bucket of the last one is on its way, with half as much that is received.
     """
     plan = describe(mlp(4, 4, 4), ModuleWrapPolicy({nn.Linear}), 2, device="cpu", bucket_cap_mb=0)
     assert {term.name: term.nbytes for term in plan.terms} == {
         "shards": 2 * 10 * 4,
         "optimizer state": 2 * (2 * 10 * 4 + 4),  # two moments, and the number of steps
-        "gathered units": 2 * 20 * 4,
+        "gathered units": 20 * 4,
         "whole gradients": 20 * 4,
-        "buckets": 20 * 4,
+        "buckets": 20 * 4 + 10 * 4,
     }
-    assert plan.peak_at == "in the backward of 2"
+    assert plan.peak_at == "in the backward of 0"
     assert plan.peak_nbytes == sum(term.nbytes for term in plan.terms)
     assert [bucket.nbytes for bucket in plan.buckets] == [80, 80]
 

@@ -80,7 +80,7 @@ CASES = [
 
 @beside_torch
 @on_ranks(4)
-@pytest.mark.parametrize("case", [0, 1, in_full(2)])
+@pytest.mark.parametrize("case", [0, in_full(1), in_full(2)])
 def test_training_on_2_x_2_ranks_equals_torch(case):
     """FSDP over 2 ranks of models that are tensor-parallel over 2 gives the numbers of PyTorch's function.
 
