@@ -1,12 +1,13 @@
 """Measure the host time that an engine adds to each unit on 8, 1,024 and 16,384 ranks, with torch's fake process group.
 
-    python benchmarks/micro/host_by_world.py                       # both doors, about 5 minutes
+    python benchmarks/micro/host_by_world.py                       # both doors, about 2 minutes
     python benchmarks/micro/host_by_world.py --engines fsdp2 --worlds 8 1024
 
-CPU microseconds of a forward and backward per unit, minus those of the same module without an engine, and minus the
-time inside the fake group's collectives, which write one piece for each rank. A unit is two square Linears. What grows
-with the number of ranks is memory that must be cleared and copied, where a parameter has fewer rows than there are
-ranks; see `padded`, the bytes of a unit with padding over those without.
+CPU microseconds of a forward and backward per unit, minus those of the same module without an engine. The fake group's
+collectives write one piece for each rank, up to 20 ms and with cold caches after it, so they are replaced by calls that
+do nothing. A unit is two square Linears, or one of at least as many rows as there are ranks. What else grows with the
+number of ranks is memory that must be cleared and copied, where a parameter has fewer rows than there are ranks; see
+`padded`, the bytes of a unit with padding over those without.
 """
 
 from __future__ import annotations
@@ -32,74 +33,78 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 PLAIN = "plain"
-WARMUP, PASSES = 2, 7
-ELEMENTS = {"8 k": (64, 20), "1 M": (724, 4)}
-"""Elements of a unit, by name: the width of its Linears, and how many units are measured."""
+WARMUP, PASSES = 3, 15
+SMALL, LARGE, TALL = "8 k", "1 M", "1 M, tall"
+WIDTHS = {SMALL: 64, LARGE: 724, TALL: 64}
+NUM_UNITS = {SMALL: 20, LARGE: 4, TALL: 4}
+TALL_ROWS = 16384
 
 
-class Inside:
-    """The CPU seconds spent in the fake group's collectives since the last `take`."""
+class Tall(nn.Linear):
+    """A Linear of `TALL_ROWS` rows, whose output is as wide as its input."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        for name in ("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base"):
-            if hasattr(dist.ProcessGroup, name):
-                setattr(dist.ProcessGroup, name, self._timed(getattr(dist.ProcessGroup, name)))
-
-    def _timed(self, call: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds += time.process_time() - start
-
-        return timed
-
-    def take(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first columns of the product."""
+        return super().forward(x)[:, : self.in_features]
 
 
-def measure_rank(_rank: int, engine: str, world_size: int, elements: str, path: str) -> None:
-    """Write the median seconds of a forward and backward per unit, and those inside collectives, as JSON."""
+class Done:
+    """A collective that has ended."""
+
+    def wait(self, *_args: Any) -> bool:
+        """Nothing is left to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It has ended."""
+        return True
+
+
+def do_nothing_in_collectives() -> None:
+    """Replace those collectives of process groups that engines call."""
+    done = Done()
+    for name in ("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base"):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, lambda *args, **kwargs: done)
+
+
+def build_unit(kind: str) -> nn.Module:
+    """One unit of the model."""
+    width = WIDTHS[kind]
+    return Tall(width, TALL_ROWS) if kind == TALL else nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+
+def measure_rank(_rank: int, engine: str, world_size: int, kind: str, path: str) -> None:
+    """Write the median seconds of a forward and backward per unit, as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    inside = Inside()
-    width, num_units = ELEMENTS[elements]
-    model: nn.Module = nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(num_units))
-    )
+    do_nothing_in_collectives()
+    model: nn.Module = nn.Sequential(*(build_unit(kind) for _ in range(NUM_UNITS[kind])))
     if engine != PLAIN:
         model = engines.build(engine, model, model, engines.Options()).model
-    inputs = torch.ones(2, width)
-    own, collectives = [], []
+    inputs = torch.ones(2, WIDTHS[kind])
+    spent = []
     for _ in range(WARMUP + PASSES):
-        inside.take()
         start = time.process_time()
         model(inputs).sum().backward()
-        spent = time.process_time() - start
-        collectives.append(inside.take())
-        own.append(spent - collectives[-1])
+        spent.append(time.process_time() - start)
         model.zero_grad()
-    found = [statistics.median(seconds[WARMUP:]) / num_units for seconds in (own, collectives)]
-    Path(path).write_text(json.dumps(found))
+    Path(path).write_text(json.dumps(statistics.median(spent[WARMUP:]) / NUM_UNITS[kind]))
     os._exit(0)
 
 
-def measure(engine: str, world_size: int, elements: str) -> tuple[float, float]:
-    """Run one cell in a process of its own; returns CPU seconds per unit outside and inside collectives."""
+def measure(engine: str, world_size: int, kind: str) -> float:
+    """Run one cell in a process of its own; returns CPU seconds per unit."""
     with tempfile.TemporaryDirectory(prefix="fairshard-micro-") as folder:
         path = str(Path(folder, "found"))
-        mp.start_processes(measure_rank, (engine, world_size, elements, path), nprocs=1, start_method="fork")
-        own, collectives = json.loads(Path(path).read_text())
-    return own, collectives
+        mp.start_processes(measure_rank, (engine, world_size, kind, path), nprocs=1, start_method="fork")
+        return float(json.loads(Path(path).read_text()))
 
 
-def padded(width: int, world_size: int) -> float:
+def padded(kind: str, world_size: int) -> float:
     """How many times larger than the parameters the gathered rows of one unit are, if each is cut by rows."""
-    rows = -(-width // world_size) * world_size
-    return rows / width
+    rows = TALL_ROWS if kind == TALL else WIDTHS[kind]
+    return -(-rows // world_size) * world_size / rows
 
 
 def main() -> None:
@@ -108,23 +113,20 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 1024, 16384])
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
-    header = ["us per unit above plain torch", "ranks", "host", "of the first", "in collectives", "padded"]
-    cells = [header]
-    for elements, (width, _) in ELEMENTS.items():
-        runs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    cells = [["us per unit above plain torch", "ranks", "host", "of the first", "padded"]]
+    for kind in WIDTHS:
+        runs: dict[tuple[str, int], list[float]] = {}
         for _ in range(options.repeat):
-            plain, _ = measure(PLAIN, 1, elements)
+            plain = measure(PLAIN, 1, kind)
             for engine in options.engines:
                 for world_size in options.worlds:
-                    own, collectives = measure(engine, world_size, elements)
-                    runs.setdefault((engine, world_size), []).append((1e6 * (own - plain), 1e6 * collectives))
+                    added = 1e6 * (measure(engine, world_size, kind) - plain)
+                    runs.setdefault((engine, world_size), []).append(added)
         for (engine, world_size), found in runs.items():
-            first = runs[engine, options.worlds[0]]
-            host, inside = (statistics.median(column) for column in zip(*found, strict=True))
-            ratio = Spread.of(own / before for (own, _), (before, _) in zip(found, first, strict=True))
-            fold = f"{padded(width, world_size):.1f}" if "fully-shard" in engine else ""
-            name = f"{engine}, {elements}"
-            cells.append([name, str(world_size), f"{host:.0f}", ratio.show(2), f"{inside:.0f}", fold])
+            ratio = Spread.of(own / first for own, first in zip(found, runs[engine, options.worlds[0]], strict=True))
+            fold = f"{padded(kind, world_size):.1f}" if "fully-shard" in engine else ""
+            host = f"{statistics.median(found):.0f}"
+            cells.append([f"{engine}, {kind}", str(world_size), host, ratio.show(2), fold])
     print(table(cells))
 
 

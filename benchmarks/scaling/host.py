@@ -19,18 +19,19 @@ import host_by_world
 
 WORLDS = (8, 1024, 16384)
 WRAPPER, FULLY_SHARD = "fairshard", "fairshard-fully-shard"
-ELEMENTS = "8 k"
-"""Small units: what is measured is bookkeeping, because an accelerator clears and copies memory itself."""
 
 
 def measure(repeat: int) -> list[dict[str, Any]]:
-    """Runs of ``benchmarks/micro/host_by_world.py``: ``engine``, ``world_size``, ``repeat``, ``seconds`` per unit."""
+    """Runs of ``benchmarks/micro/host_by_world.py``: ``engine``, ``world_size``, ``repeat``, ``seconds`` per unit.
+
+    Small units: what is measured is bookkeeping, because an accelerator clears and copies memory itself.
+    """
     runs = []
     for number in range(repeat):
-        plain, _ = host_by_world.measure(host_by_world.PLAIN, 1, ELEMENTS)
+        plain = host_by_world.measure(host_by_world.PLAIN, 1, host_by_world.SMALL)
         for engine in (WRAPPER, FULLY_SHARD):
             for world_size in WORLDS:
-                own, _ = host_by_world.measure(engine, world_size, ELEMENTS)
+                own = host_by_world.measure(engine, world_size, host_by_world.SMALL)
                 runs.append({"engine": engine, "world_size": world_size, "repeat": number, "seconds": own - plain})
     return runs
 
