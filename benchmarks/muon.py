@@ -4,9 +4,11 @@
     python benchmarks/muon.py --models gpt-29m --worlds 2
     python benchmarks/muon.py --models gpt-5m --worlds 2 --steps 4 --repeat 1      # does it still run?
 
-Both engines run at the same time and take turns, step by step, so that other load affects both. Muon steps the matrices
-of the blocks, torch's AdamW everything else; only Muon's step is timed. Losses must be equal first, to a relative 1e-3:
-over DTensors torch adds norms and products part by part, and bf16 rounds what Newton-Schulz makes of that.
+fairshard runs twice: with its default shards, which `step` gathers to the ranks that compute, and with `Owned`
+matrices, which need no gathering. All run at the same time and take turns, step by step, so that other load affects all. Muon
+steps the matrices of the blocks, torch's AdamW everything else; only Muon's step is timed. Losses must be equal first,
+to a relative 1e-3: over DTensors torch adds norms and products part by part, and bf16 rounds what Newton-Schulz makes
+of that.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import record
 import report
 from launch import World, launch_in_turns
 
-PEER, OURS = "torch", "fairshard"
+PEER, OURS, OWNED = "torch", "fairshard", "fairshard-owned"
 TOLERANCE = 1e-3
 """Of losses, relative."""
 
@@ -33,14 +35,16 @@ def measure(options: argparse.Namespace, argv: Sequence[str] | None) -> list[dic
     for model in options.models:
         for world in options.worlds:
             for repeat in range(options.repeat):
-                names = [PEER, OURS] if repeat % 2 else [OURS, PEER]
+                names = [PEER, OURS, OWNED]
+                names = [*names[repeat % 3 :], *names[: repeat % 3]]
                 common = {"model": model, "world": world, "threads": options.threads, "steps": options.steps}
                 worlds = [World({"engine": name, **common}) for name in names]
                 measured = launch_in_turns("muon_worker.py", worlds, world, options.timeout)
                 run = {"model": model, "world": world, "repeat": repeat, **dict(zip(names, measured, strict=True))}
                 _require_equal_losses(run)
                 runs.append(run)
-                print(f"{model}, {world} ranks, repeat {repeat + 1}: {_ratio(run):.2f}", file=sys.stderr, flush=True)
+                found = f"{_ratio(run, OURS):.2f}, owned {_ratio(run, OWNED):.2f}"
+                print(f"{model}, {world} ranks, repeat {repeat + 1}: {found}", file=sys.stderr, flush=True)
                 if options.out:
                     record.write(options.out, record.header(__file__, options, argv), runs=runs)
     return runs
@@ -48,19 +52,19 @@ def measure(options: argparse.Namespace, argv: Sequence[str] | None) -> list[dic
 
 def tables(runs: Sequence[dict[str, Any]]) -> str:
     """Medians and spreads of Muon's step, the bytes that a rank receives in it (the mean), and its collectives."""
-    rows = [["model, ranks", "torch ms", "fairshard ms", "ratio", "torch MiB", "fairshard MiB", "collectives"]]
+    rows = [["model, ranks", "engine", "step ms", "of torch's", "MiB", "collectives"]]
     for model, world in dict.fromkeys((run["model"], run["world"]) for run in runs):
         own = [run for run in runs if (run["model"], run["world"]) == (model, world)]
-        steps = [report.Spread.of([_step_ms(run[name]) for run in own]).show(1) for name in (PEER, OURS)]
-        traffic = [f"{statistics.mean(rank['nbytes'] for rank in own[0][name]) / 2**20:.2f}" for name in (PEER, OURS)]
-        numbers = " / ".join(str(own[0][name][0]["num_collectives"]) for name in (PEER, OURS))
-        ratio = report.Spread.of([_ratio(run) for run in own]).show(2)
-        rows.append([f"{model}, {world}", *steps, ratio, *traffic, numbers])
+        for name in (PEER, OURS, OWNED):
+            step = report.Spread.of([_step_ms(run[name]) for run in own]).show(1)
+            ratio = report.Spread.of([_ratio(run, name) for run in own]).show(2)
+            traffic = f"{statistics.mean(rank['nbytes'] for rank in own[0][name]) / 2**20:.2f}"
+            rows.append([f"{model}, {world}", name, step, ratio, traffic, str(own[0][name][0]["num_collectives"])])
     return report.table(rows)
 
 
-def _ratio(run: dict[str, Any]) -> float:
-    return _step_ms(run[OURS]) / _step_ms(run[PEER])
+def _ratio(run: dict[str, Any], name: str) -> float:
+    return _step_ms(run[name]) / _step_ms(run[PEER])
 
 
 def _step_ms(ranks: Sequence[Any]) -> float:
@@ -69,13 +73,14 @@ def _step_ms(ranks: Sequence[Any]) -> float:
 
 
 def _require_equal_losses(run: dict[str, Any]) -> None:
-    for rank, (ours, theirs) in enumerate(zip(run[OURS], run[PEER], strict=True)):
-        for step, (loss, other) in enumerate(zip(ours["losses"], theirs["losses"], strict=True)):
-            if abs(loss - other) > TOLERANCE * abs(other):
-                raise SystemExit(
-                    f"error: losses must be equal, but in step {step} on rank {rank} of {run['world']}, for "
-                    f"{run['model']}, fairshard's is {loss} and torch's {other}."
-                )
+    for name in (OURS, OWNED):
+        for rank, (ours, theirs) in enumerate(zip(run[name], run[PEER], strict=True)):
+            for step, (loss, other) in enumerate(zip(ours["losses"], theirs["losses"], strict=True)):
+                if abs(loss - other) > TOLERANCE * abs(other):
+                    raise SystemExit(
+                        f"error: losses must be equal, but in step {step} on rank {rank} of {run['world']}, for "
+                        f"{run['model']}, {name}'s is {loss} and torch's {other}."
+                    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -66,16 +66,20 @@ def main() -> None:
 
 
 def _train(job: Job) -> dict[str, Any]:
+    placement: dict[str, Any] = {}
     if job.engine == "torch":
         from torch.distributed.fsdp import fully_shard
         from torch.optim import Muon
     else:
-        from fairshard.nn import fully_shard
+        from fairshard.nn import Owned, fully_shard
         from fairshard.optim import Muon
+
+        if job.engine == "fairshard-owned":
+            placement = {"shard_placement_fn": lambda param: Owned() if param.dim() == 2 else None}
     config = MODELS[job.model]
     gpt = build_gpt(config)
     for block in gpt.blocks:
-        fully_shard(block)
+        fully_shard(block, **placement)
     fully_shard(gpt)
     hidden = [param for param in gpt.blocks.parameters() if param.dim() == 2]
     chosen = set(hidden)

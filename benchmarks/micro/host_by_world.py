@@ -33,7 +33,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 PLAIN = "plain"
-WARMUP, PASSES = 3, 15
+WARMUP, PASSES = 5, 40
 SMALL, LARGE, TALL = "8 k", "1 M", "1 M, tall"
 WIDTHS = {SMALL: 64, LARGE: 724, TALL: 64}
 NUM_UNITS = {SMALL: 20, LARGE: 4, TALL: 4}
