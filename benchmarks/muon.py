@@ -5,10 +5,10 @@
     python benchmarks/muon.py --models gpt-5m --worlds 2 --steps 4 --repeat 1      # does it still run?
 
 fairshard runs twice: with its default shards, which `step` gathers to the ranks that compute, and with `Owned`
-matrices, which need no gathering. All run at the same time and take turns, step by step, so that other load affects all. Muon
-steps the matrices of the blocks, torch's AdamW everything else; only Muon's step is timed. Losses must be equal first,
-to a relative 1e-3: over DTensors torch adds norms and products part by part, and bf16 rounds what Newton-Schulz makes
-of that.
+matrices, which need no gathering. All run at the same time and take turns, step by step, so that other load affects
+all. Muon steps the matrices of the blocks, torch's AdamW everything else; only Muon's step is timed. Losses must be
+equal first, to a relative 1e-3: over DTensors torch adds norms and products part by part, and bf16 rounds what
+Newton-Schulz makes of that.
 """
 
 from __future__ import annotations
