@@ -18,6 +18,8 @@ from fairshard.checkpoint.agreement import idle_group, occupy, on_all_ranks, ran
 from fairshard.checkpoint.contents import LATEST
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import load
+from fairshard.checkpoint.memory_copies import MemoryCopies
+from fairshard.checkpoint.memory_folder import MEMORY_FOLDER
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, full_path, storage_of
@@ -37,6 +39,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
+def step_of(folder: str) -> int:
+    """The step of the folder of a step."""
+    return int(folder.rpartition("/")[2].removeprefix("step-"))
+
+
 class Checkpointer:
     """Saves periodically below ``root``, keeps the last checkpoints, and resumes from the newest whole one.
 
@@ -47,23 +54,35 @@ class Checkpointer:
     host memory (``cpu_offload``) are copied only if the next step starts before they are written. Saves never overlap:
     each waits for the previous one. If a background save fails, the next call raises its error.
 
-    After the last save, call `wait` before the process group is destroyed, or use the object as a context manager.
+    With ``memory_every`` each rank also copies its state to host memory in the background, and to another host if
+    there is one. The copy outlives the processes: `load_latest` takes it if it is newer than the checkpoints on disk.
+
+    At the end call `close` before the process group is destroyed, or use the object as a context manager.
 
     Args:
         root: a folder, or a URL that fsspec supports. All ranks must see the same folder.
         every: save at multiples of this step.
         keep_last: number of checkpoints to keep.
         async_save: write in the background.
+        memory_every: copy to host memory at multiples of this step.
+        memory_folder: the folder in memory, which may differ from host to host.
 
     Raises:
-        ValueError: ``every`` or ``keep_last`` is below 1.
+        ValueError: ``every``, ``keep_last`` or ``memory_every`` is below 1.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, every: int = 100, keep_last: int = 3, async_save: bool = True
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int = 100,
+        keep_last: int = 3,
+        async_save: bool = True,
+        memory_every: int | None = None,
+        memory_folder: str | os.PathLike[str] = MEMORY_FOLDER,
     ) -> None:
-        for name, value in (("every", every), ("keep_last", keep_last)):
-            if value < 1:
+        for name, value in (("every", every), ("keep_last", keep_last), ("memory_every", memory_every)):
+            if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
         self.root = full_path(root)
         self.every = every
@@ -74,6 +93,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._has_cleaned = False
+        folder = os.path.abspath(memory_folder)
+        self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
     def maybe_save(
         self,
@@ -84,7 +105,12 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> bool:
-        """`save` if ``every`` divides ``step``; returns whether it did. **Collective** in that case."""
+        """`save` if ``every`` divides ``step``; returns whether it did. **Collective** in that case.
+
+        If ``memory_every`` divides ``step``, it is also copied to memory (`copy_to_memory`), which is collective too.
+        """
+        if self._memory and step % self._memory.every == 0:
+            self.copy_to_memory(step, model, optimizer, scheduler, scaler, extra)
         if step % self.every:
             return False
         self.save(step, model, optimizer, scheduler, scaler, extra)
@@ -105,9 +131,10 @@ class Checkpointer:
             CheckpointError: on every rank; also the error of the last background save.
             TypeError: on every rank, if a value could not be read back as plain data.
         """
-        self.wait()
-        if type(step) is not int or step < 0:
-            raise ValueError(f"`step` must be a number of steps, but is {step!r}.")
+        self._wait_for_save()
+        _check_step(step)
+        if self._memory:
+            self._memory.begin()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         draft = take(training, step, self._buffers if self.async_save else None)
@@ -118,6 +145,30 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._write, args=(draft, group), name="fairshard checkpoint")
         occupy(group, self._thread)
         self._thread.start()
+
+    def copy_to_memory(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        extra: dict[str, Any] | Stateful | None = None,
+    ) -> None:
+        """Copy the state of ``step`` to host memory in the background. **Collective.** Waits for the previous copy.
+
+        The copy of an earlier step is removed once all hosts have this one. If a copy fails, because the memory is
+        full for example, rank 0 logs why, and the earlier one remains.
+
+        Raises:
+            CheckpointError: on every rank, if two copies do not fit into the memory of a host (at the first copy).
+            TypeError: on every rank, if a value could not be read back as plain data.
+            ValueError: the checkpointer has no ``memory_every``.
+        """
+        if not self._memory:
+            raise ValueError("Copies in memory need a Checkpointer with `memory_every`.")
+        _check_step(step)
+        self._memory.save(step, Training(model, optimizer, scheduler, scaler, extra))
 
     def load_latest(
         self,
@@ -131,17 +182,23 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest whole checkpoint with `fairshard.checkpoint.load`; returns its step, None if not found.
 
-        **Collective.** ``verify``: see there.
+        **Collective.** ``verify``: see there. With ``memory_every``, a copy in memory is loaded instead if it is not
+        older; if that copy is damaged, rank 0 logs it and the checkpoint on disk is loaded.
 
         Raises:
             CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
         """
         self.wait()
         group = idle_group()
+        training = Training(model, optimizer, scheduler, scaler, extra)
         folder: str | None = on_all_ranks(group, lambda: self._newest() if rank_in(group) == 0 else None)[0]
-        if folder is None:
-            return None
-        return self._load(folder, Training(model, optimizer, scheduler, scaler, extra), verify)
+        least = -1 if folder is None else step_of(folder)
+        step = self._memory.load_newest(least, training, verify) if self._memory else None
+        if step is None and folder is not None:
+            step = self._load(folder, training, verify)
+        if self._memory:
+            self._memory.continue_from(step)
+        return step
 
     def load_step(
         self,
@@ -163,6 +220,8 @@ class Checkpointer:
         """
         self.wait()
         self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra), verify)
+        if self._memory:
+            self._memory.continue_from(step)
         return step
 
     def _load(self, folder: str, training: Training, verify: str) -> int | None:
@@ -174,11 +233,28 @@ class Checkpointer:
             raise CheckpointError(f"{error}{cure}") from error
 
     def wait(self) -> None:
-        """Wait for the background save, if any.
+        """Wait for the background save and the background copy, if any.
 
         Raises:
             CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
+        if self._memory:
+            self._memory.wait()
+        self._wait_for_save()
+
+    def close(self) -> None:
+        """End a run that needs no restart: `wait`, then remove its copies from memory.
+
+        **Collective** if the checkpointer has ``memory_every``.
+
+        Raises:
+            CheckpointError: the last save failed; earlier checkpoints are unchanged, and so are the copies.
+        """
+        self.wait()
+        if self._memory:
+            self._memory.close()
+
+    def _wait_for_save(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -191,9 +267,12 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
-            self.wait()
-        elif self._thread is not None:
+            self.close()
+            return
+        if self._thread is not None:
             self._thread.join()
+        if self._memory:
+            self._memory.wait()
 
     # ---- private
 
@@ -293,7 +372,12 @@ class Checkpointer:
     def _whole_names(self) -> list[str]:
         """Names of the step folders with a manifest, oldest first."""
         steps = [name for name in self._storage.names(self.root) if _STEP.fullmatch(name)]
-        return sorted(filter(self._is_whole, steps), key=lambda name: int(name.removeprefix("step-")))
+        return sorted(filter(self._is_whole, steps), key=step_of)
 
     def _is_whole(self, name: str) -> bool:
         return self._storage.exists(f"{self.root}/{name}/{MANIFEST}")
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"`step` must be a number of steps, but is {step!r}.")

@@ -60,7 +60,7 @@ def load(
     group = idle_group()
     training = Training(model, optimizer, scheduler, scaler, extra)
     path: str = on_all_ranks(group, lambda: checkpoint_folder(folder))[0]
-    loading = _Loading(path, training, group)
+    loading = Loading(path, training, group)
     loading.check_files(verify == "before")
     loading.read()
     return loading.apply()
@@ -119,16 +119,18 @@ def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved
     return {"param_groups": optimizer.state_dict()["param_groups"], **made}
 
 
-class _Loading:
+class Loading:
     """One load: check the files, allocate memory, read into it, apply."""
 
-    def __init__(self, folder: str, training: Training, group: ProcessGroup | None) -> None:
+    def __init__(
+        self, folder: str, training: Training, group: ProcessGroup | None, reader: CheckpointReader | None = None
+    ) -> None:
         self._folder = folder
         self._training = training
         self._group = group
         self._rank = rank_in(group)
         self._num_ranks = 1 if group is None else group.size()
-        self._reader = CheckpointReader(folder)
+        self._reader = reader or CheckpointReader(folder)
         self._manifest: Manifest | None = None
         self._model = ModelTarget({}, {})
         self._optimizer: OptimizerTarget | None = None
@@ -153,6 +155,16 @@ class _Loading:
         for name in sorted(files)[self._rank :: self._num_ranks]:
             check(storage, self._folder, name, files[name])
         self._reader.read_metadata()
+
+    def trust_files(self, manifest: Manifest, reads_all: bool) -> None:
+        """Read the metadata of a checkpoint that the reader collects; with ``reads_all`` it has summed the files."""
+        self._manifest = self._reader.manifest = manifest
+        self._reader.sums_while_reading = not reads_all
+
+        def read_metadata() -> None:
+            self._reader.read_metadata()
+
+        on_all_ranks(self._group, read_metadata)
 
     def read(self) -> None:
         """Read all targets into new memory."""

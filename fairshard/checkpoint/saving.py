@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,9 @@ from fairshard.state.optim_gathering import GatheredOptimState, problem_among
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_objects
+
+_filters = threading.Lock()
+"""Held while a thread ignores warnings."""
 
 
 @dataclass
@@ -107,7 +111,11 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
     Raises:
         CheckpointError, TypeError: on every rank.
     """
-    group = idle_group()
+    return take_over(idle_group(), training, step, buffers)
+
+
+def take_over(group: ProcessGroup | None, training: Training, step: int | None, buffers: Buffers | None) -> Draft:
+    """`take`, with messages over ``group``, which no other thread uses meanwhile."""
     params = OptimParams(training.model)
     drafts: list[Draft] = []
 
@@ -155,7 +163,7 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
     try:
         work = on_all_ranks(group, lambda: work)[0]
         on_all_ranks(group, lambda: storage.make(work))
-        files = _write_files(draft, work, group)
+        files = write_files(draft, work, group)
         manifest = Manifest(draft.step, len(files), {k: v for own in files for k, v in own.items()}, draft.aliases)
         on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
     except BaseException as error:
@@ -179,12 +187,11 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Chec
     )
 
 
-def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
+def write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
     """Write this rank's files; returns the files of every rank, with their checksums."""
     writer = CheckpointWriter(work, 1 if group is None else group.size())
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns if there is no process group
+        with contextlib.nullcontext() if group is not None else _without_warnings():
             dcp.save(
                 draft.snapshot.entries,
                 storage_writer=writer,
@@ -194,6 +201,17 @@ def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[di
     except CheckpointException as error:
         raise CheckpointError(described(error)) from error
     return gather_objects(writer.files, group)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings in one thread at a time: torch warns if there is no process group.
+
+    Threads that overlapped here would restore each other's filters, and leave all warnings ignored.
+    """
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, replace: Callable[[], None]) -> None:

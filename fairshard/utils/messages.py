@@ -23,6 +23,10 @@ SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_singl
 """The method of a group that sums tensors over ranks and gives each rank its part."""
 
 
+_PART_NUMEL = 1 << 26
+"""Elements of one message of `exchange_runs`."""
+
+
 class GroupMessages:
     """One process group: this rank's place in it, and messages between its ranks."""
 
@@ -219,6 +223,23 @@ def host_group() -> ProcessGroup | None:
     return found
 
 
+_copy_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def copy_group() -> ProcessGroup | None:
+    """As `host_group`, for copies in memory, which do not wait for a save. **Collective** on the first call.
+
+    It keeps the timeout of the default group: no rank writes to a disk between its messages.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = default_group()
+    found = _copy_groups.get(world)
+    if found is None:
+        found = _copy_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return found
+
+
 def timeout_of(group: ProcessGroup) -> datetime.timedelta | None:
     """Timeout of an operation; None if the backend does not report it."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
@@ -246,6 +267,32 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@explained
+def exchange_runs(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: ProcessGroup
+) -> None:
+    """Send 1-D CPU tensors to ranks of ``group``, and fill others with what ranks send to this one.
+
+    The tensors from one rank to another have equal sizes and the same order on both. Returns when all are sent and
+    received, or raises when none is still in use.
+    """
+    pairs = [(dist.isend, each) for each in sends] + [(dist.irecv, each) for each in receives]
+    works: list[Any] = []
+    failure: Exception | None = None
+    tags: dict[tuple[Any, int], int] = {}
+    for operation, (rank, run) in pairs:
+        for part in run.split(_PART_NUMEL):
+            tag = tags[operation, rank] = tags.get((operation, rank), -1) + 1
+            works += dist.batch_isend_irecv([dist.P2POp(operation, part, None, group, tag, rank)])
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 @explained

@@ -1,0 +1,216 @@
+"""Folder of a run in the memory of a host, below ``/dev/shm``; it outlives the processes of the run.
+
+    /dev/shm/fairshard-<run>/                   only its user may read it
+        root                                    the folder of the run's checkpoints
+        step-00000120-<life>-11/                the 11th copy of one start of the run: an ordinary checkpoint
+            __0_0.distcp  __1_0.distcp          files of ranks of this host, and copies for ranks of another
+            .metadata  fairshard.json           on every host; the manifest is written last
+        .tmp-step-00000130-<life>-12/           the copy being written
+
+``<run>`` is a random name that the file ``.memory`` beside the checkpoints holds. A run that finds memory of another
+name never reads it; if it is of the same root, it removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import uuid
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairshard.checkpoint.manifest import Manifest, read_manifest
+from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, LocalStorage, storage_of
+from fairshard.errors import CheckpointError
+
+MEMORY_FOLDER = "/dev/shm"
+
+_NAME = ".memory"
+_RUN = re.compile(r"[0-9a-f]{32}")
+_PREFIX, _ROOT = "fairshard-", "root"
+_COPY = re.compile(r"step-(\d{8,})-[0-9a-f]{8}-\d+")
+
+
+@dataclass(frozen=True)
+class FoundCopy:
+    """A copy on one host: its name, its manifest, the CRC-32 of that file, and the complete files that lie here."""
+
+    name: str
+    manifest: Manifest
+    crc32: int
+    files: frozenset[str]
+
+    @property
+    def step(self) -> int:
+        """The step of the copy."""
+        return self.manifest.step or 0
+
+
+def run_name(root: str, makes: bool) -> str | None:
+    """The name of the run whose checkpoints are in ``root``; if there is none, ``makes`` a new one or returns None.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    storage = storage_of(root)
+    path = storage.join(root, _NAME)
+    with contextlib.suppress(OSError, ValueError):
+        if storage.exists(path):
+            found = storage.read_text(path).strip()
+            if _RUN.fullmatch(found):
+                return found
+    if not makes:
+        return None
+    name = uuid.uuid4().hex
+    storage.make(root)
+    storage.replace_text(path, name)
+    return name
+
+
+def forget_run(root: str) -> None:
+    """Remove the name of the run: nothing reads its memory any more."""
+    storage = storage_of(root)
+    with contextlib.suppress(OSError):
+        storage.remove(storage.join(root, _NAME))
+
+
+def memory_left(root: str, parent: str = MEMORY_FOLDER) -> str | None:
+    """The folder with copies of the run of ``root`` on this host; None if there is none."""
+    name = run_name(root, makes=False)
+    folder = f"{parent}/{_PREFIX}{name}"
+    return folder if name is not None and _is_own(folder) and MemoryFolder(folder).copies() else None
+
+
+def open_folder(parent: str, run: str, root: str) -> MemoryFolder:
+    """Make the folder of ``run`` below ``parent`` unless it exists.
+
+    Raises:
+        CheckpointError: ``parent`` is not a folder, or the folder belongs to someone else.
+    """
+    if not os.path.isdir(parent):
+        raise CheckpointError(
+            f"Copies in memory need a folder in memory, but {parent} is not a folder. Pass `memory_folder`, or leave "
+            "`memory_every` out."
+        )
+    path = f"{parent}/{_PREFIX}{run}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode=0o700)
+    if not _is_own(path):
+        raise CheckpointError(f"{path} must be a folder of this user, which nobody else may read, but is not.")
+    with contextlib.suppress(FileExistsError), open(f"{path}/{_ROOT}", "x") as file:
+        file.write(root)
+    return MemoryFolder(path)
+
+
+def _is_own(path: str) -> bool:
+    """Whether ``path`` is a folder, not a link, that this user owns and nobody else may read or write."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+class MemoryFolder:
+    """The folder of one run on one host. One rank of the host, its leader, removes and renames."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._storage = LocalStorage()
+
+    def path_of(self, name: str) -> str:
+        """The path of the copy ``name``."""
+        return f"{self.path}/{name}"
+
+    def unfinished(self, name: str) -> str:
+        """The path of the copy ``name`` while it is written."""
+        return f"{self.path}/{TEMPORARY}{name}"
+
+    def copies(self) -> list[FoundCopy]:
+        """The copies whose manifest is intact. Of their files, only sizes are compared: they may be damaged."""
+        found = (self._found(name) for name in self._storage.names(self.path) if _COPY.fullmatch(name))
+        return [copy for copy in found if copy is not None]
+
+    def _found(self, name: str) -> FoundCopy | None:
+        folder = self.path_of(name)
+        try:
+            manifest = read_manifest(self._storage, folder)
+            if manifest is None or manifest.step != _step_of(name):
+                return None
+            crc = zlib.crc32(Path(folder, MANIFEST).read_bytes())
+            files = [file for file, entry in manifest.files.items() if _size(f"{folder}/{file}") == entry.nbytes]
+            return FoundCopy(name, manifest, crc, frozenset(files))
+        except (CheckpointError, OSError):
+            return None
+
+    def publish(self, name: str, manifest: Manifest) -> None:
+        """Write the manifest of the copy ``name``, whose files are complete, then give the copy its name."""
+        self._storage.replace_text(f"{self.unfinished(name)}/{MANIFEST}", manifest.to_json())
+        os.rename(self.unfinished(name), self.path_of(name))
+
+    def add_manifest(self, name: str, manifest: Manifest) -> None:
+        """Write the manifest of the copy ``name``, whose files were fetched from other hosts."""
+        self._storage.replace_text(f"{self.path_of(name)}/{MANIFEST}", manifest.to_json())
+
+    def keep_only(self, name: str) -> None:
+        """Remove all other copies."""
+        self._remove_all(lambda other: other == name)
+
+    def drop_unfinished(self) -> None:
+        """Remove copies that were not published."""
+        self._remove_all(lambda name: not name.startswith(TEMPORARY))
+
+    def drop_after(self, step: int | None) -> None:
+        """Remove unfinished copies, and copies of later steps than ``step``; of all steps if None."""
+        self._remove_all(lambda name: step is not None and bool(_COPY.fullmatch(name)) and _step_of(name) <= step)
+
+    def drop_other_runs(self, root: str) -> None:
+        """Remove the memory of earlier runs of the same ``root``, whose names nothing holds any more."""
+        parent = os.path.dirname(self.path)
+        for name in self._storage.names(parent):
+            other = f"{parent}/{name}"
+            if name.startswith(_PREFIX) and other != self.path and _is_own(other):
+                with contextlib.suppress(OSError, ValueError):
+                    if Path(other, _ROOT).read_text() == root:
+                        shutil.rmtree(other, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def nbytes(self) -> int:
+        """Bytes of all files in the folder."""
+        return sum(max(_size(f"{base}/{name}"), 0) for base, _, names in os.walk(self.path) for name in names)
+
+    def free_nbytes(self) -> int:
+        """Bytes that still fit into the file system of the folder."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
+    def _remove_all(self, is_kept: Callable[[str], bool]) -> None:
+        for name in self._storage.names(self.path):
+            if name != _ROOT and not is_kept(name):
+                self._remove(f"{self.path}/{name}")
+
+    def _remove(self, path: str) -> None:
+        """Remove a copy; a partly removed one has no manifest."""
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}/{MANIFEST}")
+        self._storage.remove(path)
+
+
+def _step_of(name: str) -> int:
+    return int(name.split("-")[1])
+
+
+def _size(path: str) -> int:
+    """Bytes of a file; -1 if it is missing."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return -1
