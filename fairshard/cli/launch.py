@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fairshard.cli.failure import first_failure
 from fairshard.cli.options import TrainOptions, check_options
 from fairshard.cli.ranks import Ranks, default_threads
-from fairshard.cli.resume import restarted_options
+from fairshard.cli.resume import CHECKPOINTS, restarted_options
 from fairshard.cli.text import TextPlan
 
 # With these, glibc keeps freed memory instead of returning it to the kernel. Units are gathered and freed all the
@@ -38,24 +38,31 @@ def launch(options: TrainOptions) -> int:
     """
     nproc = options.num_ranks
     plan = check_options(options, nproc, nproc)
-    if options.max_restarts and options.out is None:
+    if (options.max_restarts or options.memory_every) and options.out is None:
         from fairshard.cli.metrics import make_run_folder  # here because it imports the engine
 
-        options = replace(options, out=make_run_folder(None))  # restarted ranks must find the same folder
+        options = replace(options, out=make_run_folder(None))  # to find it after a failure
     threads = options.threads or default_threads(nproc)
     inherited = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="fairshard-") as logs, _environment(inherited), _own_messages():
-        try:
-            elastic_launch(_launch_config(nproc, options.max_restarts, logs), run_rank)(options, plan)
-        except ChildFailedError as error:
-            return _report(error, Path(logs))
-        except SignalException as error:
-            return _stopped(error.sigval)
-        except KeyboardInterrupt:
-            return _stopped(signal.SIGINT)
-        except RendezvousError as error:
-            print(f"fairshard train: error: the ranks cannot connect on localhost: {error}", file=sys.stderr)
-            return 1
+        code = _run(options, plan, _launch_config(nproc, options.max_restarts, logs), Path(logs))
+    if code and options.memory_every and options.out is not None:
+        _report_memory(options.out)
+    return code
+
+
+def _run(options: TrainOptions, plan: TextPlan, config: LaunchConfig, logs: Path) -> int:
+    try:
+        elastic_launch(config, run_rank)(options, plan)
+    except ChildFailedError as error:
+        return _report(error, logs)
+    except SignalException as error:
+        return _stopped(error.sigval)
+    except KeyboardInterrupt:
+        return _stopped(signal.SIGINT)
+    except RendezvousError as error:
+        print(f"fairshard train: error: the ranks cannot connect on localhost: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -121,6 +128,19 @@ def _report(error: ChildFailedError, logs: Path) -> int:
         sys.stderr.write(recorded.trace)
     print(f"fairshard train: error: {message}", file=sys.stderr)
     return 1
+
+
+def _report_memory(out: Path) -> None:
+    """Print where the run's copies in memory are: only a clean end removes them."""
+    from fairshard.checkpoint.memory_folder import memory_left  # here because it imports the engine
+
+    folder = memory_left(str(out.absolute() / CHECKPOINTS))
+    if folder is not None:
+        print(
+            f"fairshard train: the last steps are kept in memory, in {folder}. --resume --out {out} continues from "
+            "there. If you do not resume, remove that folder.",
+            file=sys.stderr,
+        )
 
 
 def _ending(failure: ProcessFailure) -> str:

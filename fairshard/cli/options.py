@@ -25,7 +25,10 @@ _AT_LEAST_ONE = (
     "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
     "keep_last", "resume_from", "trace",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "max_restarts")
+_AT_LEAST_ZERO = (
+    "warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "memory_every",
+    "max_restarts",
+)  # fmt: skip
 
 
 class OptionError(ValueError):
@@ -74,6 +77,7 @@ class TrainOptions:
     optimizer: str = "adamw"
     save_every: int = 50
     keep_last: int = 3
+    memory_every: int = 0
     resume: bool = False
     resume_from: int | None = None
     max_restarts: int = 0
@@ -168,6 +172,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoints = parser.add_argument_group("checkpoints")
     _add(checkpoints, "--save-every", int, "N", "steps between checkpoints, 0 for none (default: %(default)s)")
     _add(checkpoints, "--keep-last", int, "N", "checkpoints to keep (default: %(default)s)")
+    _add(checkpoints, "--memory-every", int, "N", "steps between copies in host memory (default: 0, none)")
     checkpoints.add_argument(
         "--resume", action="store_true", help="continue the run in --out, or the newest run, with its own options"
     )

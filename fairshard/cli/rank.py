@@ -116,7 +116,12 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
     rows = unit_table(model)
     own = make_run_folder(options.out) if ranks.rank == 0 else None
     folder: Path = gather_objects(own, host_group())[0]
-    checkpointer = Checkpointer(folder / CHECKPOINTS, every=max(1, options.save_every), keep_last=options.keep_last)
+    checkpointer = Checkpointer(
+        folder / CHECKPOINTS,
+        every=max(1, options.save_every),
+        keep_last=options.keep_last,
+        memory_every=options.memory_every or None,
+    )
     done = trainer.load(checkpointer, options.resume_from) if options.resume else 0
     with _begin(options, ranks, plan, rows, folder, done) if ranks.rank == 0 else contextlib.nullcontext() as log:
         for step in range(done + 1 if done else 0, options.steps + 1):
@@ -130,9 +135,11 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
                 val_loss = trainer.validate()
                 if log:
                     log.validation(step, val_loss)
+            if step and options.memory_every and step % options.memory_every == 0:
+                trainer.copy(checkpointer, step)
             if step and options.save_every and (step % options.save_every == 0 or step == options.steps):
                 trainer.save(checkpointer, step)
-        checkpointer.wait()
+        checkpointer.close()
         peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
         if log:
             log.finish(peaks, trainer.places, trainer.copy_wait_s)

@@ -15,7 +15,7 @@ from fairshard.cli.options import OptionError, TrainOptions, parsed_options
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 # Options that may differ from the resumed run's; any other change would make it a different run.
 _FREE = (
-    *("nproc", "device", "threads", "out", "save_every", "keep_last"),
+    *("nproc", "device", "threads", "out", "save_every", "keep_last", "memory_every"),
     *("resume", "resume_from", "max_restarts", "trace"),
 )
 

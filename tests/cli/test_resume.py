@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import fairshard
+from fairshard.checkpoint.memory_folder import memory_left
 from fairshard.cli.main import main
 from fairshard.cli.options import OptionError, TrainOptions
 from fairshard.cli.resume import kept_lines, restarted_options, resumed_options
@@ -162,6 +164,56 @@ def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
     assert process.returncode == 0, printed
     assert "resumed after step" in printed
     assert _losses(broken) == expected
+
+
+def test_a_rank_that_dies_is_started_again_from_memory(tmp_path, unbroken):
+    """With ``--memory-every`` a restart goes on from the newest copy, without any checkpoint on disk; none is left."""
+    of_run, expected = unbroken
+    broken = tmp_path / "broken"
+    with subprocess.Popen(
+        [*COMMAND, *of_run, "--out", str(broken), "--max-restarts", "1", "--save-every", "0", "--memory-every", "4"],
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        copies = None
+        while copies is None and process.poll() is None:
+            time.sleep(0.01)
+            copies = memory_left(str(broken / "checkpoints"))
+        os.kill(max(_ranks_of(process.pid)), signal.SIGKILL)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    resumed = int(re.search(r"resumed after step (\d+)", printed)[1])
+    assert resumed > 0
+    assert resumed % 4 == 0
+    assert _losses(broken) == expected
+    assert not Path(copies).exists()
+
+
+@pytest.mark.full
+def test_a_run_that_fails_names_its_copies_in_memory(tmp_path, unbroken):
+    """A run killed beyond its restarts says where its copies are, and ``--resume`` goes on from there."""
+    of_run, expected = unbroken
+    broken = tmp_path / "broken"
+    with subprocess.Popen(
+        [*COMMAND, *of_run, "--out", str(broken), "--save-every", "0", "--memory-every", "4"],
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        copies = None
+        while copies is None and process.poll() is None:
+            time.sleep(0.01)
+            copies = memory_left(str(broken / "checkpoints"))
+        os.kill(max(_ranks_of(process.pid)), signal.SIGKILL)
+        _, printed = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"the last steps are kept in memory, in {copies}" in printed
+    assert "resumed after step" in _train("--resume", "--out", str(broken))
+    assert _losses(broken) == expected
+    assert not Path(copies).exists()
 
 
 def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
