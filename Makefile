@@ -9,6 +9,7 @@
 #   make test-sim                 the tests of ranks on the simulated accelerator of tests/sim, in three orders of its work
 #   make kill                     kill -9 a training run 200 times, inside saves and between; ARGS="--seed 1"
 #   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
+#   make soak                     5,000 steps with saves, copies and a resume, watched for leaks; ARGS="--steps 1000"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
 #   make clients                  other people's trainers beside torch's engine; writes docs/notes/clients.md
@@ -42,7 +43,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all test-sim kill drill clients check docs bench gpu clean
+.PHONY: train test test-all test-sim kill drill soak clients check docs bench gpu clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -61,6 +62,9 @@ kill: $(INSTALLED)
 
 drill: $(INSTALLED)
 	$(BIN)/python -m tests.doors.wrapper.drill $(ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.checkpoint.soak $(ARGS)
 
 clients:
 	$(MAKE) .venv-clients/.installed VENV=.venv-clients EXTRA=clients

@@ -94,6 +94,7 @@ class Measurement:
         stall = _seconds(lambda: self.kept.copy_to_memory(step, *self.state))
         rest = _seconds(self.kept.wait)
         ended.set()
+        dist.barrier()
         watcher.join()
         return {"stall": stall, "rest": rest, "nbytes": _nbytes(self.memory), "peak_nbytes": peak[0]}
 
