@@ -196,8 +196,6 @@ class Checkpointer:
         step = self._memory.load_newest(least, training, verify) if self._memory else None
         if step is None and folder is not None:
             step = self._load(folder, training, verify)
-        if self._memory:
-            self._memory.continue_from(step)
         return step
 
     def load_step(
@@ -221,7 +219,7 @@ class Checkpointer:
         self.wait()
         self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra), verify)
         if self._memory:
-            self._memory.continue_from(step)
+            self._memory.start_anew()
         return step
 
     def _load(self, folder: str, training: Training, verify: str) -> int | None:

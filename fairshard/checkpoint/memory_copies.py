@@ -28,7 +28,7 @@ from fairshard.checkpoint.entries import Training
 from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.memory_folder import forget_run
 from fairshard.checkpoint.memory_loading import load_copy, newest_copy
-from fairshard.checkpoint.memory_place import FileTransfers, Place, exchange_files, find_place
+from fairshard.checkpoint.memory_place import FileTransfers, Place, exchange_files, find_place, new_place
 from fairshard.checkpoint.reader import METADATA
 from fairshard.checkpoint.saving import Draft, take_over, write_files
 from fairshard.checkpoint.snapshot import Buffers
@@ -56,22 +56,26 @@ class MemoryCopies:
         self._place: Place | None = None
         self._has_begun = False
         self._num_copies = 0
-        self._loaded_step: int | None = None
+        self._copied_step: int | None = None  # the step of the copy that this run continues
 
     def begin(self) -> Place:
-        """Before the first save of any kind: drop copies of what this run does not continue. **Collective** once."""
-        place = self._place = self._place or find_place(self._root, self._parent, makes=True)
-        assert place is not None
-        if not self._has_begun:
+        """Before the first save of any kind: give up the copies that this run does not continue. **Collective** once.
+
+        Raises:
+            CheckpointError: on every rank, if there can be no copies.
+        """
+        if self._place is None or not self._has_begun:
+            continued = self._place if self._copied_step is not None else None
+            place = self._place = continued or new_place(self._root, self._parent)
 
             def drop() -> None:
                 if place.leads:
                     place.folder.drop_other_runs(self._root)
-                    place.folder.drop_after(self._loaded_step)
+                    place.folder.drop_after(self._copied_step or 0)
 
             on_all_ranks(place.group, drop)
             self._has_begun = True
-        return place
+        return self._place
 
     def save(self, step: int, training: Training) -> None:
         """Copy ``training`` in the background. **Collective.** It waits for the previous copy.
@@ -95,15 +99,18 @@ class MemoryCopies:
 
     def load_newest(self, least: int, training: Training, verify: str) -> int | None:
         """Load the newest copy, if it is of step ``least`` or later; returns its step. **Collective.**"""
-        self._place = self._place or find_place(self._root, self._parent, makes=False)
+        self.start_anew()
+        self._place = self._place or find_place(self._root, self._parent)
         copy = None if self._place is None else newest_copy(self._place)
         if self._place is None or copy is None or copy.step < least:
             return None
-        return copy.step if load_copy(copy, self._place, training, verify) else None
+        if load_copy(copy, self._place, training, verify):
+            self._copied_step = copy.step
+        return self._copied_step
 
-    def continue_from(self, step: int | None) -> None:
-        """The run continues ``step``, or starts anew if None: from its first save on, later copies are abandoned."""
-        self._loaded_step, self._has_begun = step, False
+    def start_anew(self) -> None:
+        """The run does not continue a copy: from its first save on, earlier copies are not used."""
+        self._copied_step, self._has_begun = None, False
 
     def wait(self) -> None:
         """Wait for the copy being written, if any."""
@@ -121,7 +128,7 @@ class MemoryCopies:
                 place.folder.remove()
             if place.rank == 0:
                 forget_run(self._root)
-            self._place, self._has_begun = None, False
+            self._place = None
 
     # ---- private
 

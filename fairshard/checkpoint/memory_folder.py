@@ -7,8 +7,9 @@
             .metadata  fairshard.json           on every host; the manifest is written last
         .tmp-step-00000130-<life>-12/           the copy being written
 
-``<run>`` is a random name that the file ``.memory`` beside the checkpoints holds. A run that finds memory of another
-name never reads it; if it is of the same root, it removes it.
+``<run>`` is a random name that the file ``.memory`` beside the checkpoints holds. A run that does not continue a copy
+takes a new name. Memory of another name is never read, not even on a host that was away and comes back; the next run of
+the same root removes it.
 """
 
 from __future__ import annotations
@@ -51,24 +52,27 @@ class FoundCopy:
         return self.manifest.step or 0
 
 
-def run_name(root: str, makes: bool) -> str | None:
-    """The name of the run whose checkpoints are in ``root``; if there is none, ``makes`` a new one or returns None.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def run_name(root: str) -> str | None:
+    """The name of the run whose checkpoints are in ``root``; None if it has none."""
     storage = storage_of(root)
     path = storage.join(root, _NAME)
     with contextlib.suppress(OSError, ValueError):
         if storage.exists(path):
             found = storage.read_text(path).strip()
-            if _RUN.fullmatch(found):
-                return found
-    if not makes:
-        return None
+            return found if _RUN.fullmatch(found) else None
+    return None
+
+
+def new_run_name(root: str) -> str:
+    """Give the run a new name: nothing reads its memory of before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    storage = storage_of(root)
     name = uuid.uuid4().hex
     storage.make(root)
-    storage.replace_text(path, name)
+    storage.replace_text(storage.join(root, _NAME), name)
     return name
 
 
@@ -81,7 +85,7 @@ def forget_run(root: str) -> None:
 
 def memory_left(root: str, parent: str = MEMORY_FOLDER) -> str | None:
     """The folder with copies of the run of ``root`` on this host; None if there is none."""
-    name = run_name(root, makes=False)
+    name = run_name(root)
     folder = f"{parent}/{_PREFIX}{name}"
     return folder if name is not None and _is_own(folder) and MemoryFolder(folder).copies() else None
 
@@ -165,9 +169,9 @@ class MemoryFolder:
         """Remove copies that were not published."""
         self._remove_all(lambda name: not name.startswith(TEMPORARY))
 
-    def drop_after(self, step: int | None) -> None:
-        """Remove unfinished copies, and copies of later steps than ``step``; of all steps if None."""
-        self._remove_all(lambda name: step is not None and bool(_COPY.fullmatch(name)) and _step_of(name) <= step)
+    def drop_after(self, step: int) -> None:
+        """Remove unfinished copies, and copies of later steps than ``step``."""
+        self._remove_all(lambda name: bool(_COPY.fullmatch(name)) and _step_of(name) <= step)
 
     def drop_other_runs(self, root: str) -> None:
         """Remove the memory of earlier runs of the same ``root``, whose names nothing holds any more."""

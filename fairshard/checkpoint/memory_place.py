@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fairshard.checkpoint.agreement import on_all_ranks, rank_in
 from fairshard.checkpoint.hosts import Hosts
-from fairshard.checkpoint.memory_folder import MemoryFolder, open_folder, run_name
+from fairshard.checkpoint.memory_folder import MemoryFolder, new_run_name, open_folder, run_name
 from fairshard.utils.messages import copy_group, exchange_runs
 
 _PARTIAL = ".partial"
@@ -37,16 +37,31 @@ class Place:
         return self.hosts.leads(self.rank)
 
 
-def find_place(root: str, parent: str, makes: bool) -> Place | None:
-    """The place below ``parent`` of the run of ``root``; None if it has none, unless ``makes``. **Collective.**
+def find_place(root: str, parent: str) -> Place | None:
+    """The place below ``parent`` of the run of ``root``; None if it has none. **Collective.**
 
     Raises:
-        CheckpointError: on every rank, if there can be none.
+        CheckpointError: on every rank, if the folder cannot be used.
     """
+    return _place_of(root, parent, lambda: run_name(root))
+
+
+def new_place(root: str, parent: str) -> Place:
+    """A new place below ``parent`` for the run of ``root``, which gets a new name. **Collective.**
+
+    Raises:
+        CheckpointError: on every rank, if the folder cannot be made.
+    """
+    place = _place_of(root, parent, lambda: new_run_name(root))
+    assert place is not None
+    return place
+
+
+def _place_of(root: str, parent: str, name_on_first: Callable[[], str | None]) -> Place | None:
     group = copy_group()
     rank = rank_in(group)
     own = uuid.uuid4().hex[:8]
-    run, life = on_all_ranks(group, lambda: (run_name(root, makes) if rank == 0 else None, own))[0]
+    run, life = on_all_ranks(group, lambda: (None if rank else name_on_first(), own))[0]
     if run is None:
         return None
     path = on_all_ranks(group, lambda: open_folder(parent, run, root).path)[rank]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,26 +60,40 @@ class Summary:
     copy_wait_s: float
 
 
-def summarize(
-    steps: Sequence[StepMetrics],
-    val_loss: float,
-    peak_bytes: tuple[int, ...],
-    places: StateBytes,
-    copy_wait_s: float,
-) -> Summary:
-    """Summarize a run."""
-    seconds = math.fsum(step.step_s for step in steps)
-    return Summary(
-        val_loss=val_loss,
-        tokens_per_s=steps[-1].tokens / seconds,
-        collectives_per_step=sum(step.collectives for step in steps) / len(steps),
-        bytes_per_step=sum(step.comm_bytes for step in steps) / len(steps),
-        peak_bytes=peak_bytes,
-        device_bytes=places.device,
-        pinned_bytes=places.pinned,
-        pageable_bytes=places.pageable,
-        copy_wait_s=copy_wait_s / len(steps),
-    )
+class StepTotals:
+    """Sums over the steps of a run, and the loss of each. The steps themselves are not kept: a run may take months."""
+
+    def __init__(self) -> None:
+        self.losses = array("d")
+        self._seconds = 0.0
+        self._tokens = 0
+        self._num_collectives = 0
+        self._comm_nbytes = 0
+
+    def add(self, step: StepMetrics) -> None:
+        """Add the next step."""
+        self.losses.append(step.loss)
+        self._seconds += step.step_s
+        self._tokens = step.tokens
+        self._num_collectives += step.collectives
+        self._comm_nbytes += step.comm_bytes
+
+    def summary(
+        self, val_loss: float, peak_bytes: tuple[int, ...], places: StateBytes, copy_wait_s: float
+    ) -> Summary:
+        """Summarize the run; ``copy_wait_s`` is of all steps."""
+        number = len(self.losses)
+        return Summary(
+            val_loss=val_loss,
+            tokens_per_s=self._tokens / self._seconds,
+            collectives_per_step=self._num_collectives / number,
+            bytes_per_step=self._comm_nbytes / number,
+            peak_bytes=peak_bytes,
+            device_bytes=places.device,
+            pinned_bytes=places.pinned,
+            pageable_bytes=places.pageable,
+            copy_wait_s=copy_wait_s / number,
+        )
 
 
 class MetricsFile:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fairshard.cli.metrics import MetricsFile, StepMetrics, summarize, write_config
+from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, write_config
 from fairshard.cli.options import RUN_FILES
 from fairshard.cli.progress import Progress, say, summary_lines
 from fairshard.cli.resume import kept_lines
@@ -24,7 +24,7 @@ class RunLog:
 
     def __init__(self, folder: Path, num_steps: int, config: Mapping[str, Any], done: int | None = None) -> None:
         self._folder = folder
-        self._steps: list[StepMetrics] = []
+        self._totals = StepTotals()
         self._validations: dict[int, float] = {}
         path = folder / "metrics.jsonl"
         lines = None if done is None else kept_lines(path, done or -1)
@@ -32,7 +32,7 @@ class RunLog:
             if "val_loss" in line:
                 self._validations[line["step"]] = line["val_loss"]
             else:
-                self._steps.append(StepMetrics(**{**line, "mem_bytes": tuple(line["mem_bytes"])}))
+                self._totals.add(StepMetrics(**{**line, "mem_bytes": tuple(line["mem_bytes"])}))
         if done is None:
             write_config(folder / "config.json", config)
         self._stack = contextlib.ExitStack()
@@ -41,7 +41,7 @@ class RunLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one training step."""
-        self._steps.append(metrics)
+        self._totals.add(metrics)
         self._file.step(metrics)
         self._progress.step(metrics)
 
@@ -56,12 +56,11 @@ class RunLog:
         from fairshard.cli.curve import draw_loss  # here because matplotlib takes a second to import
 
         first, *_, last = self._validations.values()
-        summary = summarize(self._steps, last, peak_bytes, places, copy_wait_s)
+        summary = self._totals.summary(last, peak_bytes, places, copy_wait_s)
         self._file.summary(summary)
         self._stack.close()
-        losses = [metrics.loss for metrics in self._steps]
         title = f"fairshard train, {self._folder.name}"
-        draw_loss(self._folder / "loss.png", title, losses, self._validations)
+        draw_loss(self._folder / "loss.png", title, self._totals.losses, self._validations)
         for line in summary_lines(summary, first):
             say(line)
         written = [name for name in (*RUN_FILES, *TRACE_FILES) if (self._folder / name).exists()]

@@ -276,19 +276,26 @@ def test_the_memory_of_another_run_is_not_used(folders):
     assert len(os.listdir(Path(memory, "host-0"))) == 1
 
 
-def test_copies_that_a_run_went_back_from_are_dropped(folders):
-    """After `load_step` of an earlier step, the first save drops the later copies: a restart goes on with the new."""
+def test_copies_that_a_run_went_back_from_are_not_used(folders):
+    """After `load_step` of an earlier step and a save, a restart goes on with that, and other memory is removed.
+
+    Not even the memory of a host that was away meanwhile is used, though it is whole.
+    """
     root, memory = folders
-    run_ranks(2, leave, root, memory, (0, 0))
+    run_ranks(2, leave, root, memory, (0, 1))
+    shutil.move(Path(memory, "host-1"), Path(memory, "away"))
     run_ranks(2, go_back, root, memory)
-    ends = run_ranks(2, restart, root, memory, (0, 0))
+    shutil.rmtree(Path(memory, "host-1"))
+    shutil.move(Path(memory, "away"), Path(memory, "host-1"))
+    ends = run_ranks(2, restart, root, memory, (0, 1))
     assert [end[0] for end in ends] == [DISK_STEP + 1] * 2
+    assert not list(Path(memory, "host-0").glob("*/step-*"))
 
 
 def go_back(root, memory):
     """Continue from step 1 on disk, and save step 2 there."""
     model, optimizer = trained(seed=7)
-    kept = checkpointer_in(root, memory, (0, 0))
+    kept = checkpointer_in(root, memory, (0, 1))
     kept.load_step(DISK_STEP, model, optimizer)
     train(model, optimizer, DISK_STEP + 1)
     kept.save(DISK_STEP + 1, model, optimizer)
@@ -407,7 +414,7 @@ def copy_into_foreign(root, memory, kind):
     kept = checkpointer_in(root, memory, (0, 0))
     parent = folder_of(memory, (0, 0))
     if not dist.get_rank():
-        name = memory_folder.run_name(root, makes=True)
+        name = memory_folder.new_run_name(root)
         if kind == "link":
             (parent / "elsewhere").mkdir(mode=0o700)
             (parent / f"fairshard-{name}").symlink_to(parent / "elsewhere")
@@ -415,7 +422,7 @@ def copy_into_foreign(root, memory, kind):
             (parent / f"fairshard-{name}").mkdir()
             (parent / f"fairshard-{name}").chmod(0o777)
     dist.barrier()
-    return attempt(lambda: kept.copy_to_memory(1, model, optimizer))
+    return attempt(lambda: kept.load_latest(model, optimizer))
 
 
 def test_without_memory_every_nothing_is_copied(folders):

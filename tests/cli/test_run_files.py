@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fairshard.cli import launch
 from fairshard.cli.curve import draw_loss, smoothed
 from fairshard.cli.failure import Failure, first_failure, record_failure
-from fairshard.cli.metrics import MetricsFile, StepMetrics, make_run_folder, summarize
+from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, make_run_folder
 from fairshard.cli.progress import Progress, size_text
 from fairshard.plan.summary import StateBytes
 
@@ -42,8 +42,10 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch)
 
 def test_the_summary_is_taken_over_all_steps():
     """Tokens per second are all tokens over all seconds, not a mean of rates; counts are means over the steps."""
-    steps = [_metrics(1, seconds=4.0, collectives=12), _metrics(2, seconds=1.0), _metrics(3, seconds=1.0)]
-    summary = summarize(steps, 1.5, (7, 8), StateBytes(1, 2, 3), copy_wait_s=0.6)
+    totals = StepTotals()
+    for step in (_metrics(1, seconds=4.0, collectives=12), _metrics(2, seconds=1.0), _metrics(3, seconds=1.0)):
+        totals.add(step)
+    summary = totals.summary(1.5, (7, 8), StateBytes(1, 2, 3), copy_wait_s=0.6)
     assert summary.tokens_per_s == 300 / 6.0
     assert summary.collectives_per_step == (12 + 10 + 10) / 3
     assert summary.bytes_per_step == 1000 * (12 + 10 + 10) / 3
