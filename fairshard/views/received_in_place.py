@@ -68,7 +68,8 @@ class ReceivedInPlace(CopiedOut):
             self.transfer.wait()
         self._own_storage.resize_(self._line_nbytes)
         self._staging.resize_(self._staging_nbytes)
-        torch._foreach_copy_(self._places, [own[span] for span in self._own_spans])
+        if self._places:  # this rank may have no rows of any parameter
+            torch._foreach_copy_(self._places, [own[span] for span in self._own_spans])
         self.transfer = self._staged.start(tag)
         self._is_to_copy = True
 

@@ -76,6 +76,19 @@ def test_whole_parameters_begin_at_aligned_addresses(size):
 
 
 @ON_HOSTS
+@on_ranks(3)
+def test_a_rank_without_rows_gathers():
+    """Four rows on three ranks leave none for the last; all parameters of a unit may be like that."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(24576, 4, bias=False) for _ in range(2))), torch.randn(2, 24576)
+    model.forward = lambda x: model[0](x) + model[1](x)
+    expected = model(x)
+    fully_shard(model)
+    assert torch.equal(model(x), expected)
+    assert isinstance(model._fairshard_unit.flat_params[0].gathered, ReceivedInPlace)
+
+
+@ON_HOSTS
 @on_ranks(2, 3)
 def test_a_custom_gather_uses_the_buffer():
     """The user's own gather, set between passes, gets whole rows in place of messages."""
