@@ -2,6 +2,7 @@
 
 from fairshard.checkpoint.checkpointer import Checkpointer
 from fairshard.checkpoint.loading import load, load_optimizer
+from fairshard.checkpoint.preemption import Preempted, Preemption, on_preemption
 from fairshard.checkpoint.saving import save
 
-__all__ = ["Checkpointer", "load", "load_optimizer", "save"]
+__all__ = ["Checkpointer", "Preempted", "Preemption", "load", "load_optimizer", "on_preemption", "save"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import threading
 from functools import partial
 from typing import Any
@@ -15,33 +14,25 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fairshard.checkpoint.agreement import idle_group, occupy, on_all_ranks, rank_in
+from fairshard.checkpoint.claim import Claim
 from fairshard.checkpoint.contents import LATEST
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import load
 from fairshard.checkpoint.memory_copies import MemoryCopies
 from fairshard.checkpoint.memory_folder import MEMORY_FOLDER
+from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
+from fairshard.checkpoint.step_names import STEP, check_step, step_name, step_of
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, full_path, storage_of
 from fairshard.errors import CheckpointError
 
 _log = logging.getLogger("fairshard")
 
-_STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 """Prefix of a whole checkpoint that is being replaced by another of the same step."""
 _REMOVED = ".old-"
 """Prefix of a checkpoint that is being removed, and may no longer be whole."""
-
-
-def step_name(step: int) -> str:
-    """The name of the folder of a step."""
-    return f"step-{step:08}"
-
-
-def step_of(folder: str) -> int:
-    """The step of the folder of a step."""
-    return int(folder.rpartition("/")[2].removeprefix("step-"))
 
 
 class Checkpointer:
@@ -59,6 +50,9 @@ class Checkpointer:
 
     At the end call `close` before the process group is destroyed, or use the object as a context manager.
 
+    Only one run at a time may write below ``root``: the first save takes a lock, and raises if another process has it
+    (``run_lock.py``; not through fsspec). `load_latest` and `load_step` need no lock.
+
     Args:
         root: a folder, or a URL that fsspec supports. All ranks must see the same folder.
         every: save at multiples of this step.
@@ -69,6 +63,9 @@ class Checkpointer:
 
     Raises:
         ValueError: ``every``, ``keep_last`` or ``memory_every`` is below 1.
+
+    Attributes:
+        preemption: asked by `maybe_save` whether to stop; see `on_preemption`.
     """
 
     def __init__(
@@ -88,6 +85,8 @@ class Checkpointer:
         self.every = every
         self.keep_last = keep_last
         self.async_save = async_save
+        self.preemption: Preemption | None = None
+        self._claim = Claim(self.root)
         self._storage = storage_of(self.root)
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
@@ -95,6 +94,16 @@ class Checkpointer:
         self._has_cleaned = False
         folder = os.path.abspath(memory_folder)
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
+
+    def lock(self) -> None:
+        """Take the folder for this run, as the first save does. **Collective** the first time.
+
+        It takes up to 30 seconds if the folder was in use by a process of another host that has died.
+
+        Raises:
+            CheckpointError: on every rank, if another run uses the folder.
+        """
+        self._claim.take()
 
     def maybe_save(
         self,
@@ -105,15 +114,23 @@ class Checkpointer:
         scaler: Stateful | None = None,
         extra: dict[str, Any] | Stateful | None = None,
     ) -> bool:
-        """`save` if ``every`` divides ``step``; returns whether it did. **Collective** in that case.
+        """`save` if ``every`` divides ``step``; returns whether it did. **Collective**: call it after every step.
 
-        If ``memory_every`` divides ``step``, it is also copied to memory (`copy_to_memory`), which is collective too.
+        If ``memory_every`` divides ``step``, it is also copied to memory (`copy_to_memory`).
+
+        Raises:
+            Preempted: on every rank, once the step is saved, if a signal asked for it; see `on_preemption`.
         """
-        if self._memory and step % self._memory.every == 0:
+        self.lock()
+        is_last = self.preemption is not None and self.preemption.is_due()
+        if self._memory and step % self._memory.every == 0 and not is_last:
             self.copy_to_memory(step, model, optimizer, scheduler, scaler, extra)
-        if step % self.every:
+        if step % self.every and not is_last:
             return False
         self.save(step, model, optimizer, scheduler, scaler, extra)
+        if is_last:
+            self.close()
+            raise Preempted(step)
         return True
 
     def save(
@@ -132,7 +149,8 @@ class Checkpointer:
             TypeError: on every rank, if a value could not be read back as plain data.
         """
         self._wait_for_save()
-        _check_step(step)
+        check_step(step)
+        self.lock()
         if self._memory:
             self._memory.begin()
         group = idle_group()
@@ -167,7 +185,8 @@ class Checkpointer:
         """
         if not self._memory:
             raise ValueError("Copies in memory need a Checkpointer with `memory_every`.")
-        _check_step(step)
+        check_step(step)
+        self.lock()
         self._memory.save(step, Training(model, optimizer, scheduler, scaler, extra))
 
     def load_latest(
@@ -248,9 +267,12 @@ class Checkpointer:
         Raises:
             CheckpointError: the last save failed; earlier checkpoints are unchanged, and so are the copies.
         """
-        self.wait()
-        if self._memory:
-            self._memory.close()
+        try:
+            self.wait()
+            if self._memory:
+                self._memory.close()
+        finally:
+            self._claim.leave()
 
     def _wait_for_save(self) -> None:
         if self._thread is not None:
@@ -271,6 +293,7 @@ class Checkpointer:
             self._thread.join()
         if self._memory:
             self._memory.wait()
+        self._claim.leave()
 
     # ---- private
 
@@ -308,6 +331,7 @@ class Checkpointer:
 
     def _set_aside(self, folder: str) -> None:
         """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves that step again."""
+        self._claim.check()
         if not self._storage.is_free(folder):
             name = folder.rpartition("/")[2]
             self._storage.publish(folder, f"{self.root}/{_REPLACED}{name}")
@@ -351,8 +375,9 @@ class Checkpointer:
         Raises:
             CheckpointError: ``latest`` is damaged, or the checkpoint that it names is not whole.
         """
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            self._resolve_replaced()
+        if self._claim.other() is None:
+            with contextlib.suppress(OSError):  # the folder may be read-only
+                self._resolve_replaced()
         names = self._whole_names()
         pointer = f"{self.root}/{LATEST}"
         if not self._storage.exists(pointer):
@@ -362,20 +387,15 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{pointer} must name a checkpoint, but cannot be read: {error}.") from error
         if named not in names:
-            problem = f"{self.root}/{named}/{MANIFEST} is missing" if _STEP.fullmatch(named) else "it is damaged"
+            problem = f"{self.root}/{named}/{MANIFEST} is missing" if STEP.fullmatch(named) else "it is damaged"
             cure = f"Write one of {', '.join(names)} into it" if names else "No whole checkpoint is left"
             raise CheckpointError(f"{pointer} must name a whole checkpoint, but says {named!r}, and {problem}. {cure}.")
         return f"{self.root}/{named}"
 
     def _whole_names(self) -> list[str]:
         """Names of the step folders with a manifest, oldest first."""
-        steps = [name for name in self._storage.names(self.root) if _STEP.fullmatch(name)]
+        steps = [name for name in self._storage.names(self.root) if STEP.fullmatch(name)]
         return sorted(filter(self._is_whole, steps), key=step_of)
 
     def _is_whole(self, name: str) -> bool:
         return self._storage.exists(f"{self.root}/{name}/{MANIFEST}")
-
-
-def _check_step(step: int) -> None:
-    if type(step) is not int or step < 0:
-        raise ValueError(f"`step` must be a number of steps, but is {step!r}.")

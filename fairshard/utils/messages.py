@@ -259,6 +259,35 @@ def gloo_twin(group: ProcessGroup) -> ProcessGroup:
     return twin
 
 
+class Poll:
+    """Asks all ranks a question of one bit in the background, over a group of its own. **Collective** to create.
+
+    Ranks call `ask` and `answer` in turn.
+    """
+
+    def __init__(self) -> None:
+        self._group = gloo_twin(default_group())
+        self._bit = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._work: Any = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether `answer` comes next."""
+        return self._work is not None
+
+    def ask(self, is_true: bool) -> None:
+        """Send this rank's answer, without waiting. **Collective.**"""
+        self._bit.fill_(is_true)
+        self._work = dist.all_reduce(self._bit, dist.ReduceOp.MAX, self._group, async_op=True)
+
+    @explained
+    def answer(self) -> bool:
+        """Whether it is true on any rank, once all ranks have sent theirs. **Collective.**"""
+        work, self._work = self._work, None
+        work.wait()
+        return bool(self._bit.item())
+
+
 @explained
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     """``value`` of every rank of ``group``, pickled; only of this process if ``group`` is None. **Collective.**"""

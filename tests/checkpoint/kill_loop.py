@@ -41,19 +41,24 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class AnyTime:
-    """Kill ``rank``, or all ranks if it is None, ``delay_s`` after training began."""
+    """Kill ``rank``, or all ranks if it is None, ``delay_s`` after training began; or send another signal."""
 
     delay_s: float
     rank: int | None
+    number: int = signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: each rank's exit code (-9 if killed) and notes, and how long survivors took to exit."""
+    """How a run ended: each rank's exit code (-9 if killed) and notes.
+
+    ``survived_s``: how long survivors took to exit; ``stopped_s``: how long all ranks took after a signal.
+    """
 
     codes: tuple[int, ...]
     notes: tuple[tuple[str, ...], ...]
     survived_s: float
+    stopped_s: float = 0.0
 
     @property
     def killed(self):
@@ -135,7 +140,7 @@ class Life:
         run = replace(self._run, notes=str(notes), store=str(self._folder / f"store-{number}"), kill=inside)
         pids = [fork(functools.partial(play, rank, run, log)) for rank in range(WORLD_SIZE)]
         codes = {}
-        kill_at = died_at = None
+        kill_at = died_at = sent_at = None
         gives_up_at = time.monotonic() + LIMIT_S
         while len(codes) < WORLD_SIZE:
             now = time.monotonic()
@@ -151,8 +156,8 @@ class Life:
                 if kill_at is not None and now >= kill_at:
                     for rank, pid in enumerate(pids):
                         if rank not in codes and kill.rank in (None, rank):
-                            os.kill(pid, signal.SIGKILL)
-                    kill = None
+                            os.kill(pid, kill.number)
+                    kill, sent_at = None, now
             if now > gives_up_at:
                 hung = [rank for rank in range(WORLD_SIZE) if rank not in codes]
                 for rank in hung:
@@ -162,8 +167,9 @@ class Life:
             time.sleep(0.002)
         lines = [line.split(maxsplit=1) for line in notes.read_text().splitlines()]
         by_rank = tuple(tuple(text for own, text in lines if own == str(rank)) for rank in range(WORLD_SIZE))
-        survived_s = time.monotonic() - died_at
-        return Ending(tuple(codes[rank] for rank in range(WORLD_SIZE)), by_rank, survived_s)
+        ended_at = time.monotonic()
+        codes = tuple(codes[rank] for rank in range(WORLD_SIZE))
+        return Ending(codes, by_rank, ended_at - died_at, ended_at - (sent_at or ended_at))
 
 
 class Loop:

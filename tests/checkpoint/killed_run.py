@@ -19,7 +19,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.checkpoint import Checkpointer, checkpointer, writer
+from fairshard.checkpoint import Checkpointer, Preempted, checkpointer, on_preemption, writer
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.forked import Notes
 from tests.models import DIM, VOCAB, Block
@@ -66,6 +66,7 @@ class Run:
     """One start of the program; without ``root`` it trains without saving.
 
     At the ``end`` it may ``"wait"`` for its last save, or just ``"exit"``, or ``"destroy"`` the process group and exit.
+    If it ``stops``, SIGTERM ends it after the running step.
     """
 
     root: str | None
@@ -75,6 +76,7 @@ class Run:
     cpu_offload: bool
     end: str = "wait"
     kill: Kill | None = None
+    stops: bool = False
 
 
 class Model(nn.Module):
@@ -135,6 +137,8 @@ def main(rank, run):
     torch.manual_seed(100 + rank)
 
     saver = run.root and Checkpointer(run.root, every=EVERY, keep_last=KEEP_LAST, async_save=run.async_save)
+    if run.stops:
+        on_preemption(saver)
     first = saver.load_latest(model, optimizer, scheduler, extra=data) if saver else None
     note(f"resumed {first}")
     for step in range((first or 0) + 1, NUM_STEPS + 1):
@@ -163,6 +167,9 @@ def play(rank, run, log):
         os.dup2(file, 2)
         main(rank, run)
         code = 0
+    except Preempted as stop:
+        Notes(run.notes, rank)(f"stopped {stop.step}")
+        code = stop.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

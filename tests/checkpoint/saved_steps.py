@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 
 from fairshard.checkpoint import Checkpointer, load
+from fairshard.checkpoint.run_lock import NAME
 from fairshard.utils.testing import run_ranks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 
@@ -100,9 +101,14 @@ def assert_agreed(raised, *words):
             assert word in text
 
 
+def names_in(root):
+    """The names in a folder of checkpoints, sorted, without the lock of a run that still lives."""
+    return sorted(set(os.listdir(root)) - {NAME})
+
+
 def assert_resumes_from(root, step, state=None):
     """The checkpoint of ``step`` is the newest and complete; nothing unfinished is left."""
-    assert not [name for name in os.listdir(root) if name.startswith(".")], os.listdir(root)
+    assert not [name for name in names_in(root) if name.startswith(".")], os.listdir(root)
     found, loaded = run_ranks(2, load_latest, str(root))[0]
     assert found == step
     for name, value in (state or {}).items():

@@ -28,6 +28,7 @@ from tests.checkpoint.saved_steps import (
     fail_to_save,
     failing,
     load_latest,
+    names_in,
     save_steps,
     trained,
 )
@@ -60,7 +61,7 @@ def save_into_little_room(root, disk_folder, rooms, async_save):
         dist.barrier()
         raised = attempt(lambda kept=kept, step=step: (kept.save(step, model, optimizer), kept.wait()))
         dist.barrier()
-        there = sorted(os.listdir(root)), (Path(root) / "latest").read_text()
+        there = names_in(root), (Path(root) / "latest").read_text()
         dist.barrier()
         if dist.get_rank() == 0:
             (Path(disk_folder) / "filler").unlink()
@@ -272,7 +273,7 @@ def save_twice_at_once(folder):
         one.save(4, model, optimizer)
         assert load(f"{folder}/third", model, optimizer) == 3
         one.wait()
-    return sorted(os.listdir(f"{folder}/one")), sorted(os.listdir(f"{folder}/other"))
+    return names_in(f"{folder}/one"), names_in(f"{folder}/other")
 
 
 def test_saves_that_meet_wait_for_each_other(tmp_path):
@@ -293,7 +294,7 @@ def destroy_too_early(root, rank_1_is_late):
     def late(*args):
         destroyed.wait()
         deadline = time.monotonic() + 30
-        while is_late and os.listdir(root) and time.monotonic() < deadline:
+        while is_late and names_in(root) and time.monotonic() < deadline:
             time.sleep(0.01)
         begin(*args)
 
@@ -312,7 +313,7 @@ def test_a_group_destroyed_during_a_save_is_an_error_that_says_so(tmp_path, rank
     """
     raised = run_ranks(2, destroy_too_early, str(tmp_path / "root"), rank_1_is_late)
     assert_agreed(raised, "step-00000001 was not saved", "Call Checkpointer.wait() before")
-    assert os.listdir(tmp_path / "root") == []
+    assert names_in(tmp_path / "root") == []
 
 
 def fail_in_background(root):

@@ -1,0 +1,230 @@
+"""Stopping on a signal: all ranks finish the step, save it, and end with status 75.
+
+A scheduler that needs the machine sends a signal first, SIGTERM as a rule, to every process or only to one. The Python
+handler of a signal runs on the main thread, which may wait in a collective until other ranks answer. So a thread
+watches for signals too: it ends the process when the time is over, or at a second signal::
+
+    signal --> handler (main thread):  note the request; call the earlier handler
+           `-> thread:                 ends the process after `grace` seconds, or at a second signal
+    backward:                          all ranks learn of the request (utils/stop_request.py)
+    maybe_save:                        the same step on all ranks: save, wait, raise Preempted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch.distributed as dist
+
+from fairshard.utils.messages import Poll
+from fairshard.utils.stop_request import request
+
+STATUS = 75
+"""Exit status of a rank that a signal has stopped: ``EX_TEMPFAIL`` of sysexits.h, "try again"."""
+
+_SAME_SIGNAL_S = 1.0
+"""Signals within this time count as one: schedulers signal every process, and launchers pass their own signal on."""
+_POLL_S = 0.2
+
+
+class Preempted(SystemExit):
+    """Ends the process with `STATUS` after a signal, unless it is caught. All ranks raise it, after the same step.
+
+    Attributes:
+        step: the last step, which is saved.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(STATUS)
+        self.step = step
+
+
+class Stoppable(Protocol):
+    """A `Checkpointer`.
+
+    Attributes:
+        preemption: is asked after each step whether to stop.
+    """
+
+    preemption: Preemption | None
+
+
+class Preemption:
+    """Waits for a signal that asks this process to stop; see `on_preemption`.
+
+    Attributes:
+        number: the signal that this rank has received first, or None.
+        is_hopeless: after a signal, asked on a thread whether training cannot go on; then the process ends at once.
+    """
+
+    def __init__(self, signals: Sequence[int], grace: float) -> None:
+        self.number: signal.Signals | None = None
+        self.is_hopeless: Callable[[], bool] = lambda: False
+        self._signals = frozenset(signals)
+        self._grace = grace
+        self._poll: Poll | None = None
+        self._num_heard = 0
+        self._earlier: dict[int, Any] = {}
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._earlier_fd = -1
+        self._is_closed = False
+
+    def is_due(self) -> bool:
+        """Whether to stop now: the same answer on all ranks. **Collective**; call it once after each step.
+
+        After a backward of sharded units it costs nothing. Otherwise ranks ask each other in the background, and the
+        answer comes one call later.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return request.is_asked
+        found = self._poll is not None and self._poll.is_asked and self._poll.answer()
+        if request.num_heard > self._num_heard:
+            self._num_heard = request.num_heard
+            return found or request.is_agreed
+        if self._poll is None:
+            self._poll = Poll()
+        self._poll.ask(request.is_asked)
+        return found
+
+    def close(self) -> None:
+        """Restore the earlier handlers, and forget a signal. Called on the main thread."""
+        if not self._is_closed:
+            self._is_closed = True
+            signal.set_wakeup_fd(self._earlier_fd)
+            for number, earlier in self._earlier.items():
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+            os.write(self._write, b"\0")  # ends the thread
+            request.reset()
+            request.is_watched = any(not other._is_closed for other in _all)
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- private
+
+    def _begin(self) -> None:
+        request.is_watched = True
+        self._num_heard = request.num_heard
+        try:
+            for number in sorted(self._signals):
+                self._earlier[number] = signal.signal(number, self._handle)
+        except (OSError, ValueError):
+            for number, earlier in self._earlier.items():
+                signal.signal(number, earlier)
+            raise
+        self._earlier_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        _all.add(self)
+        threading.Thread(target=self._watch, name="fairshard signals", daemon=True).start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number = signal.Signals(number)
+        request.is_asked = True
+        earlier = self._earlier.get(number)
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)
+
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: signals end it as if there were no handlers here."""
+        signal.set_wakeup_fd(-1)
+        for number, earlier in self._earlier.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        self._is_closed = True
+
+    # ---- on the thread
+
+    def _watch(self) -> None:
+        first = math.inf
+        number = signal.SIGTERM
+        try:
+            while True:
+                ends = first + self._grace
+                left = None if first == math.inf else min(_POLL_S, max(0.0, ends - time.monotonic()))
+                ready, _, _ = select.select([self._read], [], [], left)
+                if self._is_closed:
+                    return
+                if time.monotonic() >= ends:
+                    _end(number, f"training was not saved within {self._grace:g} s after {number.name}")
+                if first < math.inf and self.is_hopeless():
+                    _end(number, f"training cannot go on after {number.name}")
+                for byte in os.read(self._read, 256) if ready else b"":
+                    self._pass_on(byte)
+                    if byte not in self._signals:
+                        continue
+                    if first == math.inf:
+                        first, number = time.monotonic(), signal.Signals(byte)
+                    elif time.monotonic() > first + _SAME_SIGNAL_S:
+                        _end(number, f"a second {signal.Signals(byte).name} has arrived")
+        finally:
+            os.close(self._read)
+            os.close(self._write)
+
+    def _pass_on(self, byte: int) -> None:
+        if self._earlier_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._earlier_fd, bytes([byte]))
+
+
+def on_preemption(
+    checkpointer: Stoppable | None, *, signals: Sequence[int] = (signal.SIGTERM,), grace: float = 30.0
+) -> Preemption:
+    """Stop training after one of ``signals``: `Checkpointer.maybe_save` then saves the step and raises `Preempted`.
+
+    Every rank calls it, on its main thread, before training; a signal may reach any rank, or all. All ranks stop after
+    the same step, the first whose backward begins after the signal, with exit status 75 unless `Preempted` is caught.
+    Call ``maybe_save`` once after every step. Without a ``checkpointer``, ask `Preemption.is_due` after every step.
+
+    A process that is not done ``grace`` seconds after its first signal ends with status 128 + signal, as it does at
+    once at a second signal that comes more than a second later. The newest checkpoint stays whole. Earlier Python
+    handlers of the signals are also called. Processes forked later get the earlier handlers back.
+
+    Raises:
+        ValueError: ``grace`` is not positive, a signal cannot be caught, or this is not the main thread.
+    """
+    if not (math.isfinite(grace) and grace > 0):
+        raise ValueError(f"`grace` must be a positive number of seconds, but is {grace}.")
+    numbers = sorted({int(number) for number in signals})
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("`on_preemption` must be called on the main thread, which alone may set handlers of signals.")
+    if not numbers:
+        raise ValueError("`signals` must name at least one signal, but is empty.")
+    preemption = Preemption(numbers, grace)
+    try:
+        preemption._begin()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`signals` must be signals that a process can catch, but are {numbers}: {error}.") from error
+    if checkpointer is not None:
+        checkpointer.preemption = preemption
+    return preemption
+
+
+def _end(number: signal.Signals, why: str) -> NoReturn:
+    text = f"fairshard: {why}: the process ends now. The newest checkpoint is whole.\n"
+    os.write(2, text.encode())  # the main thread may hold the lock of `sys.stderr`
+    os._exit(128 + number)
+
+
+_all: weakref.WeakSet[Preemption] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for preemption in list(_all):
+        preemption.leave_to_parent()
+    request.reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,299 @@
+"""A lock file, so that two runs never write to one folder.
+
+The file names its owner. Whether the owner still lives is known
+
+- exactly, for a process of the same machine and the same container: the kernel is asked for the process of that number
+  and start time;
+- otherwise from its beats: an owner touches its file every `BEAT_S` seconds, and is dead if it has not for `EXPIRES_S`.
+  The one who waits counts on its own clock, so the clocks of hosts and servers do not matter.
+
+The file is created with ``O_EXCL``, which is atomic on NFS too, where ``flock`` is not reliable; a second such file
+guards its removal. **The guarantee**: of two runs that see the same folder, only one gets the lock. An owner that could
+not touch the file for `EXPIRES_S` (a stopped process, a lost network) may lose it to a run on another host; it notices
+at its next beat, and before it publishes a checkpoint. Between that last look and the rename that publishes, nothing
+protects it: two checkpoints of one step could replace each other, each of them whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fairshard.checkpoint.storage import LocalStorage
+from fairshard.errors import CheckpointError
+
+NAME = ".lock"
+BEAT_S, EXPIRES_S = 5.0, 30.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock.
+
+    ``since`` is in UTC. ``kernel`` identifies the boot of the machine and the container's process numbers: only where
+    it is the same does ``pid`` mean the same process. ``started`` is the kernel's start time of the process. Both are
+    empty where they are unknown. ``token`` is drawn for this lock.
+    """
+
+    host: str
+    pid: int
+    since: str
+    kernel: str
+    started: str
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """This process as an owner."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, since, _kernel(), _state_and_start(pid)[1], uuid.uuid4().hex)
+
+    @classmethod
+    def parse(cls, text: str) -> Owner | None:
+        """The owner that a lock file names; None if it was not completely written."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+    def is_alive(self) -> bool | None:
+        """Whether the process lives; None if that cannot be known from here."""
+        if not self.kernel or self.kernel != _kernel():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass  # a process of another user
+        state, started = _state_and_start(self.pid)
+        if not (started and self.started):
+            return None
+        return started == self.started and state not in "ZX"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {self.since}"
+
+
+class RunLock:
+    """The lock of one ``folder`` on a disk. `lock_of` makes it, once for all its users in this process."""
+
+    def __init__(self, folder: str) -> None:
+        self.owner = Owner.this_process()
+        self._folder = folder
+        self._path = os.path.join(folder, NAME)
+        self._text = json.dumps(asdict(self.owner)) + "\n"
+        self._seen: tuple[str, int] | None = None  # text and last beat of another owner
+        self._seen_at = 0.0
+        self._removal_seen_at = 0.0
+        self._num_users = 0
+        self._guard = threading.RLock()  # a garbage collection in a beat may end the last user
+        self._is_over = threading.Event()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process has taken it."""
+        return self._num_users > 0
+
+    def poll(self) -> bool:
+        """Try to take the lock; False while it is not known whether its owner lives: then call it again.
+
+        If True, `leave` must follow.
+
+        Raises:
+            CheckpointError: another process has it.
+            OSError: the folder cannot be written.
+        """
+        while not self._num_users and not self._create():
+            seen = self._read()
+            if seen is None:
+                continue
+            if self._lives(seen) is None or not self._remove_dead(seen[0]):
+                return False
+        if not self._num_users:
+            threading.Thread(target=self._beat, name="fairshard lock", daemon=True).start()
+        self._num_users += 1
+        return True
+
+    def check(self) -> None:
+        """Raise if another process has taken the lock.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        seen = None
+        with contextlib.suppress(OSError):
+            seen = self._read()
+        if seen is not None and seen[0] != self._text:
+            raise self._refusal(Owner.parse(seen[0]), f" This process had not touched its lock for {EXPIRES_S:g} s.")
+
+    def leave(self) -> None:
+        """One user has ended; removes the lock after the last one."""
+        self._num_users -= 1
+        if not self._num_users:
+            self.release()
+
+    def release(self) -> None:
+        """Remove the lock, if it is this process's."""
+        if os.getpid() != self.owner.pid:
+            return
+        with self._guard:
+            self._is_over.set()
+            with contextlib.suppress(OSError):
+                seen = self._read()
+                if seen is not None and seen[0] == self._text:
+                    os.unlink(self._path)
+        _locks.pop(self._folder, None)
+
+    def other(self) -> Owner | None:
+        """Another process that holds the lock and is known to live."""
+        with contextlib.suppress(OSError):
+            seen = self._read()
+            owner = None if seen is None or seen[0] == self._text else Owner.parse(seen[0])
+            return owner if owner is not None and owner.is_alive() else None
+        return None
+
+    # ---- private
+
+    def _lives(self, seen: tuple[str, int]) -> bool | None:
+        """False if the owner of the file ``seen`` is dead; None if that is not known yet.
+
+        Raises:
+            CheckpointError: it lives.
+        """
+        owner = Owner.parse(seen[0])
+        alive = None if owner is None else owner.is_alive()
+        if alive is None:
+            if self._seen is None or self._seen[0] != seen[0]:
+                self._seen, self._seen_at = seen, time.monotonic()
+            if self._seen != seen:
+                alive = True
+            elif time.monotonic() >= self._seen_at + EXPIRES_S:
+                alive = False
+        if alive:
+            raise self._refusal(owner)
+        return alive
+
+    def _refusal(self, owner: Owner | None, more: str = "") -> CheckpointError:
+        name = "a process that has not written its name yet" if owner is None else str(owner)
+        return CheckpointError(
+            f"Only one run may write to {self._folder}, but it is in use by {name}.{more} End that run, or choose "
+            "another folder."
+        )
+
+    def _create(self) -> bool:
+        LocalStorage().make(self._folder)
+        try:
+            file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(file, self._text.encode())
+            os.fsync(file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            raise
+        finally:
+            os.close(file)
+        return True
+
+    def _read(self) -> tuple[str, int] | None:
+        """The file's text and the time of its last beat; None without a file."""
+        try:
+            with open(self._path, encoding="utf-8", errors="replace") as file:  # NFS asks its server at each open
+                return file.read(), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _remove_dead(self, text: str) -> bool:
+        """Remove the file of a dead owner if it still has this ``text``; False if another process is about to.
+
+        *Invariant*: only the creator of the second file may remove the first of another owner, so the lock of one who
+        was quicker stays.
+        """
+        aside = f"{self._path}-removal"
+        try:
+            os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            now = time.monotonic()
+            self._removal_seen_at = self._removal_seen_at or now
+            if now >= self._removal_seen_at + EXPIRES_S:  # its creator died in these few lines
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(aside)
+            return False
+        try:
+            seen = self._read()
+            if seen is not None and seen[0] == text:
+                os.unlink(self._path)
+        finally:
+            os.unlink(aside)
+        return True
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_S):
+            with self._guard, contextlib.suppress(OSError):  # a server may be back before the lock expires
+                if self._is_over.is_set():
+                    return
+                seen = self._read()
+                if seen is None:
+                    self._create()
+                elif seen[0] == self._text:
+                    os.utime(self._path)
+                else:
+                    return
+
+
+_locks: dict[str, RunLock] = {}  # of this process, by folder
+
+
+def lock_of(folder: str) -> RunLock:
+    """The lock of ``folder`` for all its users in this process."""
+    path = os.path.realpath(folder)
+    lock = _locks.get(path)
+    if lock is None or lock.owner.pid != os.getpid():  # a forked process has locks of its own
+        lock = _locks[path] = RunLock(path)
+    return lock
+
+
+def leave_with(user: object, lock: RunLock) -> Callable[[], object]:
+    """Call ``lock.leave()`` when ``user`` is deleted, at the latest when the process exits.
+
+    Returns: a function that leaves now; a second call does nothing.
+    """
+    return weakref.finalize(user, lock.leave)
+
+
+def release_all() -> None:
+    """Remove all locks of this process, which is about to end without the usual cleaning up."""
+    for lock in list(_locks.values()):
+        if lock.is_taken:
+            lock.release()
+
+
+def _kernel() -> str:
+    """The boot of this machine and the process numbers of this container; empty where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """State and start time of a process, as in ``/proc/PID/stat``; empty where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
