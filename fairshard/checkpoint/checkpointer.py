@@ -96,9 +96,7 @@ class Checkpointer:
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
     def lock(self) -> None:
-        """Take the folder for this run, as the first save does. **Collective** the first time.
-
-        It takes up to 30 seconds if the folder was in use by a process of another host that has died.
+        """Take the folder for this run, as the first save does: for up to 30 s if another host has died. **Collective.**
 
         Raises:
             CheckpointError: on every rank, if another run uses the folder.

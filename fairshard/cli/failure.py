@@ -1,4 +1,4 @@
-"""How a failing rank reports its error to the launcher.
+"""How a rank reports to the launcher that it failed, or that a signal stopped it.
 
 Each rank writes the error file that torch's elastic launcher assigns to it, in the launcher's format, so that torchrun
 also shows the traceback. Two keys are ours: ``time_ns``, finer than the launcher's whole seconds, to tell the first
@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+_STOPPED, _PID, _ENDING = "stopped", "pid", "ending"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,61 @@ def record_failure(error: Exception, rank: int, expected: bool) -> None:
     }
     entry = {"message": {"message": describe(error, expected), "extraInfo": extra}}
     Path(path).write_text(json.dumps(entry), encoding="utf-8")
+
+
+def note_start() -> None:
+    """Note for the other ranks of this host which process this rank is, until `note_end`."""
+    if (folder := _folder()) is not None:
+        (folder / _PID).write_text(f"{os.getpid()}\n", encoding="utf-8")
+
+
+def note_end(stopped_after: int | None = None) -> None:
+    """Note that this rank has not failed; for the launcher, after which step a signal has stopped it."""
+    if (folder := _folder()) is not None:
+        if stopped_after is not None:
+            (folder / _STOPPED).write_text(f"{stopped_after}\n", encoding="utf-8")
+        (folder / _PID).unlink(missing_ok=True)
+
+
+def other_failed() -> bool:
+    """Whether another rank of this host has failed or was killed, so that the launcher ends this one too.
+
+    The launcher ends ranks with the signal that also asks them to save their step, which they cannot do then.
+    """
+    folder = _folder()
+    for noted in [] if folder is None else folder.parent.glob(f"*/{_PID}"):
+        try:
+            if noted.with_name("error.json").exists():
+                return True
+            os.kill(int(noted.read_text(encoding="utf-8")), 0)
+        except ProcessLookupError:
+            return noted.exists()
+        except (OSError, ValueError):  # not completely written, or a process of another user
+            continue
+    return False
+
+
+def note_ending(logs: Path) -> None:
+    """Note for the ranks that a signal ends the launcher, whose folder is ``logs``."""
+    (logs / _ENDING).touch()
+
+
+def is_ending() -> bool:
+    """Whether a signal ends this rank's launcher."""
+    folder = _folder()
+    return folder is not None and (folder.parents[2] / _ENDING).exists()  # logs/RUN/ATTEMPT/RANK
+
+
+def num_stopped(logs: Path) -> int:
+    """Number of ranks that a signal has stopped in the launcher's last attempt, whose folders are in ``logs``."""
+    attempts = sorted(logs.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
+    return sum(1 for _ in attempts[-1].rglob(_STOPPED)) if attempts else 0
+
+
+def _folder() -> Path | None:
+    """The folder that torch's elastic launcher has assigned to this rank; beside it are those of the host's others."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path).parent if path and path != os.devnull else None
 
 
 def describe(error: Exception, expected: bool) -> str:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import math
 import os
+import signal as signals
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,11 +20,14 @@ from fairshard.utils.device import check_device_type, default_device_type, devic
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # for mixed precision; fp32 does not need it
 OPTIMIZERS = ("cpu-adamw", "adamw", "sgd")
+SIGNALS = ("USR1", "USR2", "HUP")
 RUN_FILES = ("config.json", "metrics.jsonl", "loss.png")
 
+_MAX_S = 1_000_000
+_CPU_TIMEOUT_S = 120.0
 _AT_LEAST_ONE = (
     "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
-    "keep_last", "resume_from", "trace",
+    "keep_last", "resume_from", "trace", "lr_steps",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "memory_every",
@@ -82,6 +86,10 @@ class TrainOptions:
     resume_from: int | None = None
     max_restarts: int = 0
     trace: int | None = None
+    timeout: float | None = None
+    grace: float = 30.0
+    signal: str | None = None
+    lr_steps: int | None = None
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -94,8 +102,16 @@ class TrainOptions:
             raise OptionError(f"--seed must be below 2**63, but is {self.seed}.")
         if self.dim % self.heads:
             raise OptionError(f"--dim must be a multiple of --heads = {self.heads}, but is {self.dim}.")
-        if self.warmup_steps > self.steps:
+        if self.lr_steps is None and self.warmup_steps > self.steps:
             raise OptionError(f"--warmup must be at most --steps = {self.steps}, but is {self.warmup}.")
+        if self.warmup_steps > self.schedule_steps:
+            raise OptionError(f"--warmup must be at most --lr-steps = {self.lr_steps}, but is {self.warmup}.")
+        for name in ("timeout", "grace"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and 0 < value <= _MAX_S):
+                raise OptionError(f"--{name} must be a number of seconds above 0 and at most {_MAX_S}, but is {value}.")
+        if self.signal is not None and self.signal not in SIGNALS:
+            raise OptionError(f"--signal must be one of {', '.join(SIGNALS)}, but is {self.signal}.")
         if self.trace is not None and self.trace > self.steps:
             raise OptionError(f"--trace must be at most --steps = {self.steps}, but is {self.trace}.")
         if self.precision not in PRECISIONS:
@@ -121,8 +137,25 @@ class TrainOptions:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises: ``warmup``, or a tenth of all steps, at least 20."""
-        return min(self.steps, max(20, self.steps // 10)) if self.warmup is None else self.warmup
+        """Steps in which the learning rate rises: ``warmup``, or a tenth of its schedule, at least 20."""
+        steps = self.schedule_steps
+        return min(steps, max(20, steps // 10)) if self.warmup is None else self.warmup
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the learning rate's schedule; after it the rate stays."""
+        return self.steps if self.lr_steps is None else self.lr_steps
+
+    @property
+    def stop_signals(self) -> tuple[signals.Signals, ...]:
+        """The signals after which the step is saved and the run ends."""
+        own = () if self.signal is None else (signals.Signals[f"SIG{self.signal}"],)
+        return (signals.SIGTERM, *own)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a rank waits for the others: ``timeout``, or 120 on the CPU; None is the backend's default."""
+        return _CPU_TIMEOUT_S if self.timeout is None and self.device_type == "cpu" else self.timeout
 
     @property
     def num_ranks(self) -> int:
@@ -164,6 +197,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add(ranks, "--nproc", int, "N", "ranks to launch on this machine (default: one per accelerator, or 2)")
     _add(ranks, "--device", str, "TYPE", "cpu, cuda, xpu, ...; auto: the accelerator if there is one (default: auto)")
     _add(ranks, "--threads", int, "N", "CPU threads of each rank (default: visible CPUs / ranks here)")
+    _add(ranks, "--timeout", float, "S", "seconds that a rank waits for the others (default: 120 on the CPU)")
     files = parser.add_argument_group("files")
     _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
     _add(files, "--out", Path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
@@ -178,18 +212,22 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(checkpoints, "--resume-from", int, "STEP", "continue from that checkpoint instead of the newest")
     _add(checkpoints, "--max-restarts", int, "N", "times to restart after a failed rank (default: %(default)s)")
+    _add(checkpoints, "--grace", float, "S", "seconds to save the step after SIGTERM (default: %(default)g)")
+    _add(checkpoints, "--signal", str, None, "another signal that means the same as SIGTERM", SIGNALS)
     model = parser.add_argument_group("model")
     _add(model, "--layers", int, "N", "transformer blocks, each a unit (default: %(default)s)")
     _add(model, "--dim", int, "N", "width (default: %(default)s)")
     _add(model, "--heads", int, "N", "attention heads (default: %(default)s)")
     _add(model, "--context", int, "N", "bytes in a sequence (default: %(default)s)")
     training = parser.add_argument_group("training")
-    _add(training, "--steps", int, "N", "optimizer steps (default: %(default)s)")
+    _add(training, "--steps", int, "N", f"optimizer steps; with --resume, more of them (default: {TrainOptions.steps})")
+    training.set_defaults(steps=None)  # with --resume, none given is the run's own number
     _add(training, "--batch-size", int, "N", "sequences per step, over all ranks (default: %(default)s)")
     _add(training, "--accumulate", int, "N", "passes per step, each with a part of its batch (default: %(default)s)")
     _add(training, "--lr", float, "X", "peak learning rate (default: %(default)s)")
     _add(training, "--weight-decay", float, "X", "weight decay of the optimizer (default: %(default)s)")
-    _add(training, "--warmup", int, "N", "steps up to the peak, then a cosine (default: --steps / 10, at least 20)")
+    _add(training, "--warmup", int, "N", "steps up to the peak, then a cosine (default: --lr-steps / 10, at least 20)")
+    _add(training, "--lr-steps", int, "N", "steps after which the learning rate stays (default: --steps)")
     _add(training, "--clip", float, "X", "largest gradient norm, 0 for no clipping (default: %(default)s)")
     _add(training, "--eval-every", int, "N", "steps between validations (default: %(default)s)")
     engine = parser.add_argument_group("engine")
@@ -213,7 +251,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parsed_options(arguments: argparse.Namespace) -> TrainOptions:
     """Options of a parsed command line."""
-    return TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
+    values = {field.name: getattr(arguments, field.name) for field in fields(TrainOptions)}
+    if values["steps"] is None:
+        del values["steps"]
+    return TrainOptions(**values)
 
 
 def _add(
@@ -240,9 +281,6 @@ def _check_batch(options: TrainOptions, world_size: int) -> None:
     what = f"{world_size} ranks" + (f" x {passes} passes" if passes > 1 else "")
     if batch < share:
         raise OptionError(f"--batch-size {batch} cannot feed {what}: it must be at least {share}.")
-    if batch % share:
-        near = f"{batch - batch % share} or {batch - batch % share + share}"
-        raise OptionError(f"--batch-size must be a multiple of {share}, for {what}, but is {batch}. Pass {near}.")
 
 
 def _check_device(options: TrainOptions, local_size: int) -> None:

@@ -6,9 +6,10 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,22 +17,24 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from fairshard import __version__
-from fairshard.checkpoint import Checkpointer
-from fairshard.cli.failure import describe, record_failure
+from fairshard.checkpoint import Checkpointer, Preempted, Preemption, on_preemption
+from fairshard.checkpoint.preemption import STATUS
+from fairshard.checkpoint.run_lock import release_all
+from fairshard.cli.failure import describe, is_ending, note_end, note_start, other_failed, record_failure
 from fairshard.cli.gpt import GPT, GPTConfig, wrap_nested
+from fairshard.cli.meeting import meeting
 from fairshard.cli.metrics import make_run_folder
 from fairshard.cli.options import COMPUTE_DTYPES, TrainOptions
 from fairshard.cli.progress import say, size_text
 from fairshard.cli.ranks import Ranks, default_threads
-from fairshard.cli.resume import CHECKPOINTS
+from fairshard.cli.resume import CHECKPOINTS, elastic_job, text_entry, write_steps
 from fairshard.cli.run_log import RunLog
 from fairshard.cli.text import TextPlan, load
 from fairshard.cli.trace import traced
 from fairshard.cli.trainer import Trainer, TrainingStopped
+from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.plan.summary import UnitRow, unit_lines, unit_table
 from fairshard.utils.device import peak_memory, set_device
@@ -39,18 +42,32 @@ from fairshard.utils.host import visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 
 _NOTICE_S = 0.5
+_POLL_S = 0.05
 
 
 def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool) -> None:
     """Train as one rank. **Collective.** Ends the process with exit code 1 on failure, and 130 on Ctrl-C.
 
+    A signal that asks to stop ends it with exit code 75 once the step is saved; if ``quiet``, the function returns.
+
     Args:
-        quiet: print no error; the launcher reports it.
+        quiet: print no error, and note a stop in a file: the launcher reports it, and knows the exit code.
     """
     signal.signal(signal.SIGINT, _interrupted)
+    note_start()
+    preemption = on_preemption(None, signals=options.stop_signals, grace=options.grace)
+    preemption.is_hopeless = other_failed
     try:
         device = _join(options, ranks)
-        _train(options, ranks, plan, device)
+        _train(options, ranks, plan, device, preemption)
+        note_end()
+        threading.Thread(target=_leave_with_launcher, args=(0,), daemon=True).start()
+        dist.destroy_process_group()
+    except Preempted as stop:
+        note_end(stopped_after=stop.step)
+        if not quiet:
+            _leave(STATUS)
+        threading.Thread(target=_leave_with_launcher, args=(STATUS,), daemon=True).start()
         dist.destroy_process_group()
     except Exception as error:
         expected = isinstance(error, TrainingStopped)
@@ -87,30 +104,20 @@ def _join(options: TrainOptions, ranks: Ranks) -> torch.device:
     """Set threads and device, and create the process group. **Collective.**"""
     torch.set_num_threads(options.threads or default_threads(ranks.local_size))
     if options.device_type == "cpu":
-        dist.init_process_group("gloo", **_rendezvous())
+        dist.init_process_group("gloo", **meeting(options.timeout_s))
         return torch.device("cpu")
     device = torch.device(options.device_type, ranks.local_rank)
     set_device(device)
     # torch asks every later group for its backend of `device_id`, and a gloo group has one for these types only.
     bound = device if device.type in dist.Backend.backend_capability["gloo"] else None
-    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=bound, **_rendezvous())
+    met = meeting(options.timeout_s)
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=bound, **met)
     return device
 
 
-def _rendezvous() -> dict[str, Any]:
-    """Arguments of the rendezvous for ranks restarted on one host: a store with a prefix for each attempt.
-
-    torch's agent keeps one store for all attempts (2.13). Without the prefix a rank may connect to the address of a
-    dead rank instead of its successor's.
-    """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    if not attempt or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return {}
-    store, rank, world_size = next(rendezvous("env://"))
-    return {"store": PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": world_size}
-
-
-def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.device) -> None:
+def _train(
+    options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.device, preemption: Preemption
+) -> None:
     model = build_model(options, device)
     trainer = Trainer(model, load(plan), options, ranks, device)
     rows = unit_table(model)
@@ -122,7 +129,12 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
         keep_last=options.keep_last,
         memory_every=options.memory_every or None,
     )
+    try:
+        checkpointer.lock()
+    except CheckpointError as error:
+        raise TrainingStopped(str(error)) from error
     done = trainer.load(checkpointer, options.resume_from) if options.resume else 0
+    saved = done
     with _begin(options, ranks, plan, rows, folder, done) if ranks.rank == 0 else contextlib.nullcontext() as log:
         for step in range(done + 1 if done else 0, options.steps + 1):
             if step > 0:
@@ -139,6 +151,14 @@ def _train(options: TrainOptions, ranks: Ranks, plan: TextPlan, device: torch.de
                 trainer.copy(checkpointer, step)
             if step and options.save_every and (step % options.save_every == 0 or step == options.steps):
                 trainer.save(checkpointer, step)
+                saved = step
+            if step and preemption.is_due() and step < options.steps:
+                if saved < step:
+                    trainer.save(checkpointer, step)
+                checkpointer.close()
+                if ranks.rank == 0:
+                    _say_stopped(preemption, step, folder)
+                raise Preempted(step)
         checkpointer.close()
         peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
         if log:
@@ -172,13 +192,18 @@ def _begin(
         "backend": backend,
         "threads": threads,
         "parameters": numel,
-        "text": {
-            "source": plan.source,
-            "train_bytes": plan.train_nbytes,
-            "validation_bytes": plan.validation_nbytes,
-        },
+        "text": text_entry(plan),
+        "elastic_job": elastic_job(),
     }
+    if options.resume:
+        write_steps(replace(options, out=folder))
     return RunLog(folder, options.steps, config, done if options.resume else None)
+
+
+def _say_stopped(preemption: Preemption, step: int, folder: Path) -> None:
+    cause = "a signal to another rank" if preemption.number is None else preemption.number.name
+    text = f"stopped by {cause} after step {step}, which is saved. To continue: --resume --out {folder}"
+    print(f"fairshard train: {text}", file=sys.stderr, flush=True)
 
 
 def _count(number: int, noun: str) -> str:
@@ -189,8 +214,16 @@ def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:
     _leave(130)
 
 
+def _leave_with_launcher(code: int) -> None:
+    """Exit when a signal ends the launcher, which then waits for this process."""
+    while not is_ending():
+        time.sleep(_POLL_S)
+    _leave(code)
+
+
 def _leave(code: int) -> NoReturn:
     """Exit immediately: destroying a process group whose peers are gone can hang."""
+    release_all()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

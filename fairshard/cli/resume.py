@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fairshard.cli.options import OptionError, TrainOptions, parsed_options
+from fairshard.cli.text import TextPlan, checksum
 
-CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
-# Options that may differ from the resumed run's; any other change would make it a different run.
+CHECKPOINTS, METRICS, CONFIG = "checkpoints", "metrics.jsonl", "config.json"
+# Options that may differ from the resumed run's; any other change would make it a different run. The text may be
+# elsewhere, but not another one (`check_text`); there may be more steps.
 _FREE = (
-    *("nproc", "device", "threads", "out", "save_every", "keep_last", "memory_every"),
-    *("resume", "resume_from", "max_restarts", "trace"),
+    *("nproc", "device", "threads", "out", "save_every", "keep_last", "memory_every", "data"),
+    *("resume", "resume_from", "max_restarts", "trace", "timeout", "grace", "signal"),
 )
 
 
@@ -27,22 +29,28 @@ def chosen_options(arguments: argparse.Namespace) -> TrainOptions:
         OptionError: an option is invalid, or there is no such run.
     """
     options = parsed_options(arguments)
-    return resumed_options(options) if options.resume or options.resume_from is not None else options
+    is_resumed = options.resume or options.resume_from is not None
+    return resumed_options(options, arguments.steps) if is_resumed else options
 
 
-def resumed_options(given: TrainOptions) -> TrainOptions:
+def resumed_options(given: TrainOptions, steps: int | None = None) -> TrainOptions:
     """The options of the run that ``given`` resumes, updated with the options of ``given`` that may differ.
 
+    ``steps``: train to this step, which is beyond the run's own last one. The schedule of the learning rate stays.
+
     Raises:
-        OptionError: there is no such run, or another option of ``given`` differs.
+        OptionError: there is no such run, it has no such step, or another option of ``given`` differs.
     """
     folder = given.out or _newest_run()
-    saved = _read_options(folder)
-    if given.resume_from is None and _is_finished(folder / METRICS):
-        raise OptionError(f"the run in {folder} has finished: there is nothing to resume. Start a new one.")
+    saved = _longer(_read_options(folder), steps, folder)
+    if given.resume_from is None and _is_finished(folder / METRICS, saved.steps):
+        raise OptionError(
+            f"the run in {folder} has finished: there is nothing to resume. Pass --steps above {saved.steps} to go on "
+            "beyond, or start a new run."
+        )
     defaults = asdict(TrainOptions())
     for name, value in asdict(given).items():
-        if name not in _FREE and value != defaults[name] and value != getattr(saved, name):
+        if name not in (*_FREE, "steps") and value != defaults[name] and value != getattr(saved, name):
             flag = name.replace("_", "-")
             raise OptionError(f"--{flag} is {getattr(saved, name)} in the run in {folder}: leave it out to resume.")
     free = {name: getattr(given, name) for name in _FREE if getattr(given, name) != defaults[name]}
@@ -52,12 +60,67 @@ def resumed_options(given: TrainOptions) -> TrainOptions:
 def restarted_options(options: TrainOptions) -> TrainOptions:
     """``options``, set to resume if torch's elastic launcher restarted this rank after a failure.
 
-    A run without ``out`` cannot be found again. A run that failed before it wrote anything starts from scratch.
+    It also restarts ranks when hosts come or go (``--nnodes MIN:MAX``), without counting. A run without ``out`` cannot
+    be found again. A run that failed before it wrote anything starts from scratch.
+
+    Raises:
+        OptionError: the launcher's run has other options, or has finished.
     """
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
-    if not is_restart or options.out is None or not (options.out / "config.json").exists():
+    if options.out is None or not (options.out / CONFIG).exists():
         return options
-    return replace(options, resume=True, resume_from=None)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+        return replace(options, resume=True, resume_from=None)
+    if not options.resume and elastic_job() is not None and _read(options.out).get("elastic_job") == elastic_job():
+        return resumed_options(replace(options, resume=True), options.steps)
+    return options
+
+
+def elastic_job() -> str | None:
+    """The name of torch's elastic job that this rank belongs to; None if it has none of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return None if name in ("", "none") else name
+
+
+def check_text(options: TrainOptions, plan: TextPlan) -> None:
+    """Compare the text of ``plan`` with that of the run to resume.
+
+    Raises:
+        OptionError: it is another text.
+    """
+    if not options.resume or options.out is None:
+        return
+    began: Mapping[str, Any] = _read(options.out).get("text") or {}
+    found = text_entry(plan)
+    differing = [name for name in found if name != "source" and name in began and began[name] != found[name]]
+    if differing:
+        name = differing[0]
+        raise OptionError(
+            f"the text must be that of the run in {options.out}, but {plan.source} has {name} = {found[name]} instead "
+            f"of {began[name]}. Restore the text, or start a new run."
+        )
+
+
+def text_entry(plan: TextPlan) -> dict[str, Any]:
+    """What ``config.json`` keeps of the text."""
+    return {
+        "source": plan.source,
+        "train_bytes": plan.train_nbytes,
+        "validation_bytes": plan.validation_nbytes,
+        "crc32": f"{checksum(plan):08x}",
+    }
+
+
+def write_steps(options: TrainOptions) -> None:
+    """Write to ``config.json`` how far the resumed run goes now, if that has changed."""
+    assert options.out is not None
+    path = options.out / CONFIG
+    config = _read(options.out)
+    steps = {"steps": options.steps, "lr_steps": options.lr_steps}
+    if {name: config["options"].get(name) for name in steps} != steps:
+        config["options"].update(steps)
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
@@ -74,10 +137,24 @@ def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def _is_finished(path: Path) -> bool:
-    """Whether the last line is the summary."""
+def _longer(saved: TrainOptions, steps: int | None, folder: Path) -> TrainOptions:
+    """``saved`` with that many ``steps``, and the learning rate of its own."""
+    if steps is None or steps == saved.steps:
+        return saved
+    if steps < saved.steps:
+        raise OptionError(
+            f"--steps is {saved.steps} in the run in {folder}, and can only grow: pass more than {steps}, or leave it "
+            "out to resume."
+        )
+    return replace(saved, steps=steps, lr_steps=saved.schedule_steps)
+
+
+def _is_finished(path: Path, steps: int) -> bool:
+    """Whether the last line is a summary of that many steps."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return bool(lines) and lines[-1].startswith('{"summary"')
+    if not lines or not lines[-1].startswith('{"summary"'):
+        return False
+    return max((entry["step"] for entry in kept_lines(path, steps)), default=0) >= steps
 
 
 def _newest_run() -> Path:
@@ -87,10 +164,16 @@ def _newest_run() -> Path:
     return max(runs, key=lambda folder: (folder / "config.json").stat().st_mtime)
 
 
+def _read(folder: Path) -> dict[str, Any]:
+    """The contents of the run's ``config.json``."""
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return config
+
+
 def _read_options(folder: Path) -> TrainOptions:
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
-        entries: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["options"]
+        entries: Mapping[str, Any] = _read(folder)["options"]
         known = {field.name for field in fields(TrainOptions)}
         values = {name: value for name, value in entries.items() if name in known}
         for name in ("data", "out"):

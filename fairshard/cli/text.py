@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ STANDARD_LIBRARY_NBYTES = 10_000_000
 VALIDATION_SHARE = 0.1
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SNIFFED_NBYTES = 8192
+_BLOCK_NBYTES = 1 << 20
 
 
 class TextError(ValueError):
@@ -127,6 +129,19 @@ def split_position(nbytes: int) -> int:
 def load(plan: TextPlan) -> Text:
     """Read both sides of a plan; a side that is one piece of one file is mapped, not copied."""
     return Text(_read(plan.train), _read(plan.validation))
+
+
+def checksum(plan: TextPlan) -> int:
+    """CRC-32 of all bytes of a plan, those to train on first."""
+    found = 0
+    for piece in (*plan.train, *plan.validation):
+        with piece.path.open("rb") as file:
+            file.seek(piece.begin)
+            left = piece.end - piece.begin
+            while left and (block := file.read(min(left, _BLOCK_NBYTES))):
+                found = zlib.crc32(block, found)
+                left -= len(block)
+    return found
 
 
 def windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:

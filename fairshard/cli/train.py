@@ -19,7 +19,7 @@ from fairshard.cli.options import (
 )
 from fairshard.cli.rank import train_rank
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.resume import chosen_options, restarted_options
+from fairshard.cli.resume import check_text, chosen_options, restarted_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.max_restarts:
             raise OptionError("--max-restarts is for fairshard train: pass it to torchrun, which launches the ranks.")
         plan = check_options(options, ranks.size, ranks.local_size)
+        if ranks.rank == 0:
+            check_text(options, plan)
     except OptionError as error:
         where = "" if ranks is None else f" (rank {ranks.rank})"
         print(f"fairshard train: error{where}: {error}", file=sys.stderr)

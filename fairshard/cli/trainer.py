@@ -36,10 +36,11 @@ class TrainingStopped(FairshardError):
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """Learning rate of ``step`` (from 1): linear up to the peak, then a cosine to a tenth of it at the last step."""
+    """Learning rate of ``step`` (from 1): linear up to the peak, then a cosine to a tenth of it, where it stays."""
+    step = min(step, options.schedule_steps)
     if step <= options.warmup_steps:
         return options.lr * step / options.warmup_steps
-    done = (step - options.warmup_steps) / (options.steps - options.warmup_steps)
+    done = (step - options.warmup_steps) / (options.schedule_steps - options.warmup_steps)
     return options.lr * (_FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -58,7 +59,8 @@ def make_optimizer(model: FullyShardedDataParallel, options: TrainOptions) -> to
 class Batches:
     """The batches of every step, the same for any number of ranks.
 
-    All ranks draw the starts of the whole batch from one seeded generator; each keeps its own rows.
+    All ranks draw the starts of the whole batch from one seeded generator, so the state of the generator is the place
+    in the data of all of them; each keeps its own rows. Shares differ by one row where the batch does not divide.
     """
 
     def __init__(self, text: Bytes, options: TrainOptions, ranks: Ranks) -> None:
@@ -71,7 +73,8 @@ class Batches:
         """This rank's part of the next batch: one ``[rows, context + 1]`` for each pass."""
         options = self._options
         starts = self._generator.integers(0, len(self._text) - options.context, options.batch_size)
-        share = starts.reshape(options.accumulate, self._ranks.size, -1)[:, self._ranks.rank]
+        passes = np.array_split(starts, options.accumulate)
+        share = [np.array_split(part, self._ranks.size)[self._ranks.rank] for part in passes]
         return [windows(self._text, part, options.context) for part in share]
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +102,7 @@ class Trainer:
         self._ranks = ranks
         self._device = device
         self._batches = Batches(text.train, options, ranks)
-        rows = options.batch_size // (ranks.size * options.accumulate)
+        rows = max(1, options.batch_size // (ranks.size * options.accumulate))
         starts = even_starts(len(text.validation), options.context, VALIDATION_WINDOWS)[ranks.rank :: ranks.size]
         own = windows(text.validation, starts, options.context)
         self._validation = [own[first : first + rows] for first in range(0, len(own), rows)]
@@ -189,14 +192,19 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     def _backward(self) -> float:
-        """Accumulate the gradient of this rank's part of the next batch; return its mean loss."""
+        """Accumulate the gradient of this rank's part of the next batch; return its part of the loss.
+
+        The mean over ranks is the mean loss of the batch.
+        """
         batches = self._batches.next()
+        even_rows = self._options.batch_size / self._ranks.size
         total = torch.zeros((), device=self._device)
         for number, batch in enumerate(batches, start=1):
             # Only the last pass reduces. The others accumulate full gradients: W times the memory, no bytes sent.
             last = number == len(batches)
             with contextlib.nullcontext() if last else self.model.no_sync():
-                loss = self._loss(batch) / len(batches)
+                # Gradients are means over ranks, so a rank's loss weighs as its rows to an even share of the batch.
+                loss = self._loss(batch) / (even_rows / len(batch))
                 self._scaler.scale(loss).backward()
             total += loss.detach()
         return total.item()

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,11 @@ BAD = {
     "context longer than the data": ("--data {tmp}/short.txt --context 20", "context of 20 needs 21 bytes"),
     "more ranks than the batch feeds": ("--nproc 4 --batch-size 2", "--batch-size 2 cannot feed 4 ranks"),
     "more passes than the batch feeds": ("--nproc 2 --batch-size 8 --accumulate 5", "2 ranks x 5 passes"),
-    "batch not divisible among ranks": ("--nproc 3 --batch-size 32", "Pass 30 or 33"),
+    "timeout zero": ("--timeout 0", "--timeout must be a number of seconds above 0"),
+    "timeout endless": ("--timeout inf", "--timeout must be a number of seconds above 0 and at most 1000000"),
+    "grace negative": ("--grace -1", "--grace must be a number of seconds above 0"),
+    "signal unknown": ("--signal KILL", "invalid choice: 'KILL'"),
+    "schedule shorter than its warmup": ("--lr-steps 5 --warmup 6", "--warmup must be at most --lr-steps = 5"),
     "dim not divisible by heads": ("--dim 100 --heads 3", "--dim must be a multiple of --heads = 3"),
     "out holds a run": ("--out {tmp}/run", "holds another run (metrics.jsonl)"),
     "out is a file": ("--out {tmp}/short.txt", "short.txt is a file"),
@@ -119,9 +124,9 @@ def test_under_torchrun_bad_input_is_exit_2_before_the_ranks_meet(line, names, p
 
 
 def test_under_torchrun_the_batch_is_checked_against_all_hosts(meetings, capfd):
-    """Rank 1 of 4, two of them on this host: 6 sequences feed 2 ranks but not 4."""
-    assert train.main(["--batch-size", "6"]) == 2
-    assert "must be a multiple of 4, for 4 ranks" in capfd.readouterr().err
+    """Rank 1 of 4, two of them on this host: 3 sequences feed 2 ranks but not 4."""
+    assert train.main(["--batch-size", "3"]) == 2
+    assert "cannot feed 4 ranks: it must be at least 4" in capfd.readouterr().err
     assert not meetings
 
 
@@ -190,9 +195,11 @@ def test_a_rank_knows_its_place_only_when_the_environment_gives_all_of_it(meetin
 
 
 def test_the_learning_rate_rises_in_a_line_and_ends_at_a_tenth():
-    """Step 1 of a warm-up of 4 has a quarter of the peak, step 4 the peak; from there it falls to a tenth."""
+    """Step 1 of a warm-up of 4 has a quarter of the peak, step 4 the peak; then it falls to a tenth, and stays."""
     given = TrainOptions(steps=20, warmup=4, lr=0.5)
     rates = [learning_rate(given, step) for step in range(1, 21)]
+    longer = replace(given, steps=30, lr_steps=20)
+    assert [learning_rate(longer, step) for step in range(1, 31)] == rates + 10 * rates[-1:]
     assert rates[:4] == [0.5 * step / 4 for step in (1, 2, 3, 4)]
     assert math.isclose(rates[-1], 0.05)
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[3:]))

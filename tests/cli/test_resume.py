@@ -10,16 +10,22 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import fairshard
+from fairshard.checkpoint import run_lock
 from fairshard.checkpoint.memory_folder import memory_left
+from fairshard.checkpoint.run_lock import Owner
+from fairshard.cli import rank
 from fairshard.cli.main import main
 from fairshard.cli.options import OptionError, TrainOptions
-from fairshard.cli.resume import kept_lines, restarted_options, resumed_options
+from fairshard.cli.ranks import Ranks
+from fairshard.cli.resume import check_text, kept_lines, restarted_options, resumed_options, text_entry
+from fairshard.cli.text import plan_text
 
 COMMAND = [sys.executable, "-m", "fairshard.cli.main", "train"]
 TINY = shlex.split("--nproc 2 --layers 2 --dim 16 --heads 2 --context 16 --batch-size 8 --eval-every 15")
@@ -48,13 +54,60 @@ def test_what_would_make_another_run_is_refused(run_folder):
     assert resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.02)).lr == 0.02
 
 
-def test_a_run_that_has_finished_is_not_resumed(run_folder):
-    """A finished run has a summary and does not resume, except from an earlier checkpoint given by its step."""
+def test_a_run_that_has_finished_is_resumed_to_go_on_beyond(run_folder, capfd):
+    """A finished run has a summary. It resumes with more steps, at its last rate, or from an earlier checkpoint."""
     with (run_folder / "metrics.jsonl").open("a") as file:
-        file.write('{"summary": {}}\n')
-    with pytest.raises(OptionError, match="has finished"):
-        resumed_options(TrainOptions(out=run_folder, resume=True))
+        file.write('{"step": 40, "loss": 4.0}\n{"summary": {}}\n')
+    for given in (["--resume"], ["--resume", "--steps", "40"]):
+        assert main(["train", *given, "--out", str(run_folder)]) == 2
+        assert "has finished: there is nothing to resume. Pass --steps above 40" in capfd.readouterr().err
+    assert main(["train", "--resume", "--steps", "39", "--out", str(run_folder)]) == 2
+    assert "--steps is 40 in the run" in capfd.readouterr().err
     assert resumed_options(TrainOptions(out=run_folder, resume_from=20)).resume_from == 20
+    longer = resumed_options(TrainOptions(out=run_folder, resume=True), 450)
+    assert (longer.steps, longer.lr_steps, longer.warmup_steps) == (450, 40, 20)
+
+
+def test_the_text_of_a_resumed_run_must_be_its_own(run_folder):
+    """A changed byte is told from the checksum, even if sizes are the same; the same text may be elsewhere."""
+    text, elsewhere = run_folder / "text", run_folder / "elsewhere"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 30)
+    shutil.copy(text, elsewhere)
+    config = json.loads((run_folder / "config.json").read_text())
+    began = plan_text(text, 0, 8)
+    (run_folder / "config.json").write_text(json.dumps({**config, "text": text_entry(began)}))
+    options = resumed_options(TrainOptions(out=run_folder, resume=True, data=elsewhere))
+    assert options.data == elsewhere
+    check_text(options, plan_text(elsewhere, 0, 8))
+    for place, byte in ((3, "Q"), (-2, "G")):  # in the training text, and in the validation text
+        changed = list(text.read_text())
+        changed[place] = byte
+        elsewhere.write_text("".join(changed))
+        with pytest.raises(OptionError, match=r"elsewhere has crc32 = \w{8} instead of \w{8}. Restore the text"):
+            check_text(options, plan_text(elsewhere, 0, 8))
+    elsewhere.write_text("".join(changed) + "!")
+    with pytest.raises(OptionError, match=r"elsewhere has (train|validation)_bytes = \d+ instead of \d+"):
+        check_text(options, plan_text(elsewhere, 0, 8))
+
+
+def test_a_folder_in_use_is_refused_before_any_rank_starts(run_folder, capfd):
+    """`--resume` of a run that still lives is exit code 2, with the host, process and start of that run."""
+    pid = os.getppid()
+    owner = replace(Owner.this_process(), pid=pid, started=run_lock._state_and_start(pid)[1])
+    (run_folder / "checkpoints").mkdir()
+    (run_folder / "checkpoints" / run_lock.NAME).write_text(json.dumps(asdict(owner)))
+    (run_folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
+    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
+    assert f"is in use by process {pid} on host {owner.host}, since {owner.since}" in capfd.readouterr().err
+
+
+def test_a_rank_waits_for_two_minutes_on_the_cpu(monkeypatch):
+    """The timeout of the process group is 120 s on the CPU, not gloo's 30 minutes; `--timeout` is another."""
+    seen = []
+    monkeypatch.setattr(rank.dist, "init_process_group", lambda *args, **kwargs: seen.append(kwargs["timeout"]))
+    for options in (TrainOptions(device="cpu", threads=1), TrainOptions(device="cpu", threads=1, timeout=7.5)):
+        rank._join(options, Ranks(0, 1, 0, 1))
+    assert seen == [timedelta(seconds=120), timedelta(seconds=7.5)]
 
 
 def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
@@ -226,6 +279,20 @@ def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monke
     assert not restarted_options(TrainOptions()).resume
 
 
+def test_ranks_of_the_same_elastic_job_resume_without_a_count(run_folder, tmp_path, monkeypatch):
+    """When hosts come or go, torch restarts ranks without counting: the name of the job tells that it is its run."""
+    config = json.loads((run_folder / "config.json").read_text())
+    (run_folder / "config.json").write_text(json.dumps({**config, "elastic_job": "job-7"}))
+    given = TrainOptions(out=run_folder, steps=40, lr=0.02)
+    for job in ("job-8", "none", ""):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        assert restarted_options(given) is given
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    assert restarted_options(given).resume
+    with pytest.raises(OptionError, match=r"--lr is 0\.02 in the run"):
+        restarted_options(replace(given, lr=0.03))
+
+
 def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
     """``--resume-from`` with ``--max-restarts`` is refused, because the newest checkpoint may be of dropped steps."""
     with pytest.raises(OptionError, match="--max-restarts continues from the newest checkpoint"):
@@ -249,6 +316,115 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
     assert len(_losses(broken)) < len(expected)
     assert "resumed after step" in _train("--resume", "--out", str(broken))
     assert _losses(broken) == expected
+
+
+def _last_line(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}") and "summary" not in line), default=0)
+
+
+def _stop(of_run, folder, number, send):
+    """Start the run, ``send`` it the signal at about step 15, and return its exit code and its output."""
+    process = subprocess.Popen(
+        [*COMMAND, *of_run, "--out", str(folder), "--max-restarts", "1", "--signal", "USR1"],
+        env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    with process:
+        while _last_line(folder) < 15 and process.poll() is None:
+            time.sleep(0.002)
+        ranks = sorted(_ranks_of(process.pid))
+        os.kill({"launcher": process.pid, "rank": ranks[-1]}[send], number)
+        printed, _ = process.communicate(timeout=120)
+    return process.returncode, printed
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        (signal.SIGTERM, "rank"),
+        pytest.param(signal.SIGTERM, "launcher", marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, "launcher", marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, "rank", marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_stops_a_run_that_then_goes_on_beyond(tmp_path, unbroken, number, send):
+    """Status 75 with the last step saved, not restarted; resumed with more steps, it has every loss of the others."""
+    of_run, expected = unbroken
+    folder = tmp_path / "stopped"
+    code, printed = _stop(of_run, folder, number, send)
+    assert code == 75, printed
+    last = _last_line(folder)
+    assert 15 <= last < 60
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{last:08}\n"
+    assert re.search(rf"stopped by .* after step {last}, which is saved. To continue: --resume --out", printed)
+    assert "resumed after step" not in printed
+    assert f"resumed after step {last}" in _train("--resume", "--steps", "63", "--out", str(folder))
+    found = _losses(folder)
+    assert {step for step, kind in found if kind == "loss"} == set(range(1, 64))
+    assert {key: found[key] for key in expected} == expected
+    rates = {line["step"]: line["lr"] for line in map(json.loads, (folder / "metrics.jsonl").open()) if "lr" in line}
+    assert rates[63] == rates[60] < rates[59]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("send", ["launcher", "rank"])
+def test_under_torchrun_a_signal_saves_the_step(tmp_path, unbroken, send):
+    """torchrun passes SIGTERM on and returns 1. It reports the ranks' 75 if only one of them was signalled."""
+    of_run, expected = unbroken
+    folder = tmp_path / "stopped"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fairshard.cli.train"]
+    with subprocess.Popen(
+        [*torchrun, *of_run[of_run.index("--layers") :], "--out", str(folder)],
+        env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        while _last_line(folder) < 15 and process.poll() is None:
+            time.sleep(0.002)
+        ranks = sorted(_ranks_of(process.pid))
+        os.kill({"launcher": process.pid, "rank": ranks[-1]}[send], signal.SIGTERM)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, printed
+    last = _last_line(folder)
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{last:08}\n"
+    assert re.search(rf"stopped by .* after step {last}, which is saved", printed)
+    assert ("exitcode  : 75" in printed) == (send == "rank")
+    assert f"resumed after step {last}" in _train("--resume", "--out", str(folder))
+    assert _losses(folder) == expected
+
+
+@pytest.mark.full
+def test_more_steps_are_those_of_a_longer_run(tmp_path, unbroken):
+    """A finished run that goes on has the losses of a run that was as long from the start, with the same schedule."""
+    of_run, _ = unbroken
+    longer, again = tmp_path / "longer", tmp_path / "again"
+    at = of_run.index("--steps")
+    _train(*of_run[:at], "--steps", "75", "--lr-steps", "60", *of_run[at + 2 :], "--out", str(longer))
+    shutil.copytree(_folder_of(of_run) / "run", again)
+    _train("--resume", "--steps", "75", "--out", str(again))
+    assert _losses(again) == _losses(longer)
+
+
+@pytest.mark.full
+def test_a_stopped_rank_is_named_in_time_and_the_ranks_are_restarted(tmp_path, unbroken):
+    """A rank that SIGSTOP stops is named within `--timeout` and a few seconds; the restarted run ends as the others."""
+    of_run, expected = unbroken
+    folder = tmp_path / "hung"
+    with subprocess.Popen(
+        [*COMMAND, *of_run, "--out", str(folder), "--max-restarts", "1", "--timeout", "4"],
+        env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while not (folder / "checkpoints" / "latest").exists() and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(sorted(_ranks_of(process.pid))[-1], signal.SIGSTOP)
+        stopped_at, named_after, printed = time.monotonic(), None, []
+        for line in process.stderr:
+            printed.append(line)
+            if named_after is None and "rank 1: silent: its process has ended or is stopped" in line:
+                named_after = time.monotonic() - stopped_at
+    assert process.returncode == 0, "".join(printed)
+    assert named_after is not None, "".join(printed)
+    assert named_after < 4 + 10
+    assert "fairshard train: restart 1 of 1\n" in printed
+    assert _losses(folder) == expected
 
 
 @pytest.mark.full

@@ -63,18 +63,21 @@ def _plain_run(options):
 
 # Sums over the batch have another order, and Adam divides by roots: six steps agree to a few 1e-6.
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_are_those_of_one_plain_process(accumulate):
-    """Losses, gradient norms and the validation loss do not depend on the number of ranks or of passes."""
-    options = _options(accumulate=accumulate)
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(12, 1), (12, 2), (11, 1), (11, 3)])
+def test_steps_are_those_of_one_plain_process(batch_size, accumulate):
+    """Losses, gradient norms and the validation loss do not depend on the number of ranks or of passes.
+
+    A batch of 11 is 4, 4 and 3 sequences for three ranks; in three passes, a rank has one or two at a time.
+    """
+    options = _options(batch_size=batch_size, accumulate=accumulate)
     curve, val_loss = _plain_run(options)
     trainer = _trainer(options)
     steps = [trainer.step(step) for step in range(1, options.steps + 1)]
     for metrics, (loss, norm) in zip(steps, curve, strict=True):
         assert metrics.loss == pytest.approx(loss, rel=1e-5)
         assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
-        assert metrics.tokens == metrics.step * 12 * 8
-        assert metrics.tokens_per_s == pytest.approx(12 * 8 / metrics.step_s)
+        assert metrics.tokens == metrics.step * batch_size * 8
+        assert metrics.tokens_per_s == pytest.approx(batch_size * 8 / metrics.step_s)
         assert len(metrics.mem_bytes) == dist.get_world_size()
         assert (metrics.comm_bytes > 0) == (metrics.collectives > 0) == (dist.get_world_size() > 1)
     assert trainer.validate() == pytest.approx(val_loss, rel=1e-5)
@@ -93,9 +96,10 @@ def test_ranks_may_have_different_numbers_of_validation_batches():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_ranks_share_out_the_batch_that_one_rank_would_take(size):
+@pytest.mark.parametrize("batch_size", [36, 37])
+def test_the_ranks_share_out_the_batch_that_one_rank_would_take(size, batch_size):
     """Pass by pass, the ranks' rows in rank order are the rows of a single rank, each of them once."""
-    options = _options(batch_size=36, accumulate=3)
+    options = _options(batch_size=batch_size, accumulate=3)
     text = np.arange(250, dtype=np.uint8)
     alone = Batches(text, options, Ranks(0, 1, 0, 1))
     together = [Batches(text, options, Ranks(rank, size, rank, size)) for rank in range(size)]
@@ -104,6 +108,8 @@ def test_the_ranks_share_out_the_batch_that_one_rank_would_take(size):
         parts = [batches.next() for batches in together]
         for number in range(3):
             assert np.array_equal(whole[number], np.concatenate([part[number] for part in parts]))
+            rows = [len(part[number]) for part in parts]
+            assert max(rows) - min(rows) <= 1
 
 
 @on_ranks(2)

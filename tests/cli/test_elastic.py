@@ -1,0 +1,152 @@
+"""Hosts are lost and come back: the run goes on with the ranks that there are, as if nothing had happened."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import fairshard
+from fairshard.cli.meeting import agreed_name
+
+STEPS = 120
+OPTIONS = (
+    "--layers 2 --dim 64 --heads 4 --context 64 --batch-size 33 --accumulate 2 --eval-every 2 --save-every 20 "
+    f"--steps {STEPS} --device cpu --threads 1 --timeout 60"
+).split()
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_ranks_of_one_attempt_agree_on_a_name_despite_what_earlier_ones_have_left(world_size):
+    """All ranks get the name that rank 0 has drawn, another in each attempt, in whichever order they ask."""
+    store = dist.HashStore()
+    names = []
+    for attempt in range(3):
+        store.set("asked/3", "an attempt that ended before it met")
+        found = {}
+
+        def ask(rank, found=found):
+            found[rank] = agreed_name(store, rank, world_size, 20.0)
+
+        ranks = list(range(world_size))[:: -1 if attempt % 2 else 1]
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == list(range(world_size))
+        assert len(set(found.values())) == 1
+        names.append(found[0])
+    assert len(set(names)) == 3
+
+
+def test_ranks_that_do_not_come_are_named():
+    """Rank 0 waits no longer than it was told, and names the ranks that it has waited for."""
+    with pytest.raises(RuntimeError, match=r"Ranks \[1, 2\] of 3 have not started within 0.05 s"):
+        agreed_name(dist.HashStore(), 0, 3, 0.05)
+
+
+def _environment():
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, "PYTHONPATH": str(Path(fairshard.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class Host:
+    """A torchrun of one rank, as on a host of its own."""
+
+    def __init__(self, port, out, data, log):
+        rendezvous = (
+            f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port} "
+            "--rdzv-id elastic --local-addr localhost "
+            "--rdzv-conf last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        ).split()
+        self._log = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "fairshard.cli.train", *OPTIONS,
+             "--out", str(out), "--data", str(data)],
+            env=_environment(), stdout=self._log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def lose(self):
+        """End all processes at once, as when the power fails."""
+        for pid in [self.process.pid, *_children(self.process.pid)] if self.process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _children(parent):
+    """The processes that ``parent`` has started, and their children."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent:
+                found += [int(entry.name), *_children(int(entry.name))]
+    return found
+
+
+def _steps(out):
+    """The lines of the steps so far, in the order of the file."""
+    path = out / "metrics.jsonl"
+    with contextlib.suppress(ValueError):
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if "loss" in line]
+    return []
+
+
+def _await(condition, hosts, what):
+    until = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < until, f"never: {what}"
+        assert all(host.process.poll() is None for host in hosts), f"ended before: {what}"
+        time.sleep(0.02)
+
+
+@pytest.mark.full
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
+def test_a_run_goes_on_with_one_of_two_hosts_and_then_with_both(tmp_path):
+    """One of two hosts is lost and comes back: every step is there once, with the loss of a run on one rank.
+
+    33 sequences in two passes are 17 and 16, so two ranks have unequal shares of one. Sums over ranks have another
+    order than those of one rank, and AdamW divides by roots: 120 steps agree to 1e-5.
+    """
+    data, out, alone = tmp_path / "text.txt", tmp_path / "out", tmp_path / "alone"
+    data.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(3000)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    one = Host(port, out, data, tmp_path / "one.log")
+    hosts = [one]
+    try:
+        time.sleep(1)  # the first host owns the rendezvous
+        hosts.append(Host(port, out, data, tmp_path / "two.log"))
+        _await(lambda: len(_steps(out)) > 25, hosts, "training on two hosts")
+        hosts.pop().lose()
+        _await(lambda: any(len(line["mem_bytes"]) == 1 for line in _steps(out)), hosts, "training on one host")
+        hosts.append(Host(port, out, data, tmp_path / "three.log"))
+        _await(lambda: len(_steps(out)[-1]["mem_bytes"]) == 2, hosts, "training on two hosts again")
+        assert one.process.wait(timeout=90) == 0
+        assert hosts[-1].process.wait(timeout=30) == 0
+    finally:
+        for host in hosts:
+            host.lose()
+    steps = _steps(out)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    ranks = [len(line["mem_bytes"]) for line in steps]
+    assert [many for many, before in zip(ranks, [0, *ranks], strict=False) if many != before] == [2, 1, 2]
+    subprocess.run(
+        [sys.executable, "-m", "fairshard.cli.main", "train", *OPTIONS, "--nproc", "1", "--data", data, "--out", alone],
+        env=_environment(), check=True, capture_output=True,
+    )  # fmt: skip
+    expected = [line["loss"] for line in _steps(alone)]
+    assert [line["loss"] for line in steps] == pytest.approx(expected, rel=1e-5)
+    assert [line["tokens"] for line in steps] == [line["tokens"] for line in _steps(alone)]
