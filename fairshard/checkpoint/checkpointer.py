@@ -96,7 +96,7 @@ class Checkpointer:
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
     def lock(self) -> None:
-        """Take the folder for this run, as the first save does: for up to 30 s if another host has died. **Collective.**
+        """Take the folder for this run, as the first save does. **Collective.** May wait 30 s for a dead host.
 
         Raises:
             CheckpointError: on every rank, if another run uses the folder.
