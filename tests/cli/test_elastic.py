@@ -73,7 +73,8 @@ class Host:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "fairshard.cli.train", *OPTIONS,
              "--out", str(out), "--data", str(data)],
-            env=_environment(), stdout=self._log, stderr=subprocess.STDOUT,
+            env={**_environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, stdout=self._log,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def lose(self):
