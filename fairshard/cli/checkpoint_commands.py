@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fairshard.cli.local_path import dangling_link, is_kernel_made, local_path, one_line, printable, problem_with_output
 from fairshard.cli.options import OptionError
 from fairshard.cli.resume import CHECKPOINTS
 from fairshard.errors import CheckpointError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FORMATS = ("torch", "safetensors")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MAX_SIZE = 10**18
 _CKPT = "folder of a checkpoint; or of a run or its checkpoints, for the latest one"
 
 
@@ -45,8 +47,8 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         epilog="  fairshard consolidate runs/1 model.pt\n"
         "  fairshard consolidate runs/1/checkpoints/step-00000100 model --format safetensors --config gpt2",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
-    parser.add_argument("out", metavar="OUT", type=Path, help="new file (torch) or new folder (safetensors)")
+    parser.add_argument("checkpoint", metavar="CKPT", type=_local_or_url, help=_CKPT)
+    parser.add_argument("out", metavar="OUT", type=local_path, help="new file (torch) or new folder (safetensors)")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -58,7 +60,10 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--max-shard-size", type=_size, metavar="SIZE", help="size of a safetensors file, such as 500MB (default: 5GB)"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="copy config.json, generation config and tokenizer from here"
+        "--config", type=local_path, metavar="DIR", help="copy config.json, generation config and tokenizer from here"
+    )
+    parser.add_argument(
+        "--allow-unverified", action="store_true", help="also read a checkpoint whose list of checksums is lost"
     )
     parser.set_defaults(run=_or_one_line(_consolidate))
 
@@ -70,7 +75,7 @@ def _add_inspect(add: Callable[..., argparse.ArgumentParser]) -> None:
         description="Show tensors, objects and files of a checkpoint, and compare every file with its checksum.\n"
         "The exit code is 1 if a file is damaged or missing.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
+    parser.add_argument("checkpoint", metavar="CKPT", type=_local_or_url, help=_CKPT)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_or_one_line(_inspect))
 
@@ -86,8 +91,8 @@ def _add_import_fairscale(add: Callable[..., argparse.ArgumentParser]) -> None:
         "identifies every rank, any order works. An order that contradicts padding or file names is an error.\n\n"
         "  fairshard import-fairscale $(ls -v shard_*.pt) checkpoint",
     )
-    parser.add_argument("shards", metavar="SHARD_FILE", nargs="+", type=Path, help="file of one rank")
-    parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
+    parser.add_argument("shards", metavar="SHARD_FILE", nargs="+", type=local_path, help="file of one rank")
+    parser.add_argument("out", metavar="OUT", type=local_path, help="new folder")
     parser.set_defaults(run=_or_one_line(_import_fairscale))
 
 
@@ -98,7 +103,7 @@ def _or_one_line(command: Callable[[argparse.Namespace], int]) -> Callable[[argp
         try:
             return command(arguments)
         except CheckpointError as error:
-            print(f"fairshard: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"fairshard: error: {one_line(str(error))}", file=sys.stderr)
             return 1
 
     return run
@@ -110,16 +115,17 @@ def _consolidate(arguments: argparse.Namespace) -> int:
         raise OptionError("--max-shard-size and --config need --format safetensors: torch's format is one file.")
     checkpoint = _checkpoint_in(arguments.checkpoint)
     _check_new(arguments.out)
-    if arguments.config is not None and not (arguments.config / "config.json").is_file():
+    if arguments.config is not None and not os.path.isfile(arguments.config / "config.json"):
         raise OptionError(f"--config must be a folder with a config.json, but {arguments.config} has none.")
 
     from fairshard.checkpoint.consolidate import MAX_SHARD_NBYTES, consolidate_safetensors, consolidate_torch
 
+    unverified = arguments.allow_unverified
     if safetensors:
         limit = arguments.max_shard_size or MAX_SHARD_NBYTES
-        found = consolidate_safetensors(checkpoint, arguments.out, limit, arguments.config)
+        found = consolidate_safetensors(checkpoint, arguments.out, limit, arguments.config, unverified)
     else:
-        found = consolidate_torch(checkpoint, arguments.out)
+        found = consolidate_torch(checkpoint, arguments.out, unverified)
     tied = f", {len(found.aliases):,} tied" if found.aliases else ""
     print(f"{found.num_tensors:,} tensors, {found.nbytes:,} bytes{tied}")
     for file in found.files:
@@ -132,14 +138,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from fairshard.checkpoint.contents import read_contents
 
     contents = read_contents(checkpoint)
-    print(json.dumps(_as_json(contents), indent=1) if arguments.json else "\n".join(_lines(contents)))
+    lines = map(printable, _lines(contents))  # keys may be anything
+    print(json.dumps(_as_json(contents), indent=1) if arguments.json else "\n".join(lines))
     for problem in contents.problems:
-        print(f"fairshard: error: {problem}", file=sys.stderr)
+        print(f"fairshard: error: {one_line(problem)}", file=sys.stderr)
     return 1 if contents.problems else 0
 
 
 def _import_fairscale(arguments: argparse.Namespace) -> int:
     _check_there(arguments.shards)
+    for path in arguments.shards:
+        if not os.path.isfile(path) or is_kernel_made(path):
+            raise OptionError(f"{path} must be a file of fairscale's, but is not a regular file.")
     _check_new(arguments.out)
     from fairshard.checkpoint.import_fairscale import import_fairscale
 
@@ -152,29 +162,52 @@ def _import_fairscale(arguments: argparse.Namespace) -> int:
 def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
     unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
+    if found is None or unit is None or not 1 <= float(found[1]) * unit < _MAX_SIZE:
         raise argparse.ArgumentTypeError(f"a size must be a number with kB, MB, GB, KiB, MiB or GiB, but is {text!r}")
     return int(float(found[1]) * unit)
+
+
+def _local_or_url(text: str) -> str:
+    if "://" not in text:
+        return str(local_path(text))
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"a URL must be printable, but is {text!r}")
+    return text
 
 
 def _checkpoint_in(path: str) -> str:
     """``path``, or its folder of checkpoints if it holds a run."""
     _check_there([path])
+    if not os.path.isdir(path) and "://" not in path:
+        raise OptionError(f"{path} must be the folder of a checkpoint, but is a file.")
+    if is_kernel_made(Path(path)):
+        raise OptionError(f"{path} is made by the kernel, not on a disk.")
     inside = os.path.join(path, CHECKPOINTS)
     return inside if os.path.isdir(inside) else path
 
 
 def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:
     for path in paths:
-        if "://" not in os.fspath(path) and not os.path.exists(path):
-            raise OptionError(f"{path} does not exist.")
+        if "://" in os.fspath(path):
+            from fairshard.checkpoint.storage import storage_of
+
+            try:
+                storage_of(path)
+            except CheckpointError as error:
+                raise OptionError(str(error)) from error
+        elif not os.path.exists(path):
+            link = dangling_link(Path(path))
+            raise OptionError(f"{path!s} does not exist{f': {link}' if link else ''}.")
 
 
 def _check_new(out: Path) -> None:
     if os.path.lexists(out):
         raise OptionError(f"{out} exists, and is never overwritten. Pass a new name, or remove it.")
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise OptionError(f"The parent of {out} must be a folder, but is not one. Create it.")
+    problem = problem_with_output(out)
+    if problem is not None:
+        raise OptionError(f"{out} cannot be created: {problem}.")
 
 
 def _lines(contents: Contents) -> list[str]:

@@ -7,15 +7,18 @@ import importlib.util
 import math
 import os
 import signal as signals
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from fairshard.cli.local_path import local_path, one_line, problem_with_output
+from fairshard.cli.machine import Sizes, least_nbytes, max_processes, shortage
 from fairshard.cli.text import TextError, TextPlan, plan_text
 from fairshard.utils.device import check_device_type, default_device_type, device_count
+from fairshard.utils.host import visible_cpus
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # for mixed precision; fp32 does not need it
@@ -29,6 +32,12 @@ _AT_LEAST_ONE = (
     "nproc", "steps", "batch_size", "accumulate", "context", "layers", "dim", "heads", "eval_every", "threads",
     "keep_last", "resume_from", "trace", "lr_steps",
 )  # fmt: skip
+# Far more than anyone uses, and small enough that nothing overflows or takes hours to refuse.
+_AT_MOST = {
+    **dict.fromkeys(("steps", "eval_every", "save_every", "keep_last", "warmup", "trace", "resume_from", "lr_steps"), 10**9),
+    **dict.fromkeys(("batch_size", "accumulate", "context", "dim", "heads", "memory_every"), 10**7),
+    **{"layers": 10_000, "max_restarts": 10_000, "bucket_cap_mb": 10**6, "lr": 10**6, "weight_decay": 10**6},
+}
 _AT_LEAST_ZERO = (
     "warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "memory_every",
     "max_restarts",
@@ -37,6 +46,9 @@ _AT_LEAST_ZERO = (
 
 class OptionError(ValueError):
     """Invalid options; the message is one line for the user."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -92,10 +104,20 @@ class TrainOptions:
     lr_steps: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in _AT_LEAST_ONE:
             self._check_least(name, 1)
         for name in _AT_LEAST_ZERO:
             self._check_least(name, 0)
+        for name, most in _AT_MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise OptionError(f"--{name.replace('_', '-')} must be at most {most}, but is {getattr(self, name)}.")
+        for name in ("nproc", "threads"):
+            if (getattr(self, name) or 0) > max_processes():
+                raise OptionError(
+                    f"--{name} must be at most {max_processes()} on this machine of {visible_cpus()} CPUs, but is "
+                    f"{getattr(self, name)}."
+                )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise OptionError(f"--lr must be a positive number, but is {self.lr}.")
         if self.seed >= 2**63:
@@ -164,6 +186,16 @@ class TrainOptions:
             return self.nproc
         return 2 if self.device_type == "cpu" else device_count(self.device_type)
 
+    def _check_types(self) -> None:
+        """Check the types of values that were read from a file."""
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), str(field.type)
+            allowed = {"int": int, "float": (int, float), "bool": bool, "str": str, "Path": Path}
+            names = [name.strip() for name in kinds.split("|")]
+            is_none = value is None and "None" in names
+            if not is_none and not any(_is_a(value, allowed.get(name)) for name in names):
+                raise OptionError(f"--{field.name.replace('_', '-')} must be of the type {kinds}, but is {value!r}.")
+
     def _check_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and not (math.isfinite(value) and value >= least):
@@ -186,9 +218,11 @@ def check_options(options: TrainOptions, world_size: int, local_size: int) -> Te
     if options.out is not None and not options.resume:
         _check_out(options.out)
     try:
-        return plan_text(options.data, options.seed, options.context)
+        plan = plan_text(options.data, options.seed, options.context)
     except TextError as error:
         raise OptionError(str(error)) from error
+    _check_memory(options, plan, world_size, local_size)
+    return plan
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,8 +233,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add(ranks, "--threads", int, "N", "CPU threads of each rank (default: visible CPUs / ranks here)")
     _add(ranks, "--timeout", float, "S", "seconds that a rank waits for the others (default: 120 on the CPU)")
     files = parser.add_argument_group("files")
-    _add(files, "--data", Path, "PATH", "file or folder of text (default: the standard library's sources)")
-    _add(files, "--out", Path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
+    _add(files, "--data", local_path, "PATH", "file or folder of text (default: the standard library's sources)")
+    _add(files, "--out", local_path, "DIR", "folder for the run's files (default: runs/<UTC time>)")
     _add(files, "--trace", int, "STEP", "draw the timeline of that step: trace.png, and trace.json for Chrome")
     _add(files, "--seed", int, "N", "seed of weights, split and batches (default: %(default)s)")
     checkpoints = parser.add_argument_group("checkpoints")
@@ -260,7 +294,7 @@ def parsed_options(arguments: argparse.Namespace) -> TrainOptions:
 def _add(
     group: argparse._ArgumentGroup,
     flag: str,
-    kind: type,
+    kind: Callable[[str], Any],
     metavar: str | None,
     text: str,
     choices: Sequence[str] | None = None,
@@ -305,13 +339,31 @@ def _check_device_type(device: str) -> None:
         raise OptionError(str(error)) from error
 
 
+def _check_memory(options: TrainOptions, plan: TextPlan, world_size: int, local_size: int) -> None:
+    """Raise if this machine cannot hold what the ranks take at least."""
+    is_mapped = len(plan.train) == len(plan.validation) == 1
+    text_nbytes = 0 if is_mapped else plan.train_nbytes + plan.validation_nbytes
+    batch_size = options.batch_size // (world_size * options.accumulate)
+    sizes = Sizes(options.layers, options.dim, options.context, batch_size, options.device_type == "cpu")
+    problem = shortage(local_size * least_nbytes(sizes, world_size, text_nbytes))
+    if problem is not None:
+        raise OptionError(
+            f"{local_size} ranks with this model, batch and text need {problem}. Pass a smaller --nproc, --layers, "
+            "--dim, --context, --batch-size or --data."
+        )
+
+
 def _check_out(out: Path) -> None:
     """Raise if the folder holds a run, or cannot be created or written."""
-    if out.exists() and not out.is_dir():
+    if os.path.isfile(out):
         raise OptionError(f"--out must be a folder, but {out} is a file.")
-    found = [name for name in RUN_FILES if (out / name).exists()]
+    found = [name for name in RUN_FILES if os.path.exists(out / name)]
     if found:
         raise OptionError(f"--out {out} holds another run ({', '.join(found)}). Pass a new folder.")
-    folder = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise OptionError(f"--out {out} cannot be created: {folder} is not a writable folder.")
+    problem = problem_with_output(out)
+    if problem is not None:
+        raise OptionError(f"--out {out} cannot be created: {problem}.")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    return kind is not None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairshard.cli.local_path import local_path
 from fairshard.cli.options import COMPUTE_DTYPES, PRECISIONS, OptionError, TrainOptions
 
 _GPT_FLAGS = ("layers", "dim", "heads", "context")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_MAX_RANKS, _MAX_BUCKET_MB = 10**5, 10**6
 _DEVICE = "type of the device that computes: cpu, cuda, xpu, ... (default: this host's)"
 _RESHARD = "free a unit's full weights between forward and backward (default: yes)"
 
@@ -40,7 +43,7 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     model = parser.add_argument_group("model")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", choices=["gpt"], help="the model of fairshard train (the default)")
-    which.add_argument("--hf", type=Path, metavar="CONFIG_DIR", help="a Hugging Face folder with a config.json")
+    which.add_argument("--hf", type=local_path, metavar="CONFIG_DIR", help="a Hugging Face folder with a config.json")
     which.add_argument("--factory", metavar="PKG.MOD:FN", help="function without arguments that returns the model")
     for flag in _GPT_FLAGS:
         default = getattr(TrainOptions, flag)
@@ -82,6 +85,10 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.world_size < 1:
         raise OptionError(f"--world-size must be at least 1, but is {arguments.world_size}.")
+    if arguments.world_size > _MAX_RANKS:
+        raise OptionError(f"--world-size must be at most {_MAX_RANKS:,}, but is {arguments.world_size}.")
+    if not 0 <= arguments.bucket_cap_mb <= _MAX_BUCKET_MB:
+        raise OptionError(f"--bucket-cap-mb must be 0 to {_MAX_BUCKET_MB:,}, but is {arguments.bucket_cap_mb}.")
     if arguments.reshard_to is not None and not arguments.reshard_after_forward:
         raise OptionError("--reshard-to cannot be combined with --no-reshard-after-forward. Remove one of them.")
     size = _size_in(arguments.policy)
@@ -93,7 +100,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise OptionError(f"the model cannot be built on the meta device: {what}") from error
     if not isinstance(model, nn.Module):
@@ -142,15 +149,15 @@ def _builder(arguments: argparse.Namespace) -> Callable[[], Any]:
 
 
 def _hf_builder(folder: Path) -> Callable[[], Any]:
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise OptionError(f"--hf must be a folder with a config.json, but {folder} has none.")
     if importlib.util.find_spec("transformers") is None:
         raise OptionError("--hf needs transformers. Run: pip install 'fairshard[hf]'")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a hostile config can raise anything
         raise OptionError(f"--hf {folder} cannot be read: {' '.join(str(error).split())}") from error
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
     return partial((AutoModelForCausalLM if is_causal else AutoModel).from_config, config)
@@ -163,7 +170,7 @@ def _factory(text: str) -> Callable[[], Any]:
     sys.path.insert(0, "")  # as with `python -m`: finds the user's own modules
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported
         raise OptionError(f"--factory {text} cannot be imported: {error}") from error
     finally:
         sys.path.remove("")

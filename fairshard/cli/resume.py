@@ -173,6 +173,8 @@ def _read(folder: Path) -> dict[str, Any]:
 def _read_options(folder: Path) -> TrainOptions:
     path = folder / CONFIG
     try:
+        if not os.path.isfile(path):  # a pipe would block
+            raise FileNotFoundError
         entries: Mapping[str, Any] = _read(folder)["options"]
         known = {field.name for field in fields(TrainOptions)}
         values = {name: value for name, value in entries.items() if name in known}
@@ -181,5 +183,5 @@ def _read_options(folder: Path) -> TrainOptions:
         return TrainOptions(**values)
     except FileNotFoundError:
         raise OptionError(f"--resume needs a run, but {path} does not exist. Pass its folder with --out.") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise OptionError(f"--resume needs the options of the run, but {path} cannot be read: {error}") from error

@@ -18,8 +18,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fairshard.cli.local_path import dangling_link, is_kernel_made
+
 Bytes = NDArray[np.uint8]
 
+MAX_FILES = 200_000
 STANDARD_LIBRARY_NBYTES = 10_000_000
 VALIDATION_SHARE = 0.1
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -185,8 +188,15 @@ def _standard_library(seed: int) -> list[TextFile]:
 
 
 def _files_at(data: Path) -> list[TextFile]:
-    if not data.exists():
-        raise TextError(f"--data {data} does not exist.")
+    try:
+        data.stat()
+    except FileNotFoundError:
+        link = dangling_link(data)
+        raise TextError(f"--data {data} does not exist{f': {link}' if link else ''}.") from None
+    except (OSError, ValueError) as error:
+        raise TextError(f"--data {data} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    if is_kernel_made(data) and (data.is_file() or data.is_dir()):
+        raise TextError(f"--data {data} is made by the kernel, not on a disk. Pass a copy of it.")
     if data.is_file():
         try:
             file = TextFile(data, data.stat().st_size)
@@ -209,11 +219,15 @@ def _files_at(data: Path) -> list[TextFile]:
 def _walk(root: Path, skipped: frozenset[str]) -> list[TextFile]:
     """All non-empty, non-hidden text files below ``root``, sorted by name."""
     found: list[TextFile] = []
+    num_seen = 0
     for folder, subfolders, names in os.walk(root):
+        num_seen += len(names) + len(subfolders)
+        if num_seen > MAX_FILES:
+            raise TextError(f"--data {root} holds more than {MAX_FILES:,} files and folders. Pass a smaller one.")
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and name[0] != ".")
         for name in sorted(names):
             path = Path(folder, name)
-            if name[0] == "." or not path.is_file():
+            if name[0] == "." or not os.path.isfile(path):
                 continue
             try:
                 nbytes = path.stat().st_size
