@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 from fairshard.checkpoint.agreement import idle_group, occupy, on_all_ranks, rank_in
 from fairshard.checkpoint.claim import Claim
-from fairshard.checkpoint.contents import LATEST
+from fairshard.checkpoint.contents import LATEST, MAX_POINTER_NBYTES, check_ours
 from fairshard.checkpoint.entries import Stateful, Training
-from fairshard.checkpoint.loading import load
+from fairshard.checkpoint.loading import Trust, load_training
 from fairshard.checkpoint.memory_copies import MemoryCopies
 from fairshard.checkpoint.memory_folder import MEMORY_FOLDER
 from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
 from fairshard.checkpoint.step_names import STEP, check_step, step_name, step_of
-from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, full_path, storage_of
+from fairshard.checkpoint.storage import MANIFEST, full_path, storage_of
 from fairshard.errors import CheckpointError
 
 _log = logging.getLogger("fairshard")
@@ -33,6 +33,8 @@ _REPLACED = ".replaced-"
 """Prefix of a whole checkpoint that is being replaced by another of the same step."""
 _REMOVED = ".old-"
 """Prefix of a checkpoint that is being removed, and may no longer be whole."""
+_LEFTOVER = re.compile(r"\.tmp-(step-\d{8,}-[0-9a-f]+|latest-\d+)|\.old-(\.replaced-)?step-\d{8,}")
+"""Names of what killed saves leave; other files in the root are not ours."""
 
 
 class Checkpointer:
@@ -92,6 +94,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._has_cleaned = False
+        self._kept: set[str] = set()
         folder = os.path.abspath(memory_folder)
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
@@ -212,7 +215,7 @@ class Checkpointer:
         least = -1 if folder is None else step_of(folder)
         step = self._memory.load_newest(least, training, verify) if self._memory else None
         if step is None and folder is not None:
-            step = self._load(folder, training, verify)
+            step = self._load(folder, training, Trust(verify))
         return step
 
     def load_step(
@@ -228,20 +231,21 @@ class Checkpointer:
     ) -> int:
         """Load the checkpoint of ``step`` with `fairshard.checkpoint.load`; returns the step. **Collective.**
 
-        ``verify``: see there.
+        ``verify``: see there. The step is that of the manifest: a folder that was renamed is refused.
 
         Raises:
-            CheckpointError: on every rank, if it is missing or damaged.
+            CheckpointError: on every rank, if it is missing or damaged, or of another step.
         """
         self.wait()
-        self._load(f"{self.root}/{step_name(step)}", Training(model, optimizer, scheduler, scaler, extra), verify)
+        training = Training(model, optimizer, scheduler, scaler, extra)
+        self._load(f"{self.root}/{step_name(step)}", training, Trust(verify, step=step))
         if self._memory:
             self._memory.start_anew()
         return step
 
-    def _load(self, folder: str, training: Training, verify: str) -> int | None:
+    def _load(self, folder: str, training: Training, trust: Trust) -> int | None:
         try:
-            return load(folder, **vars(training), verify=verify)
+            return load_training(folder, training, trust)
         except CheckpointError as error:
             others = [f"{self.root}/{name}" for name in self._whole_names() if not folder.endswith(name)]
             cure = f" Other checkpoints: {', '.join(others)}." if others else ""
@@ -324,13 +328,14 @@ class Checkpointer:
     def _remove_leftovers(self) -> None:
         self._resolve_replaced()
         for name in self._storage.names(self.root):
-            if name.startswith((TEMPORARY, _REMOVED)):
+            if _LEFTOVER.fullmatch(name):
                 self._storage.remove(f"{self.root}/{name}")
 
     def _set_aside(self, folder: str) -> None:
         """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves that step again."""
         self._claim.check()
         if not self._storage.is_free(folder):
+            check_ours(self._storage, folder)
             name = folder.rpartition("/")[2]
             self._storage.publish(folder, f"{self.root}/{_REPLACED}{name}")
 
@@ -340,8 +345,8 @@ class Checkpointer:
         *Invariant*: a step that is saved again always has a whole checkpoint, under one of the two names.
         """
         for name in self._storage.names(self.root):
-            if name.startswith(_REPLACED):
-                step = name.removeprefix(_REPLACED)
+            step = name.removeprefix(_REPLACED)
+            if name != step and _STEP.fullmatch(step):
                 if self._is_whole(step) or not self._is_whole(name):
                     self._discard(f"{self.root}/{name}")
                 else:
@@ -365,6 +370,14 @@ class Checkpointer:
             self._discard(f"{self.root}/{old}")
 
     def _discard(self, folder: str) -> None:
+        """Remove a checkpoint, unless it holds what fairshard did not write."""
+        try:
+            check_ours(self._storage, folder)
+        except CheckpointError as error:
+            if folder not in self._kept:
+                _log.warning("%s is kept: %s", folder, error)
+            self._kept.add(folder)
+            return
         self._storage.discard(folder, f"{self.root}/{_REMOVED}{folder.rpartition('/')[2]}")
 
     def _newest(self) -> str | None:
@@ -381,7 +394,7 @@ class Checkpointer:
         if not self._storage.exists(pointer):
             return f"{self.root}/{names[-1]}" if names else None
         try:
-            named = self._storage.read_text(pointer).strip()
+            named = self._storage.read_text(pointer, MAX_POINTER_NBYTES).strip()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{pointer} must name a checkpoint, but cannot be read: {error}.") from error
         if named not in names:

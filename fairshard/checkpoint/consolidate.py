@@ -18,7 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fairshard.checkpoint.contents import checkpoint_folder, files_of, model_keys, whole_entry
+from fairshard.checkpoint.contents import (
+    checkpoint_folder,
+    file_state,
+    files_of,
+    model_keys,
+    nbytes_by_file,
+    whole_entry,
+)
 from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
 from fairshard.checkpoint.output import NewOutput, mapped_like
 from fairshard.checkpoint.reader import METADATA, CheckpointReader, SafePlanner, first_line
@@ -45,16 +52,18 @@ class Consolidated:
     files: tuple[Path, ...]
 
 
-def consolidate_torch(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
+def consolidate_torch(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], allow_unverified: bool = False
+) -> Consolidated:
     """Write the model's weights as a dict that ``torch.load(out, weights_only=True)`` reads, with or without ``mmap``.
 
-    Tied weights appear under every name and share memory.
+    Tied weights appear under every name and share memory. ``allow_unverified``: see `fairshard.checkpoint.load`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written.
     """
     new = NewOutput(out)
-    weights = _Weights(checkpoint)
+    weights = _Weights(checkpoint, allow_unverified)
     with new:
         values = weights.read(new.work, weights.names)
         values |= {name: values[first] for name, first in weights.aliases.items()}
@@ -68,6 +77,7 @@ def consolidate_safetensors(
     out: str | os.PathLike[str],
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
+    allow_unverified: bool = False,
 ) -> Consolidated:
     """Write the model's weights as a folder that transformers reads.
 
@@ -79,12 +89,12 @@ def consolidate_safetensors(
         CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written, or
             ``config`` has no ``config.json``.
     """
-    if config is not None and not (Path(config) / CONFIG).is_file():
+    if config is not None and not os.path.isfile(Path(config) / CONFIG):
         raise CheckpointError(f"The folder of the config must have a {CONFIG}, but {config} has none.")
     if importlib.util.find_spec("safetensors") is None:
         raise CheckpointError("safetensors must be installed. Run: pip install 'fairshard[hf]'")
     new = NewOutput(out)
-    weights = _Weights(checkpoint)
+    weights = _Weights(checkpoint, allow_unverified)
     with new:
         shards = _shards(weights, max_shard_nbytes)
         for file, names in shards.items():
@@ -106,23 +116,27 @@ class _Weights:
     With a manifest, the files that hold these tensors are verified first.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+    def __init__(self, checkpoint: str | os.PathLike[str], allow_unverified: bool) -> None:
         folder = checkpoint_folder(checkpoint)
         storage = storage_of(folder)
         manifest = read_manifest(storage, folder)
         if manifest is not None and METADATA in manifest.files:
             verify_file(storage, folder, METADATA, manifest.files[METADATA])
         self._reader = CheckpointReader(folder)
+        self._reader.manifest = manifest
         self._metadata = self._reader.read_metadata()
+        self._reader.check_vouched(allow_unverified)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._key = model_keys(self._metadata)
         if not self._key:
             raise CheckpointError(
                 f"A checkpoint must hold a model to consolidate it, but {folder} has no tensors of one."
             )
-        if manifest is not None:
-            for name in sorted(files_of(self._metadata, set(self._key.values())) & manifest.files.keys()):
-                verify_file(storage, folder, name, manifest.files[name])
+        needed = nbytes_by_file(self._metadata)
+        for name in sorted(files_of(self._metadata, set(self._key.values()))):
+            problem = file_state(storage, folder, name, manifest, needed[name]).problem
+            if problem is not None:
+                raise CheckpointError(problem)
         self._like = {name: self._empty_like(folder, key) for name, key in self._key.items()}
         self.aliases = self._checked_aliases(folder, manifest)
         self.names = [name for name in self._key if name not in self.aliases]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -11,14 +12,19 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fairshard.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
+from fairshard.checkpoint.metadata_pickle import is_marked
 from fairshard.checkpoint.reader import METADATA, CheckpointReader
 from fairshard.checkpoint.storage import MANIFEST, Storage, storage_of
 from fairshard.errors import CheckpointError
 
 LATEST = "latest"
+MAX_POINTER_NBYTES = 4096
 OK, CHANGED, MISSING, UNKNOWN = "ok", "changed", "missing", "unknown"
 
 _OPTIMIZER = {"optim", "optimizer"}
+_MAX_DIGITS = 20
+_MAX_PACKED = 64  # bytes of a tensor in one byte of a file: subclasses of tensors pack theirs, to a bit at best
+_SAVED = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _BESIDE_MODEL = [["scheduler"], ["scaler"], ["rank"], ["extra"]]
 
 
@@ -91,15 +97,38 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
             f"folder, but {folder} has neither."
         )
     try:
-        name = storage.read_text(pointer).strip()
+        name = storage.read_text(pointer, MAX_POINTER_NBYTES).strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{pointer} must name a folder, but cannot be read: {error}.") from error
     found = storage.join(folder, name)
-    if not name or "/" in name or name in (".", "..") or not storage.exists(found):
+    if not name.isprintable() or "/" in name or name in ("", ".", "..") or not storage.exists(found):
         raise CheckpointError(
-            f"{pointer} must name a folder beside it, but says {name!r}. Name a step folder yourself."
+            f"{pointer} must name a folder beside it, but says {name!r:.80}. Name a step folder yourself."
         )
     return found
+
+
+def check_ours(storage: Storage, folder: str) -> None:
+    """Check that ``folder`` holds a checkpoint of fairshard and nothing else, so that it may be replaced or removed.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        names = set(storage.names(folder))
+        manifest = read_manifest(storage, folder)
+        if manifest is None and not is_marked(CheckpointReader(folder).read_metadata()):
+            raise CheckpointError(f"it has no {MANIFEST}")
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(
+            f"Only a checkpoint of fairshard may be replaced or removed, but {folder} is not one: {error}. Move it."
+        ) from error
+    files = {name for name in names if _SAVED.fullmatch(name)} if manifest is None else manifest.files.keys()
+    others = names - files - {MANIFEST}
+    if others:
+        raise CheckpointError(
+            f"Only what fairshard wrote may be replaced or removed, but {folder} also has {min(others)}. Move it."
+        )
 
 
 def model_keys(metadata: Metadata) -> dict[str, str]:
@@ -132,16 +161,20 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     folder = checkpoint_folder(path)
     storage = storage_of(folder)
     manifest = read_manifest(storage, folder)
+    lost: tuple[FileState, ...] = ()
     first = file_state(storage, folder, METADATA, manifest)
     if first.state in (CHANGED, MISSING) and manifest is not None:
         others = [file_state(storage, folder, name, manifest) for name in sorted(manifest.files) if name != METADATA]
         return Contents(folder, manifest, (), (), (first, *others))
     metadata = CheckpointReader(folder).read_metadata()
+    if manifest is None and is_marked(metadata):
+        problem = f"A checkpoint of fairshard must have its {MANIFEST}, but {folder} has none: nothing is verified."
+        lost = (FileState(MANIFEST, 0, MISSING, problem),)
     tensors, objects = _entries(folder, metadata, manifest)
-    needed = _nbytes_by_file(metadata)
+    needed = nbytes_by_file(metadata)
     names = sorted(needed.keys() | (manifest.files.keys() if manifest else set()) - {METADATA})
     files = (file_state(storage, folder, name, manifest, needed.get(name, 0)) for name in names)
-    return Contents(folder, manifest, tensors, objects, (first, *files))
+    return Contents(folder, manifest, tensors, objects, (first, *lost, *files))
 
 
 def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
@@ -175,12 +208,17 @@ def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetad
         missing = [chunk for chunk in entry.chunks if MetadataIndex(key, chunk.offsets) not in places]
         if numel < prod(entry.size) or missing or not entry.chunks:
             raise ValueError("pieces of it are missing")
+        for chunk in entry.chunks:
+            place = places[MetadataIndex(key, chunk.offsets)]
+            nbytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if nbytes > _MAX_PACKED * place.length and not place.transform_descriptors:
+                raise ValueError(f"{nbytes:,} bytes of it cannot be in {place.length:,} bytes of {place.relative_path}")
         if any(size < 0 for size in entry.size):
             raise ValueError(f"its shape is {tuple(entry.size)}")
     except Exception as error:  # damaged metadata can hold anything
         path = Storage.join(folder, METADATA)
         raise CheckpointError(
-            f"{path} must say where all of `{key}` is, but is damaged: {error}. Use another checkpoint."
+            f"{path} must say where all of `{key:.200}` is, but is damaged: {error}. Use another checkpoint."
         ) from error
     return entry
 
@@ -233,10 +271,11 @@ def _entries(
 
 def _in_order_of_numbers(key: str) -> list[tuple[int, int, str]]:
     """Sort key that puts ``layers.10`` after ``layers.9``."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in key.split(".")]
+    parts = key.split(".")
+    return [(0, int(part), "") if part.isdecimal() and len(part) < _MAX_DIGITS else (1, 0, part) for part in parts]
 
 
-def _nbytes_by_file(metadata: Metadata) -> dict[str, int]:
+def nbytes_by_file(metadata: Metadata) -> dict[str, int]:
     """End of the last entry in each file, in bytes."""
     ends: dict[str, int] = {}
     for name, end in _ends(metadata.storage_data):

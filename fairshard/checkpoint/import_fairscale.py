@@ -9,18 +9,17 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-import zipfile
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 
 from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
 from fairshard.checkpoint.output import NewOutput, mapped_like
+from fairshard.checkpoint.plain_objects import read_object_file
 from fairshard.checkpoint.reader import first_line
 from fairshard.checkpoint.storage import MANIFEST, LocalStorage
+from fairshard.checkpoint.writer import MarkedWriter
 from fairshard.errors import CheckpointError
 from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, tied, whole_values
 
@@ -40,6 +39,17 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
     if not shards:
         raise ValueError("`shards` must have one file per rank, but is empty.")
     new = NewOutput(out)
+    try:
+        return _import(shards, new)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # damaged shards can raise anything
+        raise CheckpointError(
+            f"The shards of {os.fspath(shards[0])} must fit together, but do not: {first_line(error)}"
+        ) from error
+
+
+def _import(shards: Sequence[str | os.PathLike[str]], new: NewOutput) -> Manifest:
     files = in_order_of_ranks([_read_shard(os.fspath(path)) for path in shards])
     with new:
         values = whole_values(files, lambda like: mapped_like(new.work, like))
@@ -47,7 +57,7 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
         model = {**values, **{name: values[first] for name, first in aliases.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            _save_alone({"model": model}, FileSystemWriter(new.work))
+            _save_alone({"model": model}, MarkedWriter(new.work))
         storage = LocalStorage()
         entries = {file.name: FileEntry(file.stat().st_size, crc_of(storage, str(file))) for file in new.work.iterdir()}
         manifest = Manifest(step=None, world_size=len(files), files=entries, aliases=aliases)
@@ -56,7 +66,7 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
     return manifest
 
 
-def _save_alone(tree: dict[str, Any], writer: FileSystemWriter) -> None:
+def _save_alone(tree: dict[str, Any], writer: MarkedWriter) -> None:
     """Write ``tree`` from this process, also while it is a rank of a group."""
     if "no_dist" in inspect.signature(save).parameters:
         save(tree, storage_writer=writer, no_dist=True)
@@ -67,8 +77,7 @@ def _save_alone(tree: dict[str, Any], writer: FileSystemWriter) -> None:
 
 def _read_shard(path: str) -> Shard:
     try:
-        # memory-mapped if the format allows it, so that shards need no memory of their own
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = read_object_file(path)  # memory-mapped (but for old formats), so that shards need no memory
     except Exception as error:  # damaged files can raise anything
         raise CheckpointError(
             f"{path} must be a shard that fairscale saved, but cannot be read as data: {first_line(error)} It is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,8 @@ from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, 
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys
 from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
 from fairshard.checkpoint.manifest import Manifest, check_size, read_manifest, verify_file
-from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
-from fairshard.checkpoint.storage import storage_of
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
+from fairshard.checkpoint.storage import MANIFEST, storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
 from fairshard.errors import CheckpointError
 from fairshard.settings.state_dicts import StateDictType
@@ -40,6 +41,7 @@ def load(
     extra: dict[str, Any] | Stateful | None = None,
     *,
     verify: str = "reading",
+    allow_unverified: bool = False,
 ) -> int | None:
     """Load a checkpoint saved by any number of ranks with any wrapping; returns its step. **Collective.**
 
@@ -50,29 +52,68 @@ def load(
     Nothing changes until all ranks have read everything, every file has been compared with its checksum, and
     everything fits. ``verify="reading"`` sums bytes as they are read, in one pass; ``verify="before"`` reads all files
     once for their checksums, and only then a second time for their values, so that no damaged byte is ever interpreted.
+    A checkpoint of fairshard without its manifest, which has the checksums, is refused unless ``allow_unverified``; one
+    of plain torch never has a manifest, and is loaded with a warning.
 
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of a different model.
         ValueError: on every rank, if the optimizer's state or groups do not fit; ``verify`` is neither of the two.
     """
-    if verify not in VERIFY:
-        raise ValueError(f"`verify` must be one of {', '.join(VERIFY)}, but is {verify!r}.")
-    group = idle_group()
     training = Training(model, optimizer, scheduler, scaler, extra)
+    return load_training(folder, training, Trust(verify, allow_unverified))
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a load demands of a checkpoint: see `load`; and to be of ``step``, by its manifest.
+
+    Raises:
+        ValueError: ``verify`` is unknown.
+    """
+
+    verify: str = VERIFY[0]
+    allow_unverified: bool = False
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ValueError(f"`verify` must be one of {', '.join(VERIFY)}, but is {self.verify!r}.")
+
+    def check(self, reader: CheckpointReader, folder: str, rank: int) -> None:
+        """Check the manifest and the metadata that ``reader`` has read; only rank 0 warns.
+
+        Raises:
+            CheckpointError: they do not vouch for all files, or are of another step.
+        """
+        reader.check_vouched(self.allow_unverified, warns=rank == 0)
+        found = None if reader.manifest is None else reader.manifest.step
+        if self.step is not None and found != self.step:
+            raise CheckpointError(
+                f"{folder} must be the checkpoint of step {self.step}, but its {MANIFEST} says "
+                f"{'no step' if found is None else f'step {found}'}: the folder was renamed. Give it the name of its "
+                "step."
+            )
+
+
+def load_training(folder: str | os.PathLike[str], training: Training, trust: Trust) -> int | None:
+    """`load` into ``training``. **Collective.**"""
+    group = idle_group()
     path: str = on_all_ranks(group, lambda: checkpoint_folder(folder))[0]
     loading = Loading(path, training, group)
-    loading.check_files(verify == "before")
+    loading.check_files(trust)
     loading.read()
     return loading.apply()
 
 
-def load_optimizer(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> None:
+def load_optimizer(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *, allow_unverified: bool = False
+) -> None:
     """Load ``optimizer``, which steps ``model``, from a checkpoint of an optimizer alone. **Collective.**
 
     ``folder`` was written by ``torch.distributed.checkpoint`` with the result of ``FSDP.optim_state_dict``, sharded or
     whole, under any key. torch's own ``load`` reads only what a new optimizer already has: no state. Here a new
     optimizer gets all state; the state of one that was saved before its first step is empty. Each rank reads the
-    pieces that overlap its shards.
+    pieces that overlap its shards. ``allow_unverified``: see `load`.
 
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged, or it holds no optimizer of this model.
@@ -87,7 +128,10 @@ def load_optimizer(folder: str | os.PathLike[str], model: nn.Module, optimizer: 
 
     def make_room() -> None:
         nonlocal target
+        reader.manifest = read_manifest(storage_of(path), path)
+        reader.sums_while_reading = True
         metadata = reader.read_metadata()
+        Trust(allow_unverified=allow_unverified).check(reader, path, rank_in(group))
         target = OptimizerTarget.of(path, metadata, metadata.state_dict_metadata, params, _held_by(optimizer))
 
     def make_state() -> None:
@@ -139,14 +183,15 @@ class Loading:
         self._own_key: str | None = None
         self._is_same_number = False
 
-    def check_files(self, reads_all: bool) -> None:
-        """Read the manifest and the metadata, and check sizes; with ``reads_all`` checksums too.
+    def check_files(self, trust: Trust) -> None:
+        """Read the manifest and the metadata, and check sizes; if they are verified before, checksums too.
 
         Each rank checks a part of the files.
         """
-        on_all_ranks(self._group, lambda: self._check_own_part(reads_all))
+        on_all_ranks(self._group, lambda: self._check_own_part(trust))
 
-    def _check_own_part(self, reads_all: bool) -> None:
+    def _check_own_part(self, trust: Trust) -> None:
+        reads_all = trust.verify == "before"
         storage = storage_of(self._folder)
         self._manifest = self._reader.manifest = read_manifest(storage, self._folder)
         self._reader.sums_while_reading = not reads_all
@@ -154,7 +199,7 @@ class Loading:
         check = verify_file if reads_all else check_size
         for name in sorted(files)[self._rank :: self._num_ranks]:
             check(storage, self._folder, name, files[name])
-        self._reader.read_metadata()
+        trust.check(self._reader, self._folder, self._rank)
 
     def trust_files(self, manifest: Manifest, reads_all: bool) -> None:
         """Read the metadata of a checkpoint that the reader collects; with ``reads_all`` it has summed the files."""
@@ -174,13 +219,30 @@ class Loading:
         params = OptimParams(model)
         on_all_ranks(self._group, lambda: self._make_room(state, params))
         _read(self._values, self._reader, self._group)
-        on_all_ranks(self._group, self._check_extra)
+        on_all_ranks(self._group, self._check_own)
         if optimizer is not None:
             on_all_ranks(self._group, lambda: self._make_optimizer_state(params, optimizer))
 
-    def _check_extra(self) -> None:
-        saved = None if self._own_key is None else self._values[self._own_key][0]["extra"]
-        if isinstance(self._training.extra, Stateful) and saved is None:
+    def _check_own(self) -> None:
+        """Check the rank's own values, so that `apply` cannot fail in the middle."""
+        extra = None
+        if self._own_key is not None:
+            try:
+                saved = self._values[self._own_key][0]
+                extra = saved["extra"]
+                if self._is_same_number:
+                    rng.check(saved["rng"])
+                    entries = model_entries(self._training.model)
+                    if any(entries[name].shape != value.shape for name, value in saved["values"].items()):
+                        raise ValueError("a value has another shape than the model's")
+                if isinstance(self._training.extra, dict):
+                    dict(extra or {})
+            except Exception as error:  # damaged values can raise anything
+                raise CheckpointError(
+                    f"{self._folder} must hold what a rank saved as `{self._own_key}`, but does not: "
+                    f"{type(error).__name__}: {first_line(error)} It is damaged. Use another checkpoint."
+                ) from error
+        if isinstance(self._training.extra, Stateful) and extra is None:
             raise CheckpointError(
                 f"{self._folder} must hold an `extra` to load one, but was saved without one. Leave `extra` out."
             )
@@ -217,7 +279,13 @@ class Loading:
     def _make_optimizer_state(self, params: OptimParams, optimizer: Optimizer) -> None:
         assert self._optimizer is not None
         saved = self._optimizer.state_dict(self._values)
-        self._made = _made_for(optimizer, self._training.model, params, saved)
+        try:
+            self._made = _made_for(optimizer, self._training.model, params, saved)
+        except (KeyError, IndexError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._folder} must hold the state of an optimizer, but what it holds has no {first_line(error)} It "
+                "is damaged. Use another checkpoint."
+            ) from error
 
     def apply(self) -> int | None:
         """Apply the values read to all objects; returns the step."""

@@ -8,7 +8,6 @@ and its inference mode are those with which the targets were made.
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections import deque
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor
 
 from fairshard.checkpoint.crc import join_crcs
+from fairshard.checkpoint.plain_objects import read_object
+from fairshard.checkpoint.storage import open_regular
 from fairshard.checkpoint.stored_tensor import HEAD_NBYTES, StoredTensor, find_tensor
 
 _BLOCK_NBYTES = 1 << 19
@@ -70,8 +71,8 @@ def read_entries(path: str, nbytes: int, entries: Sequence[Entry], sums: bool) -
     """
     ordered = sorted(entries, key=lambda entry: entry.start)
     parts: list[Entry] = list(_all_parts(ordered, nbytes)) if sums else ordered
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with open_regular(path) as file:
+        descriptor = file.fileno()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         num_threads = _num_threads()
@@ -81,8 +82,6 @@ def read_entries(path: str, nbytes: int, entries: Sequence[Entry], sums: bool) -
                 crcs.append((crc, part.nbytes))
                 if tensor is not None:
                     _spread(tensor, part)
-    finally:
-        os.close(descriptor)
     return join_crcs(crcs) if sums else None
 
 
@@ -186,7 +185,9 @@ def _read_tensor(run: _Run, entry: Entry) -> Tensor | None:
     stored = find_tensor(head)
     if stored is None or stored.start + stored.nbytes > entry.nbytes:
         data = head + run.take(entry.nbytes - len(head))
-        loaded: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = read_object(data)
+        if not isinstance(loaded, Tensor):
+            raise ValueError(f"it is {type(loaded).__name__}, not a tensor")
         return loaded
     tensor = _memory_for(entry.cuts, stored)
     memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -222,11 +223,20 @@ def _spread(tensor: Tensor, entry: Entry) -> None:
     """
     try:
         for cut in entry.cuts:
-            part = tensor
-            for dim, (start, size) in enumerate(zip(cut.starts, cut.sizes, strict=True)):
-                part = part.narrow(dim, start, size)
-            if part.shape != cut.target.shape:
-                raise ValueError(f"it has the shape {tuple(tensor.shape)}, which is not the one that was saved")
-            cut.target.copy_(part)
+            cut.target.copy_(part_of(tensor, cut))
     except Exception as error:  # damaged bytes can be anything
         raise EntryError(entry.name) from error
+
+
+def part_of(tensor: Tensor, cut: Cut) -> Tensor:
+    """The part of a saved tensor that a cut wants.
+
+    Raises:
+        ValueError: the tensor has not the shape that was saved.
+    """
+    part = tensor
+    for dim, (start, size) in enumerate(zip(cut.starts, cut.sizes, strict=True)):
+        part = part.narrow(dim, start, size)
+    if part.shape != cut.target.shape:
+        raise ValueError(f"it has the shape {tuple(tensor.shape)}, which is not the one that was saved")
+    return part

@@ -17,7 +17,11 @@ import fairshard
 from fairshard.checkpoint.storage import MANIFEST, Storage
 from fairshard.errors import CheckpointError
 
+MAX_MANIFEST_NBYTES = 1 << 23
+"""Enough for the files of 50,000 ranks."""
+
 _FORMAT = 1
+_MAX_BRACKETS = 10_000
 _BLOCK_NBYTES = 1 << 22
 
 
@@ -47,7 +51,7 @@ class Manifest:
         return json.dumps({**entries, "crc32": _crc_of_entries(entries)}, indent=1, sort_keys=True) + "\n"
 
 
-def read_manifest(storage: Storage, folder: str) -> Manifest | None:
+def read_manifest(storage: Storage, folder: str, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manifest | None:
     """The manifest of a checkpoint; None if it has no manifest.
 
     Raises:
@@ -57,11 +61,13 @@ def read_manifest(storage: Storage, folder: str) -> Manifest | None:
     if not storage.exists(path):
         return None
     try:
-        text = storage.read_text(path)
+        text = storage.read_text(path, max_nbytes)
+        if text.count("[") + text.count("{") > _MAX_BRACKETS + text.count('"'):
+            raise ValueError("it has other brackets than those of its files")
         return _parse(json.loads(text))
     except OSError as error:
         raise CheckpointError(f"The manifest must be readable, but {path} is not: {error}.") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"The manifest must be what fairshard wrote, but {path} is damaged: {error}. Use another checkpoint; to "
             f"read the tensors anyway, unchecked, remove {MANIFEST}."

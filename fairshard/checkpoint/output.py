@@ -46,7 +46,7 @@ class NewOutput:
     def _check(self) -> None:
         if os.path.lexists(self.out):
             raise CheckpointError(f"{self.out} exists, and is never overwritten. Pass a new name, or remove it.")
-        if not self.out.parent.is_dir():
+        if not os.path.isdir(self.out.parent):
             raise CheckpointError(f"The parent of {self.out} must be a folder, but is not one. Create it.")
 
     def __enter__(self) -> NewOutput:

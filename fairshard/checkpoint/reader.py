@@ -2,103 +2,46 @@
 
 A checkpoint is data. But its ``.metadata`` is a pickle, which torch reads with ``pickle.load``, and its object
 entries are pickles, which torch's planner reads with ``weights_only=False``: anyone who can write to the folder can
-run code in every rank (measured with torch 2.13). Here the metadata go through an unpickler that allows only the
-classes of such metadata, and object entries through ``weights_only=True``, as tensors always do.
+run code in every rank (measured with torch 2.13). Here both go through ``plain_pickle.py``, which runs nothing, and
+neither overflows the stack nor fills memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import pathlib
-import pickle
+import warnings
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import IO, Any
 
-import torch
-from torch.distributed.checkpoint import metadata
+from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from fairshard.checkpoint.local_file import Cut, Entry, EntryError, can_read, read_entries
+from fairshard.checkpoint.local_file import Cut, Entry, EntryError, can_read, part_of, read_entries
 from fairshard.checkpoint.manifest import Manifest, check_crc, verify_file
-from fairshard.checkpoint.storage import is_remote, storage_of
+from fairshard.checkpoint.metadata_pickle import is_marked, read_metadata
+from fairshard.checkpoint.pickle_limits import LIMITS, Limits
+from fairshard.checkpoint.plain_objects import read_object
+from fairshard.checkpoint.storage import MANIFEST, is_remote, open_regular, read_at_most, storage_of
 from fairshard.errors import CheckpointError
 
 METADATA = ".metadata"
+MAX_METADATA_NBYTES = 1 << 30
 
-_METADATA_CLASSES = (
-    metadata.Metadata,
-    metadata.TensorStorageMetadata,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.TensorProperties,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata._MEM_FORMAT_ENCODING,
-    _StorageInfo,
-    torch.Size,
-    OrderedDict,
-    pathlib.PosixPath,
-    pathlib.PurePosixPath,
-)
-_ALLOWED: dict[tuple[str, str], Any] = {(cls.__module__, cls.__qualname__): cls for cls in _METADATA_CLASSES}
-# Not torch's own function, because a pickle can also set attributes of functions.
-_ALLOWED["torch.serialization", "_get_layout"] = {
-    str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)
-}.__getitem__
-_ALLOWED["pathlib", "PosixPath"] = pathlib.PosixPath
-_ALLOWED["pathlib._local", "PosixPath"] = pathlib.PosixPath
-_ALLOWED["torch._C", "Size"] = torch.Size
-_ALLOWED.update({("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)})
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """The class ``module.name``, if metadata may contain it.
-
-        Raises:
-            UnpicklingError: metadata never contain it.
-        """
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata never contain") from None
-
-    def load(self) -> Any:
-        """Unpickle the metadata.
-
-        Raises:
-            UnpicklingError: the pickle names a class that metadata never contain, or sets attributes of a class, which
-                would affect every later load.
-        """
-        named = [*_METADATA_CLASSES, *metadata._MEM_FORMAT_ENCODING]
-        before = [dict(vars(each)) for each in named]
-        try:
-            return super().load()
-        finally:
-            changed = [_restore(each, attributes) for each, attributes in zip(named, before, strict=True)]
-            if any(changed):
-                raise pickle.UnpicklingError("it changes the classes of metadata")
-
-
-def _restore(named: Any, attributes: dict[str, Any]) -> bool:
-    """Restore the attributes of a class or enum member; returns whether any had changed."""
-    found = dict(vars(named))
-    added = found.keys() - attributes.keys()
-    for name in added:
-        delattr(named, name)
-    changed = [name for name, value in attributes.items() if found.get(name) is not value]
-    for name in changed:
-        setattr(named, name, attributes[name])
-    return bool(added or changed)
+_MAX_OBJECT_GROWTH = 64
+_MAX_LINE = 400  # characters: a damaged file can have a name of any length
+_MAX_EXTRA_NBYTES = 1 << 24
 
 
 class CheckpointReader(FileSystemReader):
@@ -106,19 +49,25 @@ class CheckpointReader(FileSystemReader):
 
     Local files are read once, straight into the tensors that want them. ``manifest``, if set before the first read,
     vouches for the files. With ``sums_while_reading`` each of its files is compared with its checksum in `read_data`,
-    by the rank that reads most of it; without it, the caller has verified them.
+    by the rank that reads most of it; without it, the caller has verified them. ``limits`` are those of metadata.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self, path: str, limits: Limits = LIMITS, max_metadata_nbytes: int = MAX_METADATA_NBYTES
+    ) -> None:
+        self._storage = storage_of(path)  # first: it says which package a protocol needs
         super().__init__(path if not is_remote(path) else ".")
         self._reads_in_place = not is_remote(path) and hasattr(os, "preadv")
         if is_remote(path):
             self.fs: Any = FsspecFileSystem()
             self.path = self.fs.init_path(path)
+        else:
+            self.fs = _RegularFiles()
         self.manifest: Manifest | None = None
         self.sums_while_reading = False
         self._folder = path
-        self._storage = storage_of(path)
+        self._limits = limits
+        self._max_metadata_nbytes = max_metadata_nbytes
         self._known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
@@ -133,19 +82,48 @@ class CheckpointReader(FileSystemReader):
                 raise CheckpointError(f"A checkpoint must have a {METADATA}, but there is no {path}.")
             try:
                 with self.fs.create_stream(path, "rb") as file:
-                    data = file.read()
+                    data = read_at_most(file, self._max_metadata_nbytes)
                 vouched = None if self.manifest is None else self.manifest.files.get(METADATA)
                 if vouched is not None:
                     check_crc(path, zlib.crc32(data), vouched)
-                self._known = _checked(_MetadataUnpickler(io.BytesIO(data)).load())
+                self._known = read_metadata(data, self._limits)
             except CheckpointError:
                 raise
             except Exception as error:  # damaged pickles can raise anything
                 raise CheckpointError(
-                    f"{path} must be metadata of a checkpoint, but is not: {error}. It is damaged, or made to run "
-                    "code. Use another checkpoint."
+                    f"{path} must be metadata of a checkpoint, but is not: {first_line(error)} It is damaged, or "
+                    "made to run code or to fill memory. Use another checkpoint."
                 ) from error
         return self._known
+
+    def check_vouched(self, allow_unverified: bool, warns: bool = True) -> None:
+        """Check that the manifest vouches for all files; without a manifest, that none is missing.
+
+        Checkpoints of plain torch have none, nor any mark of ours: they are read with a warning, if this process
+        ``warns``.
+
+        Raises:
+            CheckpointError: a file is not in the manifest; or the metadata are marked as ours, but the manifest is
+                missing, unless ``allow_unverified``.
+        """
+        known = self.read_metadata()
+        if self.manifest is None:
+            if is_marked(known) and not allow_unverified:
+                raise CheckpointError(
+                    f"{self._folder} must have the {MANIFEST} that it was saved with, but it is missing, so nothing "
+                    "shows whether the files are whole. Use another checkpoint; to read this one unchecked, pass "
+                    "allow_unverified=True."
+                )
+            if warns:
+                text = f"{self._folder} has no {MANIFEST}: its files are not compared with checksums."
+                warnings.warn(text, stacklevel=2)
+            return
+        unknown = {place.relative_path for place in known.storage_data.values()} - self.manifest.files.keys()
+        if unknown:
+            raise CheckpointError(
+                f"The manifest must list all files, but {self._folder}/{MANIFEST} does not list {min(unknown)}: it "
+                "belongs to another checkpoint. Use another checkpoint."
+            )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Give each file of the manifest to the rank that reads most of it, which compares it with its checksum."""
@@ -188,7 +166,7 @@ class CheckpointReader(FileSystemReader):
                 path = self.fs.concat_path(self.path, name)
                 if isinstance(error, OSError):
                     raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-                entry = self._unreadable(items, planner, error)
+                entry = error.name if isinstance(error, EntryError) else items[0].storage_index.fqn
                 cause = (isinstance(error, EntryError) and error.__cause__) or error
                 raise CheckpointError(
                     f"{path} must hold `{entry}`, but it cannot be read from there: {first_line(cause)}"
@@ -200,7 +178,7 @@ class CheckpointReader(FileSystemReader):
     def _read_file(self, name: str, items: list[ReadItem], planner: Any, sums: bool) -> None:
         places = [self.storage_data[item.storage_index] for item in items]
         has_transforms = any(getattr(place, "transform_descriptors", None) for place in places)
-        path = os.path.join(self.path, name)
+        path = str(self.fs.concat_path(self.path, name))
         entries: dict[MetadataIndex, Entry] = {}
         nbytes = 0
         if self._reads_in_place and not has_transforms:
@@ -210,7 +188,7 @@ class CheckpointReader(FileSystemReader):
                 assert self.manifest is not None
                 verify_file(self._storage, self._folder, name, self.manifest.files[name])
             if items:
-                super().read_data(LoadPlan(items), planner).wait()
+                self._read_each(path, items, planner)
             return
         crc = read_entries(path, nbytes, list(entries.values()), sums)
         if crc is not None:
@@ -220,6 +198,41 @@ class CheckpointReader(FileSystemReader):
             if item.type is LoadItemType.BYTE_IO:
                 _load_object(item, entries[item.storage_index], planner)
 
+    def _read_each(self, path: str, items: list[ReadItem], planner: Any) -> None:
+        """Read entries one by one: from a remote file, or with transforms, or where metadata are damaged."""
+        with self.fs.create_stream(path, "rb") as stream:
+            for item in items:
+                try:
+                    data = self._bytes_of(item, stream)
+                    if item.type is LoadItemType.BYTE_IO:
+                        planner.load_bytes(item, io.BytesIO(data))
+                    else:
+                        target = planner.resolve_tensor(item).detach()
+                        cut = Cut(target, item.storage_offsets, item.lengths)
+                        target.copy_(part_of(_tensor_in(data), cut))
+                        planner.commit_tensor(item, target)
+                except OSError:
+                    raise
+                except Exception as error:  # damaged bytes can raise anything
+                    raise EntryError(item.storage_index.fqn) from error
+
+    def _bytes_of(self, item: ReadItem, stream: IO[bytes]) -> bytes:
+        place = self.storage_data[item.storage_index]
+        stream.seek(place.offset)
+        found = bytearray()
+        while block := stream.read(min(_MAX_EXTRA_NBYTES, place.length - len(found))):
+            found += block
+        if len(found) < place.length:
+            raise OSError("the file ends too early")
+        if not place.transform_descriptors:
+            return bytes(found)
+        room = _MAX_OBJECT_GROWTH * place.length
+        entry = self._known.state_dict_metadata.get(item.storage_index.fqn) if self._known is not None else None
+        if isinstance(entry, TensorStorageMetadata):
+            room = prod(entry.size) * entry.properties.dtype.itemsize
+        opened = self.transforms.transform_load_stream(item, place.transform_descriptors, io.BytesIO(found))
+        return read_at_most(opened, room + _MAX_EXTRA_NBYTES)
+
     def _nbytes_read(self, plan: LoadPlan) -> Counter[str]:
         """Bytes that ``plan`` reads of each file."""
         places = {item.storage_index: self.storage_data.get(item.storage_index) for item in plan.items}
@@ -228,16 +241,15 @@ class CheckpointReader(FileSystemReader):
             nbytes[place.relative_path] += place.length
         return nbytes
 
-    def _unreadable(self, items: list[ReadItem], planner: Any, error: Exception) -> str:
-        """The first of ``items`` that cannot be read."""
-        if isinstance(error, EntryError):
-            return error.name
-        for item in items:
-            try:
-                super().read_data(LoadPlan([item]), planner).wait()
-            except Exception:  # the caller reports it
-                return item.storage_index.fqn
-        return items[0].storage_index.fqn
+
+class _RegularFiles(FileSystem):
+    """torch's local file system, except that it opens nothing that could block or never end."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file to read it."""
+        with open_regular(path) as stream:
+            yield stream  # type: ignore[misc]
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -283,8 +295,15 @@ def _load_object(item: ReadItem, entry: Entry, planner: Any) -> None:
 
 
 def load_object(file: IO[bytes]) -> Any:
-    """Read an object entry as data."""
-    return torch.load(file, map_location="cpu", weights_only=True)
+    """Read an object entry as data, see `read_object`."""
+    return read_object(file.read())
+
+
+def _tensor_in(data: bytes) -> Tensor:
+    found = read_object(data)
+    if not isinstance(found, Tensor):
+        raise ValueError(f"it is {type(found).__name__}, not a tensor")
+    return found
 
 
 def first_line(error: BaseException) -> str:
@@ -294,18 +313,4 @@ def first_line(error: BaseException) -> str:
     if text.startswith("Weights only load failed"):  # torch goes on to explain the unsafe way
         cause = next((line for line in lines[1:] if "GLOBAL" in line or "error:" in line), "torch refuses it")
         text = f"it holds more than data: {cause}"
-    return text.rstrip(".") + "."
-
-
-def _checked(found: Any) -> Metadata:
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise ValueError(f"it is {type(found).__name__}")
-    if not isinstance(found.storage_data, dict):
-        raise ValueError("it does not say where entries are")
-    for index, place in found.storage_data.items():
-        if not isinstance(index, metadata.MetadataIndex) or not isinstance(place, _StorageInfo):
-            raise ValueError("it does not say where entries are")
-        path = pathlib.PurePosixPath(place.relative_path)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"it points outside its folder, to {place.relative_path}")
-    return found
+    return text[:_MAX_LINE].rstrip(".") + "."

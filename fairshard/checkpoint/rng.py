@@ -10,6 +10,8 @@ import torch
 
 from fairshard.utils.device import accelerator_rng_state, set_accelerator_rng_state
 
+_NUM_KEYS = 624
+
 
 def state() -> dict[str, Any]:
     """State of all generators, as tensors and numbers."""
@@ -20,6 +22,22 @@ def state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
     }
+
+
+def check(saved: dict[str, Any]) -> None:
+    """Check that ``saved`` can be restored; the generators do not change.
+
+    Raises:
+        Exception: it cannot; of any kind.
+    """
+    kind, keys, position, *_ = saved["numpy"]
+    if kind != "MT19937" or keys.shape != (_NUM_KEYS,) or not 0 <= position <= _NUM_KEYS:
+        raise ValueError("the state of numpy's generator is damaged")  # numpy itself would read outside of the keys
+    current = state()
+    try:
+        restore(saved)
+    finally:
+        restore(current)
 
 
 def restore(saved: dict[str, Any]) -> None:

@@ -223,6 +223,7 @@ def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, repla
             )
     storage.replace_text(storage.join(work, MANIFEST), manifest.to_json())
     replace()
+    _check_free(folder)  # another process may have made it since
     storage.publish(work, folder)
 
 

@@ -7,8 +7,11 @@ atomic rename, so only the order of writes counts: a checkpoint is complete once
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,9 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs
 
+from fairshard.errors import CheckpointError
+
+_BLOCK_NBYTES = 1 << 18
 MANIFEST = "fairshard.json"
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files and folders."""
@@ -64,10 +70,14 @@ class Storage(ABC):
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with its contents; does nothing if ``path`` is missing."""
 
-    def read_text(self, path: str) -> str:
-        """Text of a small file."""
+    def read_text(self, path: str, max_nbytes: int = 4096) -> str:
+        """Text of a small file.
+
+        Raises:
+            ValueError: it has more than ``max_nbytes``, or is not a text.
+        """
         with self.open(path, "rb") as file:
-            return file.read().decode()
+            return read_at_most(file, max_nbytes).decode()
 
     @staticmethod
     def join(folder: str, name: str) -> str:
@@ -84,8 +94,8 @@ class LocalStorage(Storage):
     """Local and mounted folders."""
 
     def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """Open a file."""
-        return Path(path).open(mode)
+        """Open a file; to read it, it must be a regular one (`open_regular`)."""
+        return open_regular(path) if mode == "rb" else Path(path).open(mode)
 
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted."""
@@ -129,6 +139,8 @@ class LocalStorage(Storage):
 
     def replace_text(self, path: str, text: str) -> None:
         """Write a temporary file beside ``path``, sync it, rename it over ``path``."""
+        if os.path.islink(path) or os.path.isdir(path):
+            raise OSError(errno.EEXIST, "it is a link or a folder, which fairshard did not make", path)
         folder, name = os.path.split(path)
         beside = os.path.join(folder, f"{TEMPORARY}{name}-{os.getpid()}")
         try:
@@ -157,7 +169,13 @@ class RemoteStorage(Storage):
 
     def __init__(self, url: str) -> None:
         self._fs: Any
-        self._fs, _ = url_to_fs(url)
+        protocol = url.partition("://")[0]
+        try:
+            self._fs, _ = url_to_fs(url)
+        except ImportError as error:
+            raise CheckpointError(f"{protocol}:// needs a package that is not installed: {error}.") from error
+        except Exception as error:  # each protocol has its own
+            raise CheckpointError(f"{url} must be a URL that fsspec can open, but: {error}.") from error
 
     @contextlib.contextmanager
     def open(self, path: str, mode: str) -> Iterator[IO[bytes]]:
@@ -213,6 +231,49 @@ class RemoteStorage(Storage):
         """Remove a file or a folder."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(path, recursive=True)
+
+
+def read_at_most(file: IO[bytes], max_nbytes: int) -> bytes:
+    """All bytes of a file, block by block: ``file.read(n)`` allocates ``n`` bytes first.
+
+    Raises:
+        ValueError: there are more than ``max_nbytes``.
+    """
+    found = bytearray()
+    while block := file.read(min(_BLOCK_NBYTES, max_nbytes + 1 - len(found))):
+        found += block
+        if len(found) > max_nbytes:
+            raise ValueError(f"it has more than {max_nbytes:,} bytes")
+    return bytes(found)
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file to read it, unless it is a pipe, a device or the like, which could block or never end.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file on a disk.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_dev in _kernel_devices():
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@functools.cache
+def _kernel_devices() -> frozenset[int]:
+    """File systems whose files are made by the kernel while they are read."""
+    found = set()
+    for folder in ("/proc", "/sys"):
+        with contextlib.suppress(OSError):
+            found.add(os.stat(folder).st_dev)
+    return frozenset(found - {os.stat("/").st_dev})
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:

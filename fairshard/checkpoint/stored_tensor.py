@@ -11,16 +11,20 @@ A saved tensor is a zip archive whose records are stored as they are::
 
 from __future__ import annotations
 
-import io
-import pickle
 import struct
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from math import prod
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+
+from fairshard.checkpoint.metadata_pickle import size_of
+from fairshard.checkpoint.pickle_limits import Budget, Make, Names
+from fairshard.checkpoint.plain_pickle import read_pickle
+from fairshard.checkpoint.tensor_storages import STORAGES
 
 HEAD_NBYTES = 2048
 """The elements of a tensor begin before this byte of what was saved (at byte 704, in torch 2.13)."""
@@ -28,21 +32,6 @@ HEAD_NBYTES = 2048
 _HEADER = struct.Struct("<4s4xH16xHH")  # signature, compression, lengths of the name and of what follows it
 _SIGNATURE, _AFTER_DATA = b"PK\x03\x04", b"PK\x07\x08"
 _PICKLE, _ELEMENTS = b"archive/data.pkl", b"archive/data/0"
-_STORAGES = {
-    f"{name}Storage": getattr(torch, dtype)
-    for name, dtype in (
-        ("Float", "float32"),
-        ("Double", "float64"),
-        ("Half", "float16"),
-        ("BFloat16", "bfloat16"),
-        ("Byte", "uint8"),
-        ("Char", "int8"),
-        ("Short", "int16"),
-        ("Int", "int32"),
-        ("Long", "int64"),
-        ("Bool", "bool"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class StoredTensor:
 def find_tensor(head: bytes) -> StoredTensor | None:
     """The tensor of which ``head`` is the beginning; None if it is not one that is stored plainly.
 
-    Then ``torch.load`` must read it: a storage larger than the tensor, other strides, a subclass, another byte order, a
+    Then `read_object` must read it: a storage larger than the tensor, other strides, a subclass, another byte order, a
     later format.
     """
     start = _record(head, _ELEMENTS)
@@ -76,8 +65,8 @@ def find_tensor(head: bytes) -> StoredTensor | None:
     if start is None or described is None or b"little" not in head or sys.byteorder != "little":
         return None
     try:
-        found = _Unpickler(io.BytesIO(head[described:])).load()
-    except Exception:  # torch.load reports what is wrong with it
+        found = read_pickle(head, _NAMES, start=described).value
+    except UnpicklingError:  # the general reader reports what is wrong with it
         return None
     return StoredTensor(found.dtype, found.shape, start) if isinstance(found, _Described) else None
 
@@ -100,39 +89,33 @@ class _Described:
     shape: tuple[int, ...]
 
 
-def _described(
-    storage: tuple[torch.dtype, int], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
-) -> _Described:
+def _described(args: tuple[Any, ...], budget: Budget) -> _Described:
     """What a pickle says of a tensor.
 
     Raises:
-        ValueError: the tensor is not all of its storage, in order.
+        UnpicklingError: the tensor is not all of its storage, in order.
     """
-    dtype, numel = storage
+    (dtype, numel), offset, shape, strides, *_ = args
     expected, step = [], 1
-    for size in reversed(shape):
+    for size in reversed(size_of((shape,), budget)):
         expected.append(step)
         step *= size
-    if offset or step != numel or not numel or tuple(strides) != tuple(reversed(expected)):
-        raise ValueError("the storage is not the tensor")
-    return _Described(dtype, tuple(shape))
+    if offset or step != numel or not numel or strides != tuple(reversed(expected)):
+        raise UnpicklingError("the storage is not the tensor")
+    return _Described(dtype, shape)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads the pickle of one plain tensor; the pickle can name nothing else."""
+def _stored(pid: tuple[Any, ...], budget: Budget) -> tuple[torch.dtype, int]:
+    """A storage, as its dtype and its number of elements."""
+    _, dtype, key, _, numel = pid
+    if key != "0" or type(dtype) is not torch.dtype or type(numel) is not int or dtype not in _IN_PLACE:
+        raise UnpicklingError("not the one storage of a tensor")
+    return dtype, numel
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _described
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
 
-    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int]:
-        """A storage, as its dtype and its number of elements."""
-        _, dtype, key, _, numel = pid
-        if key != "0" or not isinstance(dtype, torch.dtype):
-            raise ValueError("not the one storage of a tensor")
-        return dtype, int(numel)
+_IN_PLACE = frozenset(STORAGES.values()) - {torch.complex64, torch.complex128, torch.qint8, torch.quint8, torch.qint32}
+_CALLS: dict[tuple[str, str], Make] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _described,
+    ("collections", "OrderedDict"): lambda args, budget: OrderedDict(),
+}
+_NAMES = Names("a plain tensor", STORAGES, _CALLS, stored=_stored)

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fairshard.checkpoint.manifest import FileEntry
+from fairshard.checkpoint.metadata_pickle import MARK
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.checkpoint.storage import is_remote
 
@@ -29,7 +31,17 @@ _MIN_WRITE_BACK_NBYTES = 1 << 24
 _CAN_LEAVE_CRC_OUT = len(inspect.signature(getattr(torch.serialization, "_save", print)).parameters) == 5
 
 
-class CheckpointWriter(FileSystemWriter):
+class MarkedWriter(FileSystemWriter):
+    """torch's writer, which also writes into the metadata that they belong to a folder with a manifest."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Origin of the checkpoint; plain torch reads it as its own."""
+        found = super().storage_meta() or StorageMeta()
+        found.modules = [*found.modules, MARK]
+        return found
+
+
+class CheckpointWriter(MarkedWriter):
     """torch's writer for ``num_ranks`` ranks; `files` has the files of this rank."""
 
     def __init__(self, folder: str, num_ranks: int) -> None:

@@ -34,8 +34,9 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 # Far more than anyone uses, and small enough that nothing overflows or takes hours to refuse.
 _AT_MOST = {
-    **dict.fromkeys(("steps", "eval_every", "save_every", "keep_last", "warmup", "trace", "resume_from", "lr_steps"), 10**9),
+    **dict.fromkeys(("steps", "lr_steps", "eval_every", "save_every", "keep_last", "warmup", "trace"), 10**9),
     **dict.fromkeys(("batch_size", "accumulate", "context", "dim", "heads", "memory_every"), 10**7),
+    "resume_from": 10**9,
     **{"layers": 10_000, "max_restarts": 10_000, "bucket_cap_mb": 10**6, "lr": 10**6, "weight_decay": 10**6},
 }
 _AT_LEAST_ZERO = (

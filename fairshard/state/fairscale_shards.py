@@ -118,7 +118,7 @@ def parse(source: str, found: Mapping[str, Any], strict: bool = True) -> Shard:
     """
     try:
         return _parse(source, found["shard_weights"], found["shard_metadata"], strict)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except Exception as error:  # damaged values can raise anything
         what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
             f'{source} must hold {{"shard_weights": local_state_dict(), "shard_metadata": local_metadata_dict()}} of '
@@ -158,6 +158,8 @@ def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any],
 def _parse_param(prefix: str, name: str, param: Mapping[str, Any]) -> BackingParam:
     names = tuple(_below(prefix, name) for name in param["names"])
     shapes = tuple(tuple(map(int, shape)) for shape in param["shapes"])
+    if any(size < 0 for shape in shapes for size in shape):
+        raise ValueError(f"a shape of `{_below(prefix, name)}` is negative")
     found = BackingParam(_below(prefix, name), names, shapes, int(param["padding"]))
     if len(names) != len(shapes) or found.numels != list(map(int, param["numels"])):
         raise ValueError(f"the names, shapes and sizes of `{found.key}` do not fit together")
@@ -258,9 +260,9 @@ def whole_values(shards: Sequence[Shard], allocate: Callable[[dict[str, Tensor]]
         for name, shape in zip(params[key].names, params[key].shapes, strict=True)
     }
     like |= {name: buffers[name] for name in buffers_of(shards)}
+    copies = {key: _copies(key, own) for key, own in holders.items()}  # before memory is taken for what shapes claim
     values = allocate(like)
-    for key, own in holders.items():
-        first, *others = _copies(key, own)
+    for key, (first, *others) in copies.items():
         for other in others:
             _check_agree(key, first, other)
         targets = [values[name].view(-1) for name in params[key].names]
