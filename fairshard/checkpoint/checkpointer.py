@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from fairshard.checkpoint.agreement import idle_group, occupy, on_all_ranks, rank_in
 from fairshard.checkpoint.claim import Claim
-from fairshard.checkpoint.contents import LATEST, MAX_POINTER_NBYTES, check_ours
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import Trust, load_training
 from fairshard.checkpoint.memory_copies import MemoryCopies
@@ -23,18 +22,12 @@ from fairshard.checkpoint.memory_folder import MEMORY_FOLDER
 from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
-from fairshard.checkpoint.step_names import STEP, check_step, step_name, step_of
-from fairshard.checkpoint.storage import MANIFEST, full_path, storage_of
+from fairshard.checkpoint.step_folders import StepFolders
+from fairshard.checkpoint.step_names import check_step, step_name, step_of
+from fairshard.checkpoint.storage import full_path
 from fairshard.errors import CheckpointError
 
 _log = logging.getLogger("fairshard")
-
-_REPLACED = ".replaced-"
-"""Prefix of a whole checkpoint that is being replaced by another of the same step."""
-_REMOVED = ".old-"
-"""Prefix of a checkpoint that is being removed, and may no longer be whole."""
-_LEFTOVER = re.compile(r"\.tmp-(step-\d{8,}-[0-9a-f]+|latest-\d+)|\.old-(\.replaced-)?step-\d{8,}")
-"""Names of what killed saves leave; other files in the root are not ours."""
 
 
 class Checkpointer:
@@ -89,12 +82,11 @@ class Checkpointer:
         self.async_save = async_save
         self.preemption: Preemption | None = None
         self._claim = Claim(self.root)
-        self._storage = storage_of(self.root)
+        self._folders = StepFolders(self.root, self._claim)
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._has_cleaned = False
-        self._kept: set[str] = set()
         folder = os.path.abspath(memory_folder)
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
@@ -211,7 +203,7 @@ class Checkpointer:
         self.wait()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        folder: str | None = on_all_ranks(group, lambda: self._newest() if rank_in(group) == 0 else None)[0]
+        folder: str | None = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]
         least = -1 if folder is None else step_of(folder)
         step = self._memory.load_newest(least, training, verify) if self._memory else None
         if step is None and folder is not None:
@@ -247,7 +239,7 @@ class Checkpointer:
         try:
             return load_training(folder, training, trust)
         except CheckpointError as error:
-            others = [f"{self.root}/{name}" for name in self._whole_names() if not folder.endswith(name)]
+            others = [f"{self.root}/{name}" for name in self._folders.whole_names() if not folder.endswith(name)]
             cure = f" Other checkpoints: {', '.join(others)}." if others else ""
             raise CheckpointError(f"{error}{cure}") from error
 
@@ -302,9 +294,11 @@ class Checkpointer:
     def _write(self, draft: Draft, group: ProcessGroup | None) -> None:
         folder = f"{self.root}/{step_name(draft.step or 0)}"
         try:
-            self._clean(group)
-            write(draft, folder, group, partial(self._set_aside, folder))
-            on_all_ranks(group, lambda: self._point(folder) if rank_in(group) == 0 else None)
+            if not self._has_cleaned:
+                self._has_cleaned = True
+                on_all_ranks(group, lambda: self._folders.remove_leftovers() if rank_in(group) == 0 else None)
+            write(draft, folder, group, partial(self._folders.set_aside, folder))
+            on_all_ranks(group, lambda: self._folders.point(folder, self.keep_last) if rank_in(group) == 0 else None)
         except CheckpointError as error:
             self._fail(error, group)
         except Exception as error:
@@ -317,96 +311,4 @@ class Checkpointer:
         if rank_in(group) == 0:
             _log.error("%s", failure)  # there may be no next call to raise it
             with contextlib.suppress(OSError):
-                self._resolve_replaced()
-
-    def _clean(self, group: Any) -> None:
-        """Remove the leftovers of killed saves."""
-        if not self._has_cleaned:
-            self._has_cleaned = True
-            on_all_ranks(group, lambda: self._remove_leftovers() if rank_in(group) == 0 else None)
-
-    def _remove_leftovers(self) -> None:
-        self._resolve_replaced()
-        for name in self._storage.names(self.root):
-            if _LEFTOVER.fullmatch(name):
-                self._storage.remove(f"{self.root}/{name}")
-
-    def _set_aside(self, folder: str) -> None:
-        """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves that step again."""
-        self._claim.check()
-        if not self._storage.is_free(folder):
-            check_ours(self._storage, folder)
-            name = folder.rpartition("/")[2]
-            self._storage.publish(folder, f"{self.root}/{_REPLACED}{name}")
-
-    def _resolve_replaced(self) -> None:
-        """Remove each checkpoint that was set aside if its replacement is whole; otherwise restore it.
-
-        *Invariant*: a step that is saved again always has a whole checkpoint, under one of the two names.
-        """
-        for name in self._storage.names(self.root):
-            step = name.removeprefix(_REPLACED)
-            if name != step and _STEP.fullmatch(step):
-                if self._is_whole(step) or not self._is_whole(name):
-                    self._discard(f"{self.root}/{name}")
-                else:
-                    self._storage.remove(f"{self.root}/{step}")
-                    self._storage.publish(f"{self.root}/{name}", f"{self.root}/{step}")
-
-    def _point(self, folder: str) -> None:
-        """Point ``latest`` at the newest checkpoint, which is durable now, and remove the oldest."""
-        name = folder.rpartition("/")[2]
-        pointer = f"{self.root}/{LATEST}"
-        try:
-            self._storage.replace_text(pointer, f"{name}\n")
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder} is saved, but {pointer} does not name it: {error.strerror}. Runs resume from "
-                "the previous one."
-            ) from error
-        self._resolve_replaced()
-        names = self._whole_names()
-        for old in names[: names.index(name) + 1][: -self.keep_last]:  # later ones belong to an abandoned run
-            self._discard(f"{self.root}/{old}")
-
-    def _discard(self, folder: str) -> None:
-        """Remove a checkpoint, unless it holds what fairshard did not write."""
-        try:
-            check_ours(self._storage, folder)
-        except CheckpointError as error:
-            if folder not in self._kept:
-                _log.warning("%s is kept: %s", folder, error)
-            self._kept.add(folder)
-            return
-        self._storage.discard(folder, f"{self.root}/{_REMOVED}{folder.rpartition('/')[2]}")
-
-    def _newest(self) -> str | None:
-        """The folder that ``latest`` names; without ``latest`` (a crash in the first save), the newest whole one.
-
-        Raises:
-            CheckpointError: ``latest`` is damaged, or the checkpoint that it names is not whole.
-        """
-        if self._claim.other() is None:
-            with contextlib.suppress(OSError):  # the folder may be read-only
-                self._resolve_replaced()
-        names = self._whole_names()
-        pointer = f"{self.root}/{LATEST}"
-        if not self._storage.exists(pointer):
-            return f"{self.root}/{names[-1]}" if names else None
-        try:
-            named = self._storage.read_text(pointer, MAX_POINTER_NBYTES).strip()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{pointer} must name a checkpoint, but cannot be read: {error}.") from error
-        if named not in names:
-            problem = f"{self.root}/{named}/{MANIFEST} is missing" if STEP.fullmatch(named) else "it is damaged"
-            cure = f"Write one of {', '.join(names)} into it" if names else "No whole checkpoint is left"
-            raise CheckpointError(f"{pointer} must name a whole checkpoint, but says {named!r}, and {problem}. {cure}.")
-        return f"{self.root}/{named}"
-
-    def _whole_names(self) -> list[str]:
-        """Names of the step folders with a manifest, oldest first."""
-        steps = [name for name in self._storage.names(self.root) if STEP.fullmatch(name)]
-        return sorted(filter(self._is_whole, steps), key=step_of)
-
-    def _is_whole(self, name: str) -> bool:
-        return self._storage.exists(f"{self.root}/{name}/{MANIFEST}")
+                self._folders.resolve_replaced()
