@@ -16,6 +16,7 @@ MUTABLE = MAPPINGS | {list, set}
 
 _CONTAINERS = MUTABLE | {tuple, frozenset}
 _PLAIN_KEYS = frozenset({str, bytes, float, bool, NoneType, torch.dtype})
+_MAX_INT = 1 << 64
 _MAX_KEY_PARTS = 64
 _MAX_EQUAL_HASHES = 16
 
@@ -58,7 +59,8 @@ class Budget:
         """
         self.left += self._per_byte * (place - self._granted)
         self._granted = place
-        self.take(0)
+        if self.left < 0:
+            self.take(0)
 
     def use_once(self, items: list[Any]) -> None:
         """Note that ``items`` are a part of one object, which takes the time to look at them.
@@ -149,7 +151,7 @@ class Keys:
             UnpicklingError: it must not be a key.
         """
         kind = type(key)
-        if kind in _PLAIN_KEYS or (kind is int and abs(key) < 1 << 64):
+        if kind in _PLAIN_KEYS or (kind is int and -_MAX_INT < key < _MAX_INT):
             return
         if kind not in self._names.keys and not (kind is tuple and self._is_flat(key)):
             raise UnpicklingError(f"a key is a long or nested {kind.__name__}")
@@ -160,7 +162,7 @@ class Keys:
 
     @staticmethod
     def _is_flat(key: tuple[Any, ...]) -> bool:
-        plain = (type(part) in _PLAIN_KEYS or (type(part) is int and abs(part) < 1 << 64) for part in key)
+        plain = (type(part) in _PLAIN_KEYS or (type(part) is int and abs(part) < _MAX_INT) for part in key)
         return len(key) <= _MAX_KEY_PARTS and all(plain)
 
 

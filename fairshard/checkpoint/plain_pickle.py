@@ -214,8 +214,8 @@ class _Run:
 
     def _target(self, kinds: frozenset[type], place: int) -> Any:
         """The container on top of the stack, which must be new."""
+        self._budget.left -= _BATCH
         self._budget.grant(place)
-        self._budget.take(_BATCH)
         target = self._stack[-1]
         if type(target) not in kinds or id(target) in self.shared:
             self._refuse_change(target)
@@ -288,8 +288,12 @@ class _Run:
         return place
 
     def _set_item(self, place: int) -> int:
-        value, key = self._stack.pop(), self._stack.pop()
-        return self._set([key, value], place)
+        value, key, target = self._stack.pop(), self._stack.pop(), self._target(MAPPINGS, place)
+        self._budget.left -= _PAIR
+        if type(key) is not str:
+            self._keys.check(key, target)
+        target[key] = value
+        return place
 
     def _set_items(self, place: int) -> int:
         return self._set(self._pop_items(), place)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.checkpoint import Checkpointer, load, save
+from fairshard.checkpoint.storage import storage_of
 from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -380,7 +381,7 @@ def test_a_remote_place_that_fails_while_files_get_their_names(tmp_path, num_cop
     model = mlp(3, 2)
     kept = Checkpointer(root, async_save=False)
     kept.save(1, model)
-    files = kept._storage._fs
+    files = storage_of(root)._fs
     copy, left = files.cp_file, iter(range(num_copies))
 
     def failing(source, target):
@@ -390,7 +391,7 @@ def test_a_remote_place_that_fails_while_files_get_their_names(tmp_path, num_cop
 
     with mock.patch.object(files, "cp_file", failing), pytest.raises((CheckpointError, KeyboardInterrupt)):
         kept.save(2, model)
-    assert kept._storage.names(root) == ["latest", "step-00000001"]
+    assert storage_of(root).names(root) == ["latest", "step-00000001"]
     assert Checkpointer(root).load_latest(model) == 1
     kept.save(2, model)
     assert Checkpointer(root).load_latest(model) == 2
