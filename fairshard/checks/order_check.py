@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.watchdog import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
+from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
 _FORWARD, _BACKWARD = -1, -2  # the start of a pass; all other numbers are units

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairshard.engine.exec_order import Pass
 from fairshard.engine.unit import Unit
-from fairshard.utils.watchdog import Training
+from fairshard.utils.positions import Training
 
 
 class OrderListener(Training, Protocol):

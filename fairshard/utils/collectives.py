@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name, gloo_twin
 from fairshard.utils.streams import Event, now
-from fairshard.utils.watchdog import explain
+from fairshard.utils.watchdog import explain, explained
 
 EXCHANGE_RANKS = range(2, 5)
 """Numbers of ranks that exchange rows directly, on gloo."""
@@ -167,6 +167,7 @@ class Communicator(GroupMessages):
         """
         return RowGather(self, buffer).start(tag)
 
+    @explained
     def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
         """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, in memory of its own.
 
@@ -187,6 +188,7 @@ class Communicator(GroupMessages):
             return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
         return Transfer(works, finish=lambda: sum_in_order(rows))
 
+    @explained
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
         """The sum over ranks of ``tensor`` ``[width]``, in rank order, like that of `reduce_scatter`. **Collective.**
 
@@ -213,6 +215,7 @@ class Communicator(GroupMessages):
 
         return Chain(Transfer(works, finish=lambda: sum_in_order(list(received))), gather)
 
+    @explained
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
         """Combine ``tensor`` over all ranks, in place. **Collective.**"""
         self.count("all_reduce", tensor.nbytes)
@@ -314,6 +317,7 @@ class RowGather:
         targets = [(comm.rank + distance) % comm.world_size for distance in distances]
         self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
 
+    @explained
     def start(self, tag: int) -> Transfer:
         """Gather; this rank's row is already written. See `Communicator.all_gather`."""
         comm = self.comm

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world, default_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from fairshard.errors import FairshardError
-from fairshard.utils.watchdog import explained
+from fairshard.utils.watchdog import explained, watch
 
 # Methods of the group, not functions of torch.distributed, which cost twice as much host time. Renamed in torch
 # 2.13; the old names can go with support for torch < 2.13.
@@ -31,6 +31,7 @@ class GroupMessages:
     """One process group: this rank's place in it, and messages between its ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
+        watch()
         self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both forever
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -60,6 +61,7 @@ class GroupMessages:
         )
 
     @staticmethod
+    @explained
     def _exchange(operations: list[dist.P2POp]) -> None:
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
@@ -79,6 +81,7 @@ class GroupMessages:
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, group=self.group, group_src=source)
 
+    @explained
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int) -> None:
         """Broadcast rank 0's ``tensors``, which have equal shapes and dtypes on all ranks. **Collective.**
@@ -109,6 +112,7 @@ class GroupMessages:
             else:
                 value.copy_(line)
 
+    @explained
     def exchange_parts(self, line: Tensor, to: Sequence[int], of: Sequence[int]) -> tuple[Tensor, Any]:
         """Send consecutive parts of ``line``, of ``to[r]`` elements to rank ``r``. **Collective.**
 
@@ -146,6 +150,7 @@ def group_of_one() -> ProcessGroup:
     return found
 
 
+@explained
 def subgroup(ranks: list[int], within: ProcessGroup) -> ProcessGroup:
     """A new group of ``ranks``, numbered as in the default group. **Collective** over ``within``, of which they are."""
     with _equally_many_groups(within):
@@ -206,26 +211,27 @@ def communicates(group: ProcessGroup, device: torch.device) -> bool:
 _host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
+@explained
 def host_group() -> ProcessGroup | None:
     """A separate gloo group of all ranks for work beside training. **Collective** on the first call.
 
-    None if torch.distributed is not initialised: then there is one process. Connecting uses the timeout of the default
-    group, because a rank may already be gone; after that, gloo's default applies, because one rank may write much
-    longer than another.
+    None if torch.distributed is not initialised: then there is one process. It has the timeout of the default group;
+    ranks that may work longer than others meanwhile send messages (see ``checkpoint/agreement.py``).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = default_group()
     found = _host_groups.get(world)
     if found is None:
+        watch()
         found = _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-        _set_pg_timeout(default_pg_timeout, found)
     return found
 
 
 _copy_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
+@explained
 def copy_group() -> ProcessGroup | None:
     """As `host_group`, for copies in memory, which do not wait for a save. **Collective** on the first call.
 
@@ -238,6 +244,12 @@ def copy_group() -> ProcessGroup | None:
     if found is None:
         found = _copy_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
     return found
+
+
+def fail_at_once(group: ProcessGroup | None) -> None:
+    """Make later operations of ``group``, whose ranks are no longer all there, fail without waiting for them."""
+    if group is not None:
+        _set_pg_timeout(datetime.timedelta(milliseconds=1), group)
 
 
 def timeout_of(group: ProcessGroup) -> datetime.timedelta | None:

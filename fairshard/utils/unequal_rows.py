@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, Transfer, sum_in_order, wait_all
 from fairshard.utils.messages import GATHER, SCATTER, backend_name
+from fairshard.utils.watchdog import explained
 
 
 class UnequalGather:
@@ -39,6 +40,7 @@ class UnequalGather:
         distances = range(1, comm.world_size)
         self._peers = [((own - by) % comm.world_size, (own + by) % comm.world_size) for by in distances]
 
+    @explained
     def start(self, tag: int) -> Transfer:
         """Gather; this rank's row is already written. See `Communicator.all_gather`."""
         comm, own = self._comm, self._own
@@ -64,6 +66,7 @@ class UnequalGather:
         return Transfer(works)
 
 
+@explained
 def reduce_rows(comm: Communicator, line: Tensor, rows: Sequence[Tensor], tag: int) -> Transfer:
     """The sum over ranks of ``rows[rank]``, new memory; ``rows`` follow each other on ``line``. **Collective.**
 

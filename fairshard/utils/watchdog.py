@@ -6,8 +6,9 @@ Each rank has one thread beside its training, with its own connection to the sto
     rank 1   stuck in a lock           `-> its thread answers -'
     rank 2   killed                        (silent)
 
-The thread reads the store only while training makes no progress, so it costs nothing in normal training. The ranks
-share nothing else: if the store is gone, with the rank or agent that hosted it, a rank reports only what it knows.
+The thread reads the store once a second at most while training makes progress, so it costs next to nothing there. The
+ranks share nothing else: if the store is gone, with the rank or agent that hosted it, a rank reports only what it
+knows. *Invariant*: a rank is called silent only if the store was quick all the time that its answer may take.
 """
 
 from __future__ import annotations
@@ -17,59 +18,35 @@ import contextlib
 import datetime
 import functools
 import json
-import os
 import sys
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, zip_longest
-from types import FrameType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any, ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from fairshard.errors import CollectiveFailedError, FairshardError, RanksDisagreeError
+from fairshard.utils.positions import Place, Training, background, first_difference, line_of
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 _POLL_S = 0.4
+_POLL_IN_PROGRESS_S = 1.0
 _ANSWERS_WITHIN_S = 2.0
+_SLOW_S = 0.25  # a store that takes as long for one answer is slow: answers of ranks take several
+_LATE_ANSWERS_WITHIN_S = 2.0  # in addition, if the store is slow
 _OTHERS_READ_WITHIN_S = 1.0
+_REPORTS_WITHIN_S = 4.5
 _LAST_WORD_WITHIN_S = 0.5
 _MAX_ENTERED = 4096
-
-
-@dataclass(frozen=True)
-class Place:
-    """Position of one rank.
-
-    ``text`` follows "rank 3:" in a message. ``entered`` names the units that the rank ran in ``step``, in order;
-    ranks in the same step should name the same units, up to the point that each has reached. ``is_final`` if the rank
-    goes no further, because a collective failed there or because its process ``has_ended``.
-    """
-
-    text: str
-    step: int = 0
-    entered: tuple[str, ...] = ()
-    is_final: bool = False
-    has_ended: bool = False
-
-
-class Training(Protocol):
-    """The watched training; called from the watchdog's thread."""
-
-    def place(self) -> Place:
-        """Current position."""
-
-    def progress(self) -> Hashable:
-        """A value that changes as training proceeds."""
 
 
 class Watchdog:
@@ -85,11 +62,14 @@ class Watchdog:
         self._thread_id = threading.get_ident()
         self._wake, self._has_report = threading.Event(), threading.Event()
         self._is_asking = False
-        self._is_lost = False
+        self._reports_until = 0.0
+        self._is_lost = self._is_slow = False
+        self._strangers: set[int] = set()  # ranks that have no watchdog
         self._last_word: Place | None = None
         self._raised: tuple[Hashable, str] = None, ""
         self._num_answered = 0
         self._places: dict[int, Place] = {}
+        connection.set(f"{self._prefix}/here/{self._rank}", "")
         self._thread = threading.Thread(target=self._serve, name="fairshard watchdog", daemon=True)
         self._thread.start()
 
@@ -107,16 +87,23 @@ class Watchdog:
     def explain(self, error: Exception) -> FairshardError:
         """The error to raise for a collective that failed with ``error``; takes a few seconds, once."""
         if not self._is_asking:
+            self._reports_until = time.monotonic() + _REPORTS_WITHIN_S
             self._is_asking = True
             self._places[self._rank] = self._own_place()
             self._wake.set()
-        self._has_report.wait(_ANSWERS_WITHIN_S + _OTHERS_READ_WITHIN_S + _POLL_S)
+        self._has_report.wait(max(0.0, self._reports_until - time.monotonic()))
         places = dict(self._places)
         difference = first_difference({rank: [place] for rank, place in places.items()})
         text = f"A collective failed on rank {self._rank}: {_first_line(error)}\n{self._describe(places)}"
         if difference:
             return RanksDisagreeError(f"{text}\n{difference} Every rank must run the same units in the same order.")
-        return CollectiveFailedError(f"{text}\nEnd this process and restart all ranks from the last checkpoint.")
+        cure = "End this process and restart all ranks from the last checkpoint."
+        return CollectiveFailedError(f"{text}\n{_different_calls(places.values())}{cure}")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed."""
+        return self._is_asking
 
     def leave(self, error: BaseException | None) -> None:
         """Publish that this rank's process ends, with ``error`` if any, because other ranks may wait for it."""
@@ -131,15 +118,21 @@ class Watchdog:
     def _own_place(self, with_line: bool = True) -> Place:
         training = self._training()
         place = Place("not training") if training is None else training.place()
-        line = _user_line(sys._current_frames().get(self._thread_id)) if with_line else ""
-        if with_line and training is not None and training.progress() == self._raised[0]:
-            line += self._raised[1]
-        return replace(place, text=f"{place.text}{line}", entered=place.entered[:_MAX_ENTERED])
+        text, call = place.text, ""
+        if with_line:
+            line = line_of(self._thread_id)
+            call = "" if text.startswith("in ") else line.call  # in a pass, the model's own line is enough
+            text += f", in `{call}`{line.where}" if call else line.where
+            text += "".join(f", with {task} in the background" for task in background())
+            if training is not None and training.progress() == self._raised[0]:
+                text += self._raised[1]
+        return replace(place, text=text, entered=place.entered[:_MAX_ENTERED], call=call)
 
     # ---- on the thread
 
     def _serve(self) -> None:
         before: Hashable = None
+        last_read = 0.0
         try:
             while self._last_word is None and not self._is_over():
                 self._wake.wait(_POLL_S)
@@ -149,9 +142,12 @@ class Watchdog:
                 training = self._training()
                 progress = None if training is None else training.progress()
                 del training
-                if progress == before and self._store.check([f"{self._prefix}/asked/{self._num_answered + 1}"]):
-                    self._num_answered = self._store.add(f"{self._prefix}/asked", 0)
-                    self._publish(self._own_place())
+                now = time.monotonic()
+                if progress == before or now - last_read > _POLL_IN_PROGRESS_S:
+                    last_read = now
+                    if self._store.check([self._question(self._num_answered + 1)]):
+                        self._num_answered = self._store.add(f"{self._prefix}/asked", 0)
+                        self._publish(self._own_place())
                 before = progress
             if self._last_word is not None:
                 self._publish(self._last_word)
@@ -164,15 +160,30 @@ class Watchdog:
         world = self._world()
         return world is None or dist.group.WORLD is not world
 
+    def _question(self, number: int) -> str:
+        return f"{self._prefix}/asked/{number}"
+
     def _ask(self) -> None:
+        began = time.monotonic()
         self._num_answered = self._store.add(f"{self._prefix}/asked", 1)
-        self._store.set(f"{self._prefix}/asked/{self._num_answered}", "")
+        self._store.set(self._question(self._num_answered), "")
         self._publish(replace(self._places[self._rank], is_final=True))
-        until = time.monotonic() + _ANSWERS_WITHIN_S
-        while len(self._places) < self._world_size and time.monotonic() < until:
+        now = time.monotonic()
+        until, latest = now + _ANSWERS_WITHIN_S, began + _ANSWERS_WITHIN_S + _LATE_ANSWERS_WITHIN_S
+        self._is_slow = until > latest
+        while len(self._places) < self._world_size and now < min(until, latest):
+            self._store.check([self._question(self._num_answered)])
+            asked, now = now, time.monotonic()
+            if now - asked > _SLOW_S:  # then answers are late, too
+                until = now + _ANSWERS_WITHIN_S
+            self._is_slow = until > latest
             self._read(self._num_answered)
             time.sleep(0.02)
+            now = time.monotonic()
         self._read(0)
+        for rank in range(self._world_size):
+            if rank not in self._places and not self._store.check([f"{self._prefix}/here/{rank}"]):
+                self._strangers.add(rank)
         self._store.set(f"{self._prefix}/read/{self._rank}", "")
         # Rank 0 may own the store, and its process may end with this error: wait until the others have read.
         others = [rank for rank, place in self._places.items() if rank != self._rank and not place.has_ended]
@@ -204,52 +215,32 @@ class Watchdog:
                 text = places[rank].text
             elif self._is_lost or not self._has_report.is_set():
                 text = "unknown: the store, which rank 0 or the launcher hosts, does not answer"
+            elif self._is_slow:
+                text = "unknown: the store, which rank 0 or the launcher hosts, is slow, and its answer may be late"
+            elif rank in self._strangers:
+                text = "silent: it has not called fairshard yet, or its process has ended"
             else:
                 text = "silent: its process has ended or is stopped"
             by_text.setdefault(text, []).append(rank)
         return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
 
 
-BEGINS_FORWARD, BEGINS_BACKWARD = "the beginning of a forward", "the beginning of a backward"
-"""The entries of `Place.entered` at the beginning of a pass."""
-
-_MISSED_BACKWARD = (
-    " A backward that reaches no unit of the model, or raises before it reaches one, does not count: let the loss of "
-    "that rank reach the model (`loss + 0 * output.sum()`), or call no backward on any rank."
-)
-
-
-def first_difference(places: dict[int, list[Place]], to_the_end: bool = False) -> str:
-    """The first difference between the lowest rank and another in one step, as a sentence; empty if they agree.
-
-    ``to_the_end``: the steps are complete, so a longer one also differs.
-    """
-    first, *others = sorted(places)
-    for rank in others:
-        theirs = {place.step: place.entered for place in places[rank]}
-        for place in places[first]:
-            if place.step not in theirs:
-                continue
-            for ours, other in zip_longest(place.entered, theirs[place.step]):
-                if ours != other and (to_the_end or (ours and other)):
-                    at = [entry or "the end" for entry in (ours, other)]
-                    text = f"In step {place.step} rank {first} is at {at[0]}, rank {rank} at {at[1]}."
-                    return text + _MISSED_BACKWARD if set(at) == {BEGINS_FORWARD, BEGINS_BACKWARD} else text
-    return ""
-
 
 _watchdogs: weakref.WeakKeyDictionary[ProcessGroup, Watchdog] = weakref.WeakKeyDictionary()
 
 
-def watch(training: Training) -> None:
-    """Make this rank's watchdog report the position of ``training``; the first call starts the watchdog.
+def watch(training: Training | None = None) -> None:
+    """Start this rank's watchdog, unless it runs; from now on it reports the position of ``training``, if given.
 
-    No watchdog runs for a single rank, for ranks that are threads, or if the store allows no second connection.
+    No watchdog runs for a single rank, for ranks that are threads, or if the store allows no second connection. Not
+    collective; a rank without a watchdog cannot tell others where it is, so everything that communicates starts it.
     """
-    world = dist.group.WORLD
-    if world is None or dist.get_world_size(world) == 1 or dist.get_backend(world) in ("fake", "threaded"):
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
         return
     if world not in _watchdogs:
+        if dist.get_world_size(world) == 1 or dist.get_backend(world) in ("fake", "threaded"):
+            return
         store = distributed_c10d._get_default_store()
         connection = _second_connection(store)
         if connection is None:
@@ -257,7 +248,8 @@ def watch(training: Training) -> None:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         _watchdogs[world] = Watchdog(world, store, connection)
-    _watchdogs[world].follow(training)
+    if training is not None:
+        _watchdogs[world].follow(training)
 
 
 def _second_connection(store: Any) -> Any:
@@ -287,24 +279,33 @@ def _name_of_group(store: Any, rank: int) -> str:
 
 def explain(error: Exception) -> FairshardError:
     """The error to raise for a collective that failed with ``error``, with the known positions of all ranks."""
-    world = dist.group.WORLD
-    watchdog = _watchdogs.get(world) if world is not None else None
+    watchdog = _current()
     if watchdog is None:
         return CollectiveFailedError(f"A collective failed: {error}")
     return watchdog.explain(error)
 
 
+def has_failed() -> bool:
+    """Whether a collective of the default group, or of a group made from it, has failed in this process."""
+    watchdog = _current()
+    return watchdog is not None and watchdog.has_failed
+
+
+def _current() -> Watchdog | None:
+    world = dist.group.WORLD if dist.is_available() else None
+    return None if world is None else _watchdogs.get(world)
+
+
 def reported(error: FairshardError) -> FairshardError:
     """``error``, which this rank may raise alone: ranks that wait for it until a collective fails then name it."""
-    world = dist.group.WORLD
-    watchdog = _watchdogs.get(world) if world is not None else None
+    watchdog = _current()
     if watchdog is not None:
         watchdog.note_raised(error)
     return error
 
 
 def explained(collective: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Decorate a ``collective`` that does not return a work: its failures are raised through `explain`."""
+    """Decorate a ``collective``, or what starts one: its failures are raised through `explain`."""
 
     @functools.wraps(collective)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -325,16 +326,11 @@ def _at_exit() -> None:
             watchdog.leave(error)
 
 
-_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__))
-
-
-def _user_line(frame: FrameType | None) -> str:
-    """The innermost line of a thread outside of torch, fairshard and the standard library."""
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, in {frame.f_code.co_name})"
+def _different_calls(places: Iterable[Place]) -> str:
+    """Which calls all ranks must make, if only some are in them; empty otherwise."""
+    calls = {place.call for place in places}
+    named = sorted(calls - {""}) if len(calls) > 1 else []
+    return "".join(f"`{call}` is collective: every rank must call it, in the same order. " for call in named)
 
 
 def _ranks(ranks: list[int]) -> str:

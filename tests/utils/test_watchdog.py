@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
 from fairshard.utils import watchdog
+from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
 from fairshard.utils.testing import fake_group
-from fairshard.utils.watchdog import BEGINS_BACKWARD, BEGINS_FORWARD, Place, explain, explained, first_difference, watch
+from fairshard.utils.watchdog import explain, explained, watch
 from tests.on_ranks import on_ranks
 
 
@@ -79,9 +80,9 @@ def test_ranks_whose_collective_failed_read_the_place_of_all_others():
 
 
 @on_ranks(2)
-def test_the_store_is_asked_only_while_training_stands_still():
-    """The watchdog asks the store only while training makes no progress; its thread ends with the group."""
-    with mock.patch.object(watchdog, "_POLL_S", 0.01):
+def test_the_store_is_asked_often_only_while_training_stands_still():
+    """While training makes progress the watchdog asks seldom; its thread ends with the group."""
+    with mock.patch.multiple(watchdog, _POLL_S=0.01, _POLL_IN_PROGRESS_S=3600.0):
         training = Standing("in step 1")
         watch(training)
         store = own_watchdog()._store = mock.Mock(check=lambda keys: training.asked.append(training.num_told))
@@ -120,8 +121,13 @@ def test_who_has_ended_or_does_not_answer_is_named():
     """A rank that ended by an error is reported with that error; a rank that does not answer is reported as silent."""
     with mock.patch.object(watchdog, "_ANSWERS_WITHIN_S", 0.5):
         if dist.get_rank() == 2:
+            watch(Standing("in step 6"))
+            own_watchdog()._is_over = lambda: True  # its thread ends
+            own_watchdog()._thread.join()
+            reach("stuck")
             until("told")
             return
+        until("stuck")
         training = Standing("in the forward of step 7", 7, ("`a`",))
         watch(training)
         if dist.get_rank() == 1:
@@ -135,6 +141,54 @@ def test_who_has_ended_or_does_not_answer_is_named():
         reach("told")
     assert "\n  rank 1: gone: its process has ended by KeyError: 'of its own', in the forward of step 7\n" in text
     assert "\n  rank 2: silent: its process has ended or is stopped\n" in text
+
+
+@on_ranks(2)
+def test_a_rank_that_trains_on_answers_too():
+    """A rank that another waits for may be busy with passes of its own; it is not silent."""
+    training = Standing("in a forward without gradients")
+    training.moves = dist.get_rank() == 1
+    with mock.patch.multiple(watchdog, _POLL_S=0.02, _POLL_IN_PROGRESS_S=0.1):
+        watch(training)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            text = str(explain(RuntimeError("no answer")))
+            reach("told")
+            assert re.search(r"^  ranks? [01-]*1: in a forward without gradients \(", text, re.MULTILINE), text
+        else:
+            until("told")
+
+
+class SlowStore:
+    """A connection to a store that takes ``seconds`` for each message."""
+
+    def __init__(self, store, seconds):
+        self._store, self._seconds = store, seconds
+
+    def __getattr__(self, name):
+        time.sleep(self._seconds)
+        return getattr(self._store, name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("seconds", "place"), [(0.1, "in step 1"), (0.6, "unknown: the store, which")])
+def test_a_slow_store_makes_no_rank_dead(seconds, place):
+    """An answer that comes late is waited for; a rank whose answer may come too late is called unknown."""
+    second_connection = watchdog._second_connection
+    training = Standing("in step 1")
+    short = {"_POLL_S": 0.1, "_ANSWERS_WITHIN_S": 0.4, "_LATE_ANSWERS_WITHIN_S": 1.0, "_SLOW_S": 0.05}
+    with mock.patch.multiple(
+        watchdog, _second_connection=lambda store: SlowStore(second_connection(store), seconds), **short
+    ):
+        watch(training)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            text = str(explain(RuntimeError("no answer")))
+            reach("told")
+            assert re.search(rf"^  ranks? [01-]*1: {place}", text, re.MULTILINE), text
+            assert "has ended" not in text
+        else:
+            until("told")
 
 
 @on_ranks(2)
@@ -152,14 +206,17 @@ def test_ranks_that_ran_different_units_are_told_which():
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_store_that_is_gone_is_not_waited_for(how):
-    """If the store fails or hangs, a rank reports what it knows without waiting."""
+    """If the store fails or hangs, a rank reports what it knows, and waits for an answer only once."""
     training = Standing("in step 1")
     watch(training)
     end = threading.Event()
     ask = {"raises": mock.Mock(side_effect=RuntimeError("gone")), "hangs": end.wait}[how]
-    short = dict.fromkeys(("_ANSWERS_WITHIN_S", "_OTHERS_READ_WITHIN_S", "_POLL_S"), 0.1)
+    short = dict.fromkeys(("_ANSWERS_WITHIN_S", "_OTHERS_READ_WITHIN_S", "_REPORTS_WITHIN_S", "_POLL_S"), 0.1)
     with mock.patch.object(own_watchdog(), "_ask", ask), mock.patch.multiple(watchdog, **short):
         text = str(explain(RuntimeError("no answer")))
+        with mock.patch.object(own_watchdog()._has_report, "wait") as wait:
+            explain(RuntimeError("and no answer to the next collective"))
+    assert how == "raises" or wait.call_args.args == (0.0,)
     end.set()
     assert f"\n  rank {1 - dist.get_rank()}: unknown: the store, which rank 0 or the launcher hosts, does not" in text
 
@@ -178,7 +235,7 @@ def test_a_training_that_is_gone_is_not_kept():
     training = Standing("in step 1")
     watch(training)
     del training
-    assert "not training (test_watchdog.py" in str(explain(RuntimeError("no answer")))
+    assert "not training, in `explain` (test_watchdog.py" in str(explain(RuntimeError("no answer")))
 
 
 def test_differences_are_those_of_one_step():
