@@ -5,40 +5,125 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fairshard.checkpoint.reader import first_line
-from fairshard.errors import CheckpointError
-from fairshard.utils.messages import gather_objects, host_group
+from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
+from fairshard.utils.messages import fail_at_once, gather_objects, host_group, timeout_of
+from fairshard.utils.positions import BACKGROUND
+from fairshard.utils.watchdog import has_failed
 
 T = TypeVar("T")
 
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError)}
+_BUSY = "fairshard: busy"
+"""What a rank sends while it is at work, so that the others neither time out nor wait for a rank that is stopped."""
+_BUSY_EVERY_S = 0.2
+_LOOKS_EVERY_S = 0.2
+_ENDS_WITHIN_S = 6.0  # of a writer, once a collective has failed
 
 
 def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
-    """Call ``fn`` on every rank; returns the results by rank. **Collective.**
+    """Call ``fn``, which must not use ``group``, on every rank; returns the results by rank. **Collective.**
+
+    ``fn`` may take longer on one rank than the timeout of ``group``: while it runs, a thread takes part in the
+    exchanges of the ranks that are done::
+
+        rank 0  | fn | result ...... | result ...... | result
+        rank 1  | fn ------------------------- | result
+                       thread: busy .. busy ..       (five times a second)
+
+    So a rank that is stopped is noticed by the timeout, and one that writes to a slow disk is waited for.
 
     Raises:
         CheckpointError, TypeError, ValueError: on every rank, the error of the lowest rank that raised.
+        CollectiveFailedError: a rank has ended, is stopped, or does something else.
     """
-    value: T | None = None
-    own: Exception | None = None
-    failure: tuple[str, str] | None = None
-    try:
-        value = fn()
-    except Exception as error:  # any error must reach the other ranks
-        own, failure = error, (type(error).__name__, described(error))
-    every = gather_objects((value, failure), group)
+    found = _Outcome[T]()
+    every = found.of(fn, group, lambda: (found.value, found.failure))
     for rank, (_, failed) in enumerate(every):
         if failed is not None:
             name, text = failed
             where = f" (rank {rank} of {len(every)})" if len(every) > 1 else ""
-            raise _KINDS.get(name, CheckpointError)(f"{text.rstrip('.')}{where}.") from own
+            raise _KINDS.get(name, CheckpointError)(f"{text.rstrip('.')}{where}.") from found.error
     return [value for value, _ in every]
+
+
+def done_on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> T:
+    """Call ``fn`` like `on_all_ranks`, but return this rank's result or raise its error, once all are done.
+
+    **Collective.** For functions that torch.distributed.checkpoint calls and whose errors it distributes.
+    """
+    found = _Outcome[T]()
+    found.of(fn, group, lambda: None)
+    if found.error is not None:
+        raise found.error
+    return found.value  # type: ignore[return-value]
+
+
+class _Outcome(Generic[T]):
+    """What a function has returned, or raised."""
+
+    value: T | None = None
+    error: Exception | None = None
+    failure: tuple[str, str] | None = None  # kind and text of the error
+
+    def of(self, fn: Callable[[], T], group: ProcessGroup | None, answer: Callable[[], Any]) -> list[Any]:
+        """Call ``fn``; returns the ``answer`` of each rank once all are done. **Collective.**"""
+        with _Busy(group) as busy:
+            try:
+                self.value = fn()
+            except Exception as error:  # any error must reach the other ranks
+                self.error, self.failure = error, (type(error).__name__, described(error))
+        if busy.failure is not None:
+            raise busy.failure
+        every: list[Any] = [_BUSY]
+        while _BUSY in every:
+            every = _gathered(answer(), group)
+        return every
+
+
+def _gathered(value: Any, group: ProcessGroup | None) -> list[Any]:
+    try:
+        return gather_objects(value, group)
+    except FairshardError:
+        fail_at_once(group)
+        raise
+
+
+class _Busy:
+    """While its ``with`` block runs, sends `_BUSY` to the other ranks in turn."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.failure: Exception | None = None
+        self._group = group
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if group is not None and group.size() > 1:
+            self._thread = threading.Thread(target=self._send, name="fairshard busy", daemon=True)
+
+    def _send(self) -> None:
+        assert self._group is not None
+        timeout = timeout_of(self._group)
+        every = _BUSY_EVERY_S if timeout is None else min(_BUSY_EVERY_S, timeout.total_seconds() / 4)
+        try:
+            while not self._is_over.wait(every):
+                _gathered(_BUSY, self._group)
+        except Exception as error:  # for the thread that waits for this one
+            self.failure = error
+
+    def __enter__(self) -> _Busy:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
 
 
 _writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
@@ -48,8 +133,8 @@ def idle_group() -> ProcessGroup | None:
     """`host_group`, once no background save uses it: concurrent users would receive each other's messages."""
     group = host_group()
     writer = None if group is None else _writers.get(group)
-    if writer is not None:
-        writer.join()
+    if writer is not None and not ended(writer):
+        raise unfinished(writer)
     return group
 
 
@@ -59,9 +144,29 @@ def occupy(group: ProcessGroup | None, writer: threading.Thread) -> None:
         _writers[group] = writer
 
 
+def ended(writer: threading.Thread) -> bool:
+    """Wait until ``writer`` ends; once a collective has failed in this process, only seconds. Whether it has ended."""
+    while writer.is_alive() and not has_failed():
+        writer.join(_LOOKS_EVERY_S)
+    writer.join(_ENDS_WITHIN_S)
+    return not writer.is_alive()
+
+
+def unfinished(writer: threading.Thread) -> FairshardError:
+    """The error to raise if ``writer`` has not ended."""
+    task = writer.name.removeprefix(BACKGROUND)
+    return CollectiveFailedError(f"A collective has failed, and {task} has not ended since. End this process.")
+
+
 def rank_in(group: ProcessGroup | None) -> int:
     """This process's rank; 0 without a group."""
     return 0 if group is None else group.rank()
+
+
+def failure_of(error: CheckpointException, group: ProcessGroup | None) -> FairshardError:
+    """The error to raise for ``error`` of torch.distributed.checkpoint over ``group``."""
+    own = error.failures.get(rank_in(group), (None,))[0]
+    return own if isinstance(own, CollectiveFailedError) else CheckpointError(described(error))
 
 
 def described(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import idle_group, occupy, on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import ended, idle_group, occupy, on_all_ranks, rank_in, unfinished
 from fairshard.checkpoint.claim import Claim
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import Trust, load_training
@@ -25,7 +25,9 @@ from fairshard.checkpoint.snapshot import Buffers
 from fairshard.checkpoint.step_folders import StepFolders
 from fairshard.checkpoint.step_names import check_step, step_name, step_of
 from fairshard.checkpoint.storage import full_path
-from fairshard.errors import CheckpointError
+from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
+from fairshard.utils.positions import BACKGROUND
+from fairshard.utils.watchdog import watch
 
 _log = logging.getLogger("fairshard")
 
@@ -76,6 +78,7 @@ class Checkpointer:
         for name, value in (("every", every), ("keep_last", keep_last), ("memory_every", memory_every)):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+        watch()
         self.root = full_path(root)
         self.every = every
         self.keep_last = keep_last
@@ -85,7 +88,7 @@ class Checkpointer:
         self._folders = StepFolders(self.root, self._claim)
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
-        self._failure: CheckpointError | None = None
+        self._failure: FairshardError | None = None
         self._has_cleaned = False
         folder = os.path.abspath(memory_folder)
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
@@ -139,6 +142,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank; also the error of the last background save.
+            CollectiveFailedError: a rank has ended, is stopped, or does something else.
             TypeError: on every rank, if a value could not be read back as plain data.
         """
         self._wait_for_save()
@@ -153,9 +157,12 @@ class Checkpointer:
             self._write(draft, group)
             self.wait()
             return
-        self._thread = threading.Thread(target=self._write, args=(draft, group), name="fairshard checkpoint")
+        name = f"{BACKGROUND}a save of {self.root}/{step_name(step)}"
+        self._thread = threading.Thread(target=self._write, args=(draft, group), name=name, daemon=True)
         occupy(group, self._thread)
         self._thread.start()
+        # Python waits for this thread before it ends, but not for the daemon.
+        threading.Thread(target=ended, args=(self._thread,), name="fairshard end of save").start()
 
     def copy_to_memory(
         self,
@@ -248,6 +255,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the save failed; earlier checkpoints are unchanged.
+            CollectiveFailedError: it failed because a rank has ended or is stopped.
         """
         if self._memory:
             self._memory.wait()
@@ -270,7 +278,8 @@ class Checkpointer:
 
     def _wait_for_save(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            if not ended(self._thread):
+                raise unfinished(self._thread)
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -284,7 +293,7 @@ class Checkpointer:
             self.close()
             return
         if self._thread is not None:
-            self._thread.join()
+            ended(self._thread)
         if self._memory:
             self._memory.wait()
         self._claim.leave()
@@ -299,14 +308,14 @@ class Checkpointer:
                 on_all_ranks(group, lambda: self._folders.remove_leftovers() if rank_in(group) == 0 else None)
             write(draft, folder, group, partial(self._folders.set_aside, folder))
             on_all_ranks(group, lambda: self._folders.point(folder, self.keep_last) if rank_in(group) == 0 else None)
-        except CheckpointError as error:
+        except (CheckpointError, CollectiveFailedError) as error:
             self._fail(error, group)
-        except Exception as error:
+        except Exception as error:  # of any kind: nobody else would see it
             self._fail(not_saved(folder, error, group), group)
         finally:
             draft.snapshot.close()
 
-    def _fail(self, failure: CheckpointError, group: ProcessGroup | None) -> None:
+    def _fail(self, failure: FairshardError, group: ProcessGroup | None) -> None:
         self._failure = failure
         if rank_in(group) == 0:
             _log.error("%s", failure)  # there may be no next call to raise it

@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
-from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import done_on_all_ranks, failure_of, idle_group, on_all_ranks, rank_in
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys
 from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
 from fairshard.checkpoint.manifest import Manifest, check_size, read_manifest, verify_file
@@ -27,6 +29,7 @@ from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_loading import ShardedOptimState
 from fairshard.state.optim_params import OptimParams
+from fairshard.utils.watchdog import explained
 
 VERIFY = ("reading", "before")
 """When files are compared with their checksums."""
@@ -121,7 +124,7 @@ def load_optimizer(
     """
     group = idle_group()
     path = os.fspath(folder)
-    reader = CheckpointReader(path)
+    reader = _Reader(path, group)
     params = OptimParams(model)
     target = OptimizerTarget()
     made: dict[str, Any] = {}
@@ -143,6 +146,18 @@ def load_optimizer(
     optimizer.load_state_dict(made)
 
 
+class _Reader(CheckpointReader):
+    """Reads on all ranks of ``group``."""
+
+    def __init__(self, path: str, group: ProcessGroup | None) -> None:
+        super().__init__(path)
+        self._group = group
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Read, and wait until the other ranks have."""
+        return done_on_all_ranks(self._group, lambda: super(_Reader, self).read_data(plan, planner))
+
+
 def _held_by(optimizer: Optimizer) -> set[nn.Parameter]:
     return {param for group in optimizer.param_groups for param in group["params"]}
 
@@ -152,9 +167,9 @@ def _read(values: dict[str, Any], reader: CheckpointReader, group: ProcessGroup 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if there is no process group
-            dcp.load(values, storage_reader=reader, planner=SafePlanner(), process_group=group)
+            explained(dcp.load)(values, storage_reader=reader, planner=SafePlanner(), process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(described(error)) from error
+        raise failure_of(error, group) from error
 
 
 def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +189,7 @@ class Loading:
         self._group = group
         self._rank = rank_in(group)
         self._num_ranks = 1 if group is None else group.size()
-        self._reader = reader or CheckpointReader(folder)
+        self._reader = reader or _Reader(folder, group)
         self._manifest: Manifest | None = None
         self._model = ModelTarget({}, {})
         self._optimizer: OptimizerTarget | None = None

@@ -36,6 +36,7 @@ from fairshard.errors import CheckpointError
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.host import free_host_memory
 from fairshard.utils.messages import GroupMessages
+from fairshard.utils.positions import BACKGROUND
 from fairshard.utils.span_tensor import SpanTensor
 
 _log = logging.getLogger("fairshard")
@@ -94,7 +95,7 @@ class MemoryCopies:
         except BaseException:
             draft.snapshot.close()
             raise
-        self._thread = threading.Thread(target=self._write, args=(draft, place), name="fairshard copy")
+        self._thread = threading.Thread(target=self._write, args=(draft, place), name=f"{BACKGROUND}a copy to memory")
         self._thread.start()
 
     def load_newest(self, least: int, training: Training, verify: str) -> int | None:

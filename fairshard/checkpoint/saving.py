@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import described, idle_group, on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import described, failure_of, idle_group, on_all_ranks, rank_in
 from fairshard.checkpoint.entries import (
     Stateful,
     Training,
@@ -33,11 +33,12 @@ from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
-from fairshard.errors import CheckpointError
+from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError, RanksDisagreeError
 from fairshard.state.optim_gathering import GatheredOptimState, problem_among
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_objects
+from fairshard.utils.watchdog import explained
 
 _filters = threading.Lock()
 """Held while a thread ignores warnings."""
@@ -121,7 +122,8 @@ def take_over(group: ProcessGroup | None, training: Training, step: int | None, 
 
     def draft() -> tuple[int | None, dict[str, int], dict[str, str]]:
         drafts.append(_draft(training, params, rank_in(group), step, buffers))
-        return step, replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
+        sums, described = replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
+        return step, sums, described
 
     try:
         # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
@@ -155,6 +157,7 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
 
     Raises:
         CheckpointError: on every rank.
+        CollectiveFailedError: a rank has ended, is stopped, or does something else.
     """
     storage = storage_of(folder)
     rank = rank_in(group)
@@ -175,13 +178,15 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
         raise
 
 
-def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> CheckpointError:
+def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> FairshardError:
     """The error to raise after ``error`` ended the save of ``folder``."""
     if group is not None and not dist.is_initialized():
         return CheckpointError(
             f"{folder} was not saved: the process group was destroyed before it was written. Call Checkpointer.wait() "
             "before torch.distributed.destroy_process_group()."
         )
+    if isinstance(error, (CollectiveFailedError, RanksDisagreeError)):
+        return type(error)(f"{folder} was not saved. {error}")
     return CheckpointError(
         f"{folder} was not saved: {described(error).rstrip('.')}. Earlier checkpoints are unchanged."
     )
@@ -189,17 +194,17 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Chec
 
 def write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
     """Write this rank's files; returns the files of every rank, with their checksums."""
-    writer = CheckpointWriter(work, 1 if group is None else group.size())
+    writer = CheckpointWriter(work, group)
     try:
         with contextlib.nullcontext() if group is not None else _without_warnings():
-            dcp.save(
+            explained(dcp.save)(
                 draft.snapshot.entries,
                 storage_writer=writer,
                 planner=SnapshotPlanner(draft.snapshot),
                 process_group=group,
             )
     except CheckpointException as error:
-        raise CheckpointError(described(error)) from error
+        raise failure_of(error, group) from error
     return gather_objects(writer.files, group)
 
 

@@ -1,0 +1,220 @@
+"""Worlds of two ranks in which one does alone what all must do, or is stopped at or in a save.
+
+    python -m tests.doors.alone_run FOLDER CASE...
+
+All worlds run at the same time, forked from this process, so that torch is imported once. Prints one line of JSON per
+case: what each rank has noted, with the seconds since rank 1 was stopped or rank 0 began, and how long each lived.
+"""
+
+import atexit
+import datetime
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy.random  # noqa: F401 (otherwise each forked process imports this and the next one later)
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from fairshard.checkpoint import Checkpointer, load, save, writer
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
+from tests.forked import Notes, fork
+
+TIMEOUT_S, SLOW_S = 3.0, 4.5
+START_S, APART_S = 60.0, 0.3  # of two worlds: they share the processors, and have a short timeout
+ENDS_WITHIN_S = TIMEOUT_S + 5 + 10
+
+
+class World:
+    """One rank of a world of two."""
+
+    def __init__(self, rank, folder, note):
+        self.rank, self.folder, self.note = rank, folder, note
+
+    def build(self, door="wrapper", **kwargs):
+        """A model and its optimizer, behind one of the doors."""
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = fully_shard(module) if door == "fully_shard" else FSDP(module, **kwargs)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def elsewhere(self):
+        """Wait, outside of fairshard, until rank 0 has got its error."""
+        while not (self.folder / "over").exists():
+            time.sleep(0.02)
+
+    def alone(self, call):
+        """Make ``call`` on rank 0 alone."""
+        if self.rank:
+            self.elsewhere()
+            return
+        self.note("began")
+        try:
+            call()
+        finally:
+            (self.folder / "over").touch()
+
+    def train(self, model, optimizer):
+        """One step."""
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # ---- alone
+
+    def construction(self):
+        """Rank 1 has built another model before."""
+        self.build()
+        self.alone(lambda: FSDP(nn.Linear(4, 4), sync_module_states=True))
+
+    def no_model(self):
+        """Rank 1 has not called anything."""
+        self.alone(lambda: FSDP(nn.Linear(4, 4), sync_module_states=True))
+
+    def first_forward(self):
+        """Nothing has been connected yet."""
+        model, _ = self.build()
+        self.alone(lambda: model(torch.ones(3, 4)))
+
+    def state_dict(self):
+        """After a step."""
+        model, optimizer = self.build()
+        self.train(model, optimizer)
+        self.alone(model.state_dict)
+
+    def optim_state_dict(self):
+        """After a step."""
+        model, optimizer = self.build()
+        self.train(model, optimizer)
+        self.alone(lambda: FSDP.optim_state_dict(model, optimizer))
+
+    def save(self):
+        """The first use of the host's group."""
+        model, optimizer = self.build("fully_shard")
+        self.train(model, optimizer)
+        self.alone(lambda: save(self.folder / "saved", model, optimizer))
+
+    def load(self):
+        """Before any step."""
+        model, optimizer = self.build("fully_shard")
+        self.alone(lambda: load(self.folder / "saved", model, optimizer))
+
+    def load_latest(self):
+        """Before any step."""
+        model, optimizer = self.build()
+        saver = Checkpointer(self.folder / "saved")
+        self.alone(lambda: saver.load_latest(model, optimizer))
+
+    # ---- saves
+
+    def _saves(self, door, async_save, place):
+        model, optimizer = self.build(door)
+        saver = Checkpointer(self.folder / "saved", every=1, async_save=async_save)
+        for step in (1, 2, 3):
+            self.train(model, optimizer)
+            if step == 2 and self.rank == 1:
+                if place == "at":
+                    self._stop()
+                meets = [self._stop if place == "in" else functools.partial(time.sleep, SLOW_S)]
+                writer._exact = functools.partial(_meeting, meets)
+            saver.save(step, model, optimizer)
+        saver.wait()
+        self.note("saved all")
+
+    def _stop(self):
+        self.note("began")
+        os.kill(os.getpid(), signal.SIGSTOP)  # until it is killed
+
+
+for _door in ("wrapper", "fully_shard"):
+    for _mode in ("sync", "async"):
+        for _place in ("at", "in", "slow"):
+            _case = functools.partialmethod(World._saves, _door, _mode == "async", _place)
+            setattr(World, f"{_place}_{_mode}_save_of_{_door}", _case)
+
+
+def _meeting(meets, tensor):
+    """``tensor``, which is written next; before, call what is in the list ``meets``, once."""
+    while meets:
+        meets.pop()()
+    return tensor.clone()
+
+
+def play(case, rank, folder, port):
+    """Run one rank in a forked process, and end it as Python ends a program. Does not return."""
+    code = 1
+    note = Notes(str(folder / "notes"), rank, is_timed=True)
+    try:
+        file = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        torch.set_num_threads(1)
+        start, timeout = (datetime.timedelta(seconds=seconds) for seconds in (START_S, TIMEOUT_S))
+        where = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=start)
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+        world = World(rank, folder, note)
+        getattr(world, case)()
+        code = 0
+    except BaseException as error:
+        sys.last_exc = error
+        note(f"raised {type(error).__name__}: {' / '.join(str(error).splitlines())}")
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            threading._shutdown()  # waits for all threads that are not daemons
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def main(folder, cases):
+    """Run all ``cases``, and print what became of them."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    pids, ended = {}, {}
+    for case in cases:
+        (folder / case).mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(2):
+            pids[case, rank] = fork(functools.partial(play, case, rank, folder / case, port))
+        time.sleep(APART_S)
+    until = time.monotonic() + 4 * ENDS_WITHIN_S
+    while len(ended) < len(pids) and time.monotonic() < until:
+        for key, pid in pids.items():
+            if key not in ended:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ended[key] = os.waitstatus_to_exitcode(status), time.monotonic()
+            case, rank = key
+            _, other = ended.get((case, 0), (0, until))
+            if key not in ended and rank == 1 and time.monotonic() > other + 0.5:  # it is stopped
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    for key in pids.keys() - ended.keys():
+        os.kill(pids[key], signal.SIGKILL)
+        ended[key] = "hung", time.monotonic()
+    for case in cases:
+        lines = [line.split(maxsplit=2) for line in (folder / case / "notes").read_text().splitlines()]
+        began = min((float(at) for _, at, text in lines if text == "began"), default=0.0)
+        notes = [(int(rank), float(at) - began, text) for rank, at, text in lines]
+        lives = [(ended[case, rank][0], ended[case, rank][1] - began) for rank in range(2)]
+        print(json.dumps({"case": case, "notes": notes, "ended": lives}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
