@@ -18,18 +18,31 @@ _moment = 0  # number of starts and ends of calls so far, in all models
 
 
 class ForwardOrder(Generic[UnitT]):
-    """Predicts which unit the running forward calls next: the one that the last forward called at that point."""
+    """Predicts which unit the running forward calls next: the one that the last forward called at that point.
+
+    *Invariant*: forwards without gradients, which may differ among ranks as long as their gathers do not, do not change
+    what is predicted for those with gradients. Otherwise ranks would gather ahead in different orders.
+    """
 
     def __init__(self) -> None:
         self._last: list[UnitT] = []
         self._this: list[UnitT] = []
+        self._trained: list[UnitT] = []
+        self._evaluated: list[UnitT] = []
+        self._is_trained = False
         self._position, self._num_last = 0, 0
 
-    def begin(self) -> None:
-        """A pass through the model starts."""
+    def begin(self, is_trained: bool = True) -> None:
+        """A pass through the model starts, with gradients if ``is_trained``."""
         if self._this:
-            self._last, self._this = self._this, []
-            self._num_last = len(self._last)
+            if self._is_trained:
+                self._trained = self._this
+            else:
+                self._evaluated = self._this
+            self._this = []
+        self._is_trained = is_trained
+        self._last = self._trained if is_trained else self._evaluated or self._trained
+        self._num_last = len(self._last)
         self._position = 0
 
     def enter(self, unit: UnitT) -> UnitT | None:
@@ -45,6 +58,8 @@ class ForwardOrder(Generic[UnitT]):
         """Predict nothing in the next forward, because ranks may have run different passes."""
         self._last = []
         self._this = []
+        self._trained = []
+        self._evaluated = []
         self._position = self._num_last = 0
 
 

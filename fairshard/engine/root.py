@@ -211,8 +211,8 @@ class Root:
         with self.shared.at_home():
             for each in self.units:
                 each.begin_pass()
-        self.order.begin()
         self._is_trained = torch.is_grad_enabled()
+        self.order.begin(self._is_trained)
         if self._is_trained:
             self.record.begin(self.is_common)
         self.order_check.begin_forward(self._is_trained and self.is_common and self.join is None)
