@@ -33,6 +33,7 @@ from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
+from fairshard.checks.histories import Histories, check_histories, histories
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError, RanksDisagreeError
 from fairshard.state.optim_gathering import GatheredOptimState, problem_among
 from fairshard.state.optim_params import OptimParams
@@ -109,8 +110,11 @@ def save(
 def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft:
     """Snapshot ``training`` into ``buffers``; if None, nothing is copied and training must wait. **Collective.**
 
+    *Invariant*: what the ranks have run before a checkpoint has been compared; others are never written.
+
     Raises:
         CheckpointError, TypeError: on every rank.
+        RanksDisagreeError: on every rank, if they have run different things.
     """
     return take_over(idle_group(), training, step, buffers)
 
@@ -120,14 +124,15 @@ def take_over(group: ProcessGroup | None, training: Training, step: int | None, 
     params = OptimParams(training.model)
     drafts: list[Draft] = []
 
-    def draft() -> tuple[int | None, dict[str, int], dict[str, str]]:
+    def draft() -> tuple[int | None, Histories, dict[str, int], dict[str, str]]:
         drafts.append(_draft(training, params, rank_in(group), step, buffers))
         sums, described = replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
-        return step, sums, described
+        return step, histories(training.model), sums, described
 
     try:
         # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
-        steps, sums, described = zip(*on_all_ranks(group, draft), strict=True)
+        steps, run, sums, described = zip(*on_all_ranks(group, draft), strict=True)
+        check_histories(training.model, run, group)
         if len(set(steps)) > 1:
             raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
         drafts[0].check_optim(group, list(described))

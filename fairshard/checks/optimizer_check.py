@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.block_state import check_blocks
-from fairshard.engine.root import roots
+from fairshard.engine.root import Root, roots
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.params.flat_param import FlatParam
@@ -204,6 +204,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 @untraced
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _show_zeros(optimizer)
+    for root in _stepped_roots(optimizer):
+        if root.join is None:
+            root.order_check.count_step()
+
+
+def _stepped_roots(optimizer: Optimizer) -> list[Root]:
+    """The models of which ``optimizer`` holds shards."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return [
+        root
+        for root in list(roots)
+        if any(id(one.shard) in held for unit in root.units for fp in unit.flat_params for one in fp.stepped)
+    ]
 
 
 def _hiding(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,12 +1,14 @@
 """Records which units this rank has run, and in which order, to report its position and differences among ranks.
 
 The exchange that plans a backward (`Backward`) compares the ranks before anything else is communicated. It compares a
-hash of all calls that await a backward, so no forward goes unnoticed.
+hash of all calls that await a backward, so no forward goes unnoticed, and the `history` of the model: all gathers of
+forwards, with gradients or not, and the numbers of passes and optimizer steps. Saves compare the history, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from fairshard.utils.collectives import Communicator
 from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
+_FACTOR, _MASK = 0x100000001B3, (1 << 62) - 1  # of a rolling hash
 _FORWARD, _BACKWARD = -1, -2  # the start of a pass; all other numbers are units
 
 
@@ -37,12 +40,29 @@ def check_settings(units: Sequence[Unit]) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank has run, for the error that names a difference.
+
+    Attributes:
+        phase: where it is, in words.
+        trained: the units of the running step.
+        gathered: the gathers of forwards since the last backward, also without gradients and ahead of calls.
+        state: what else must be the same on all ranks, in words, by name.
+    """
+
+    phase: str
+    trained: Place
+    gathered: Place
+    state: dict[str, str]
+
+
 class OrderCheck:
     """The units that the running step has called, gathered and sent.
 
     A step ends with a backward that reduces gradients, and includes the passes before it under ``no_sync``.
-    Recomputation by a checkpoint is not recorded, and a pass without gradients is not compared. Units without
-    communication do not count.
+    Recomputation by a checkpoint is not recorded. Of a pass without gradients only the gathers are compared, because
+    calls of gathered units concern no other rank. Units without communication do not count. Nothing in ``join`` counts.
     """
 
     def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
@@ -54,6 +74,10 @@ class OrderCheck:
             if _num_ranks(unit) > 1 and any(flat_param.has_elements for flat_param in unit.flat_params)
         }
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._gathers = dict.fromkeys(self._comms, 0)  # a hash of the gathers that each group has seen
+        self._group_of = {unit: unit.groups.communicators().shard for unit in units}
+        self._gathered: list[int] = []  # the gathers of forwards since the last backward
+        self.num_forwards = self.num_steps = 0
         self.step = 1
         self.noted: list[int] = []  # the running step, or a pass that is not compared
         self._trained = self.noted
@@ -81,6 +105,14 @@ class OrderCheck:
         """``unit`` is called, gathered or sent."""
         self.noted.append(self._numbers[unit])
 
+    def gather(self, unit: Unit) -> None:
+        """``unit`` is gathered in a forward."""
+        number, comm = self._numbers[unit], self._group_of[unit]
+        if comm in self._gathers and number in self._shared:
+            self._gathers[comm] = (self._gathers[comm] * _FACTOR + number + 1) & _MASK
+            if len(self._gathered) < _MAX_NOTED:
+                self._gathered.append(number)
+
     def end_forward(self, completed: bool) -> None:
         """The pass is over; drops one that raised."""
         if not completed:
@@ -88,6 +120,7 @@ class OrderCheck:
             del self.noted[self._begun :]
             return
         is_trained = self.noted is self._trained
+        self.num_forwards += is_trained
         self._phase = f"after the forward of step {self.step}" if is_trained else "after a forward without gradients"
 
     def begin_backward(self) -> None:
@@ -106,6 +139,11 @@ class OrderCheck:
         if ends_step or not is_common:
             self.noted = self._trained = []
         self._kept = len(self.noted)
+        self._gathered.clear()
+
+    def count_step(self) -> None:
+        """An optimizer has stepped shards of the model."""
+        self.num_steps += 1
 
     def forget(self) -> None:
         """Drop the record of an interrupted pass, which may be run again."""
@@ -113,25 +151,32 @@ class OrderCheck:
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
 
-    def raise_difference(self, state: str) -> NoReturn:
-        """Raise, because ranks have run different things. **Collective.**
+    def history(self, comm: Communicator) -> tuple[int, ...]:
+        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
+        return self.step, self.num_forwards, self.num_steps, self._gathers.get(comm, 0)
 
-        Args:
-            state: what else must be the same on all ranks, in words.
+    def recorded(self, state: dict[str, str]) -> Recorded:
+        """What this rank has run since the last step; ``state``: what else must be the same on all ranks, in words."""
+        gathered = tuple(f"the gather of `{self._names[number]}` (forward)" for number in self._gathered)
+        counts = {"optimizer steps": str(self.num_steps), "forwards with gradients": str(self.num_forwards)}
+        return Recorded(
+            self._phase,
+            Place("", self.step, self._words(self._trained)),
+            Place("", self.step, gathered),
+            state | counts,
+        )
+
+    def raise_difference(self, state: dict[str, str]) -> NoReturn:
+        """Raise, because ranks have run different things; ``state``: see `recorded`. **Collective.**
 
         Raises:
             RanksDisagreeError: with the first unit in which ranks differ, or with the states if the units agree.
         """
-        known = {dist.get_rank(): ([Place("", self.step, self._words(self.noted))], state)}
+        known = {dist.get_rank(): self.recorded(state)}
         for comm in self._comms:
             for others in comm.gather_objects(known):
                 known.update(others)
-        found = first_difference({rank: places for rank, (places, _) in known.items()}, to_the_end=True)
-        found = found or _different_states({rank: state for rank, (_, state) in known.items()})
-        raise RanksDisagreeError(
-            f"{found} This was noticed {self._phase}. Every rank must run the same units in the same order; otherwise "
-            "it would compute with the parameters of others."
-        )
+        raise difference_among(known)
 
     # ---- this rank's position
 
@@ -161,17 +206,37 @@ class OrderCheck:
         return tuple(words)
 
 
-def _different_states(states: dict[int, str]) -> str:
-    """The difference among ranks that have run the same units, as a sentence."""
-    ranks_in: dict[str, list[int]] = {}
-    for rank, state in sorted(states.items()):
-        ranks_in.setdefault(state, []).append(rank)
-    if len(ranks_in) == 1:
-        return "The same units are inside a checkpoint on some ranks, but not on others."
-    text = " ".join(f"On rank {', '.join(map(str, ranks))}, {state}." for state, ranks in ranks_in.items())
+def difference_among(known: dict[int, Recorded]) -> RanksDisagreeError:
+    """The error to raise on all ranks if the histories of the ranks in ``known`` differ."""
+    by_kind = [{rank: [one.trained] for rank, one in known.items()}]
+    by_kind.append({rank: [one.gathered] for rank, one in known.items()})
+    found = next(filter(None, (first_difference(places, to_the_end=True) for places in by_kind)), "")
+    found = found or _different_states({rank: one.state for rank, one in known.items()})
+    return RanksDisagreeError(
+        f"{found} This was noticed {next(iter(known.values())).phase}. Every rank must run the same units in the same "
+        "order; otherwise it would compute with the parameters of others."
+    )
+
+
+def _different_states(states: dict[int, dict[str, str]]) -> str:
+    """The differences among ranks that have run the same units, in sentences."""
+    found = ""
+    for name in next(iter(states.values())):
+        ranks_in: dict[str, list[int]] = {}
+        for rank, state in sorted(states.items()):
+            ranks_in.setdefault(state[name], []).append(rank)
+        if len(ranks_in) > 1:
+            on = (f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_in.items())
+            found += f"The {name} differ: {'; '.join(on)}. "
+    if not found:
+        return (
+            "The same units are inside a checkpoint on some ranks, but not on others; or forwards before the last "
+            "backward have gathered different units."
+        )
     return (
-        f"{text} If a backward has raised, its error is in the log of that rank. The others have summed "
-        "gradients without that rank's part, and may have stepped: restart all ranks from the last checkpoint."
+        f"{found}If a backward has raised, its error is in the log of that rank, and the others have summed gradients "
+        "without that rank's part. Ranks may have stepped with other values than the others: restart all ranks from "
+        "the last checkpoint."
     )
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fairshard import FairshardError
 from fairshard.checkpoint import Checkpointer
+from fairshard.checks.histories import compare_ranks
 from fairshard.cli.metrics import StepMetrics
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
@@ -183,6 +184,7 @@ class Trainer:
             total = math.fsum(len(batch) * self._loss(batch).item() for batch in self._validation)
         self.model.train()
         by_rank = gather_scalars([total], device=self._device)
+        compare_ranks(self.model)  # no backward does if the run ends here
         return math.fsum(entry[0] for entry in by_rank) / VALIDATION_WINDOWS
 
     def _loss(self, batch: NDArray[np.int64]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairshard.engine.exec_order import Pass
 from fairshard.engine.unit import Unit
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.positions import Training
 
 
@@ -23,6 +24,9 @@ class OrderListener(Training, Protocol):
     def note(self, unit: Unit) -> None:
         """``unit`` is called, gathered or sent."""
 
+    def gather(self, unit: Unit) -> None:
+        """``unit`` is gathered in a forward, outside of ``join``."""
+
     def end_forward(self, completed: bool) -> None:
         """The pass is over, or has raised."""
 
@@ -35,7 +39,16 @@ class OrderListener(Training, Protocol):
     def forget(self) -> None:
         """A pass was interrupted."""
 
-    def raise_difference(self, state: str) -> NoReturn:
+    def count_step(self) -> None:
+        """An optimizer has stepped the model, outside of ``join``."""
+
+    def history(self, comm: Communicator) -> tuple[int, ...]:
+        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
+
+    def recorded(self, state: dict[str, str]) -> Any:
+        """What this rank has run, for an error; ``state``: what else must be the same on all ranks."""
+
+    def raise_difference(self, state: dict[str, str]) -> NoReturn:
         """Raise, because ranks have run different things; ``state`` describes this rank in words. **Collective.**"""
 
 

@@ -30,7 +30,6 @@ class Model(Protocol):
     comms: list[Communicator]
     comms_of: dict[Unit, set[Communicator | None]]
     record: Record[Unit]
-    num_interrupted: int
     nan_check: GradListener
     last: Any
     is_last_backward: bool
@@ -44,6 +43,9 @@ class Model(Protocol):
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered from its forward to its backward."""
+
+    def history(self, comm: Communicator) -> tuple[int, ...]:
+        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
 
     def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""

@@ -214,9 +214,11 @@ class Planner:
         return array("q", numbers).tobytes()
 
     def _hash(self, peers: Peers, digest: bytes) -> int:
-        """A hash of what must be the same on all ranks: calls, ``no_sync``, backwards that raised."""
-        numbers = [self.units[number].sync for number in peers.units]
-        content = digest + array("q", [*numbers, *[model.num_interrupted for model in self._models]]).tobytes()
+        """A hash of what must be the same on all ranks: calls, ``no_sync``, and the models' histories."""
+        numbers: list[int] = [self.units[number].sync for number in peers.units]
+        for model in self._models:
+            numbers += model.history(peers.comm)
+        content = digest + array("q", numbers).tobytes()
         return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
     # ---- what this rank reaches

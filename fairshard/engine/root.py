@@ -171,6 +171,8 @@ class Root:
         if not unit.is_gathered or unit.stamp is None:
             if self.join is not None:
                 self.join.announce(unit)
+            else:
+                self.order_check.gather(unit)
             unit.unshard()
 
     def _keeps_gathered(self, unit: Unit) -> bool:
@@ -308,11 +310,20 @@ class Root:
         self.backward = None
         self.order_check.end_backward(False, True)
 
+    @property
+    def state(self) -> dict[str, str]:
+        """In words, what must be the same on all ranks between passes."""
+        unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
+        raised = str(self.num_interrupted)
+        return {"backwards that have raised": raised, "units under no_sync": ", ".join(unsynced)}
+
     def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""
-        unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
-        state = f"backwards that have raised: {self.num_interrupted}; units under no_sync: {', '.join(unsynced)}"
-        self.order_check.raise_difference(state)
+        self.order_check.raise_difference(self.state)
+
+    def history(self, comm: Communicator) -> tuple[int, ...]:
+        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
+        return self.num_interrupted, *self.order_check.history(comm)
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""

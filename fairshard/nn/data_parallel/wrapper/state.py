@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from fairshard.checks.histories import compare_ranks
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.engine.unit import Unit
 from fairshard.errors import NotRootError
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
 from fairshard.settings.state_dicts import (
@@ -51,6 +53,7 @@ class StateMethods(UnitAttributes):
 
         Raises:
             TrainingStateError: inside a forward or backward.
+            RanksDisagreeError: on every rank, if the state is gathered and the ranks have run different things.
             RuntimeError: the units' forms differ.
         """
         if args:  # nn.Module still accepts them by position
@@ -63,6 +66,9 @@ class StateMethods(UnitAttributes):
         settings = self._unit.state_dict_settings if self._unit.is_inner else common_settings(self)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return add_local_state_dict(self, destination, prefix, settings.state_dict_config.offload_to_cpu)
+        whole = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        if whole and self._gathers(unit for _, unit in units_below(self)):
+            compare_ranks(self)
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
         state = module_state_dict(self, self._unit, destination, prefix, keep_vars)
@@ -233,6 +239,11 @@ class StateMethods(UnitAttributes):
         if root.units[0] is self._unit:
             units += root.units
         root.assert_idle(what, [unit for unit in units if not (or_shown and is_shown(unit))])
+
+    def _gathers(self, units: Iterable[Unit]) -> bool:
+        """Whether a whole state dict of this wrapper, which is the outermost, gathers any of ``units``."""
+        cut = [unit for unit in units if unit.groups.shard.world_size > 1]
+        return not self._unit.is_inner and bool(cut) and not any(map(is_shown, cut))
 
     def _claimed(self) -> Root:
         """The root of this unit; if it has none, `claim` makes this wrapper the outermost."""
