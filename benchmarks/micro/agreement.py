@@ -1,12 +1,14 @@
 """Measure the agreement that starts a backward: one all-gather of 2,048 bytes a rank, in microseconds.
 
-    python benchmarks/micro/agreement.py                      # worlds 2, 3, 4 and 8
+    python benchmarks/micro/agreement.py                      # worlds 2, 3, 4, 5 and 8
     python benchmarks/micro/agreement.py --worlds 2 --steps 500
 
 "alone" is the exchange as the engine issues it, each time from a barrier. "in a backward" is the same call within the
 backward of a small model, whose units take a few microseconds each: it also waits for ranks that arrive later.
-"planning" is all of `Planner.plan`: reading the graph, packing, the exchange, and the schedule. Each figure is that of
-the slowest rank, exchange by exchange: the minimum and the median over all steps.
+"planning" is all of `Planner.plan`: reading the graph, packing, the exchange, and the schedule. "compare" is
+`compare_ranks`, from a barrier; "history" is what a forward and a step add to the host's time, without the exchange:
+recording the gathers of the units, and counting the step. Each figure is that of the slowest rank, exchange by
+exchange: the minimum and the median over all steps.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from measure import loaded_module
 from report import table
 from torch import nn
 
+from fairshard.checks.histories import compare_ranks
+from fairshard.checks.optimizer_check import _stepped_roots
 from fairshard.nn import FSDP
 
 NUM_UNITS, WIDTH = 8, 32
@@ -84,9 +88,35 @@ def measure_rank(rank: int, world_size: int, num_steps: int, folder: str) -> Non
     assert len(exchange.seconds) == len(planning.seconds) == WARMUP + num_steps, "one exchange a backward"
     seconds |= {"in a backward": exchange.seconds[WARMUP:], "planning": planning.seconds[WARMUP:]}
     seconds["backward"] = backwards[WARMUP:]
+    seconds |= {"compare": compared(model, num_steps), "history": recorded(model, optimizer, num_steps)}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seconds))
     dist.barrier()
     os._exit(0)  # gloo groups sometimes hang while Python drops its last references
+
+
+def compared(model: nn.Module, num_steps: int) -> list[float]:
+    """The seconds of each comparison of all ranks."""
+    found = []
+    for _ in range(WARMUP + num_steps):
+        dist.barrier()
+        start = time.perf_counter()
+        compare_ranks(model)
+        found.append(time.perf_counter() - start)
+    return found[WARMUP:]
+
+
+def recorded(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+    """The seconds that one forward and one step spend on the history. Ends the use of ``model``."""
+    units = [part._fairshard_unit for part in model.modules() if isinstance(part, FSDP)]
+    found = []
+    for _ in range(WARMUP + num_steps):
+        start = time.perf_counter()
+        for unit in units:
+            unit.root.order_check.gather(unit)
+        for root in _stepped_roots(optimizer):
+            root.order_check.count_step()
+        found.append(time.perf_counter() - start)
+    return found[WARMUP:]
 
 
 def measure(world_size: int, num_steps: int) -> dict[str, list[float]]:
@@ -99,12 +129,12 @@ def measure(world_size: int, num_steps: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4, 8])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4, 5, 8])
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    names = ["alone", "in a backward", "planning", "backward"]
+    names = ["alone", "in a backward", "planning", "backward", "compare", "history"]
     cells = [["us, least / median", *names]]
     for world_size in options.worlds:
         found = measure(world_size, options.steps)

@@ -4,6 +4,7 @@ Every block is a unit; ``experts`` have the same shapes as ``blocks``, so one ca
 """
 
 import atexit
+import contextlib
 import datetime
 import hashlib
 import os
@@ -18,25 +19,33 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.checkpoint import Checkpointer
+from fairshard.checkpoint import Checkpointer, writer
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.forked import Notes
 
 NUM_STEPS, EVERY, FAULT_STEP = 8, 2, 5
 DIM = 6
+OTHER_ORDER = (0, 3, 1, 2)
 
 FAULTS = {
     "killed in forward": "a rank is killed in the forward",
     "killed in backward": "a rank is killed in the backward",
     "killed in a step": "a rank is killed while its optimizer steps",
     "stopped": "a rank is stopped (SIGSTOP) in the forward",
+    "stopped in a save": "a rank is stopped (SIGSTOP) while it writes its part of a checkpoint",
     "other module": "a rank runs another module of the same shape",
+    "other order": "a rank runs modules of the same shape in another order",
+    "other evaluation": "a rank evaluates modules of the same shape in another order",
+    "skips a step": "a rank does not step its optimizer",
     "one batch short": "a rank runs out of batches and ends",
     "raises alone": "a rank raises in a forward",
     "other model": "a rank has built another model",
 }
-KILLS = [fault for fault in FAULTS if fault.startswith("killed") or fault == "stopped"]
+STOPS = ["stopped", "stopped in a save"]
+KILLS = [*(fault for fault in FAULTS if fault.startswith("killed")), *STOPS]
+DIVERGES = ["other module", "other order", "other evaluation", "skips a step", "other model"]
+"""The faults that all ranks are told of, the one that causes them included."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +94,25 @@ class Fault:
         self._model.meets = self._meets if is_now and self._fault else lambda place, layer: layer
         return not (is_now and self._fault == "one batch short")
 
+    def steps(self, step):
+        """Whether the optimizer steps."""
+        return step != FAULT_STEP or self._fault != "skips a step"
+
     def step(self, step):
         """Called when the optimizer has stepped this rank's parameters."""
         if step == FAULT_STEP and self._fault == "killed in a step":
             _die()
 
+    def save(self, step):
+        """Called before a save."""
+        if step >= FAULT_STEP and self._fault == "stopped in a save":
+            writer._save_tensor = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+
     def _meets(self, place, layer):
+        if self._fault == "other evaluation" and not torch.is_grad_enabled():
+            return self._model.blocks[OTHER_ORDER[place]]
+        if self._fault == "other order" and torch.is_grad_enabled():
+            return self._model.blocks[OTHER_ORDER[place]]
         if place == 2:
             if self._fault == "killed in forward":
                 _die()
@@ -120,6 +142,17 @@ def _die():
     time.sleep(60)
 
 
+@contextlib.contextmanager
+def unchanged(model, note):
+    """If the block raises, note whether the parameters are those from before it."""
+    before = [(param, param.detach().clone()) for param in model.parameters()]
+    try:
+        yield
+    except FairshardError:
+        note(f"unchanged {all(torch.equal(param, old) for param, old in before)}")
+        raise
+
+
 def main(rank, run, note):
     """Train to the end, starting from the newest checkpoint if one exists."""
     torch.set_num_threads(1)
@@ -146,20 +179,20 @@ def main(rank, run, note):
     note(f"resumed {first}")
     optimizer.register_step_post_hook(lambda *_: fault.step(step))
     for step in range(first + 1, NUM_STEPS + 1):
-        before = [(param, param.detach().clone()) for param in model.parameters()]
-        try:
+        with unchanged(model, note):
             if not fault.begin(step):
                 note(f"out of batches at {step}")
                 return
             inputs = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
             model(inputs).square().mean().backward()
-        except FairshardError:
-            same = all(torch.equal(param, old) for param, old in before)
-            note(f"unchanged {same}")
-            raise
-        optimizer.step()
+        if fault.steps(step):
+            optimizer.step()
         optimizer.zero_grad()
-        saver.maybe_save(step, model, optimizer)
+        with unchanged(model, note):
+            with torch.no_grad():
+                model(inputs)
+            fault.save(step)
+            saver.maybe_save(step, model, optimizer)
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(value.contiguous().numpy().tobytes())
