@@ -124,7 +124,7 @@ def load_optimizer(
     """
     group = idle_group()
     path = os.fspath(folder)
-    reader = _Reader(path, group)
+    reader = RankReader(path, group)
     params = OptimParams(model)
     target = OptimizerTarget()
     made: dict[str, Any] = {}
@@ -146,16 +146,16 @@ def load_optimizer(
     optimizer.load_state_dict(made)
 
 
-class _Reader(CheckpointReader):
+class RankReader(CheckpointReader):
     """Reads on all ranks of ``group``."""
 
     def __init__(self, path: str, group: ProcessGroup | None) -> None:
         super().__init__(path)
-        self._group = group
+        self.group = group
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read, and wait until the other ranks have."""
-        return done_on_all_ranks(self._group, lambda: super(_Reader, self).read_data(plan, planner))
+        return done_on_all_ranks(self.group, lambda: super(RankReader, self).read_data(plan, planner))
 
 
 def _held_by(optimizer: Optimizer) -> set[nn.Parameter]:
@@ -189,7 +189,7 @@ class Loading:
         self._group = group
         self._rank = rank_in(group)
         self._num_ranks = 1 if group is None else group.size()
-        self._reader = reader or _Reader(folder, group)
+        self._reader = reader or RankReader(folder, group)
         self._manifest: Manifest | None = None
         self._model = ModelTarget({}, {})
         self._optimizer: OptimizerTarget | None = None

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
-from fairshard.checkpoint.agreement import on_all_ranks
+from fairshard.checkpoint.agreement import done_on_all_ranks, on_all_ranks
 from fairshard.checkpoint.entries import Training
-from fairshard.checkpoint.loading import Loading
+from fairshard.checkpoint.loading import Loading, RankReader
 from fairshard.checkpoint.manifest import Manifest, verify_file
 from fairshard.checkpoint.memory_folder import FoundCopy
 from fairshard.checkpoint.memory_place import FileTransfers, Place, exchange_files
-from fairshard.checkpoint.reader import METADATA, CheckpointReader
+from fairshard.checkpoint.reader import METADATA
 from fairshard.checkpoint.storage import LocalStorage
 from fairshard.errors import CheckpointError
 
@@ -58,7 +59,7 @@ def load_copy(copy: SpreadCopy, place: Place, training: Training, verify: str) -
     """
     folder = place.folder.path_of(copy.name)
     files = _Files(copy, place, folder)
-    reader = _CollectingReader(folder, files.collect, copy.manifest if verify == "before" else None)
+    reader = _CollectingReader(folder, place.group, files.collect, copy.manifest if verify == "before" else None)
     loading = Loading(folder, training, place.group, reader)
     try:
         files.collect_metadata()
@@ -135,11 +136,13 @@ class _Files:
         return moves
 
 
-class _CollectingReader(CheckpointReader):
+class _CollectingReader(RankReader):
     """A reader that first collects the files it needs; it compares them with ``sums``, if given, before it reads."""
 
-    def __init__(self, folder: str, collect: Callable[[set[str]], None], sums: Manifest | None) -> None:
-        super().__init__(folder)
+    def __init__(
+        self, folder: str, group: ProcessGroup | None, collect: Callable[[set[str]], None], sums: Manifest | None
+    ) -> None:
+        super().__init__(folder, group)
         self._copy_folder = folder
         self._collect = collect
         self._sums = sums
@@ -149,7 +152,10 @@ class _CollectingReader(CheckpointReader):
         places = (self.storage_data.get(item.storage_index) for item in plan.items)
         needed = {*(place.relative_path for place in places if place is not None), *(plan.storage_data or ())}
         self._collect(needed)
+        done_on_all_ranks(self.group, lambda: self._verify(needed))
+        return super().read_data(plan, planner)
+
+    def _verify(self, needed: set[str]) -> None:
         if self._sums is not None:
             for name in sorted(needed & self._sums.files.keys()):
                 verify_file(LocalStorage(), self._copy_folder, name, self._sums.files[name])
-        return super().read_data(plan, planner)
