@@ -155,7 +155,11 @@ class RankReader(CheckpointReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read, and wait until the other ranks have."""
-        return done_on_all_ranks(self.group, lambda: super(RankReader, self).read_data(plan, planner))
+        return done_on_all_ranks(self.group, lambda: self.read_own(plan, planner))
+
+    def read_own(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Read what this rank needs."""
+        return super().read_data(plan, planner)
 
 
 def _held_by(optimizer: Optimizer) -> set[nn.Parameter]:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
-from fairshard.checkpoint.agreement import done_on_all_ranks, on_all_ranks
+from fairshard.checkpoint.agreement import on_all_ranks
 from fairshard.checkpoint.entries import Training
 from fairshard.checkpoint.loading import Loading, RankReader
 from fairshard.checkpoint.manifest import Manifest, verify_file
@@ -149,13 +149,16 @@ class _CollectingReader(RankReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Collect the files of ``plan``, then read them. **Collective.**"""
-        places = (self.storage_data.get(item.storage_index) for item in plan.items)
-        needed = {*(place.relative_path for place in places if place is not None), *(plan.storage_data or ())}
-        self._collect(needed)
-        done_on_all_ranks(self.group, lambda: self._verify(needed))
+        self._collect(self._needed(plan))
         return super().read_data(plan, planner)
 
-    def _verify(self, needed: set[str]) -> None:
+    def read_own(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Compare the files of ``plan``, if asked to, then read them."""
         if self._sums is not None:
-            for name in sorted(needed & self._sums.files.keys()):
+            for name in sorted(self._needed(plan) & self._sums.files.keys()):
                 verify_file(LocalStorage(), self._copy_folder, name, self._sums.files[name])
+        return super().read_own(plan, planner)
+
+    def _needed(self, plan: LoadPlan) -> set[str]:
+        places = (self.storage_data.get(item.storage_index) for item in plan.items)
+        return {*(place.relative_path for place in places if place is not None), *(plan.storage_data or ())}

@@ -33,11 +33,11 @@ _AT_LEAST_ONE = (
     "keep_last", "resume_from", "trace", "lr_steps",
 )  # fmt: skip
 # Far more than anyone uses, and small enough that nothing overflows or takes hours to refuse.
-_AT_MOST = {
+_AT_MOST: dict[str, float] = {
     **dict.fromkeys(("steps", "lr_steps", "eval_every", "save_every", "keep_last", "warmup", "trace"), 10**9),
     **dict.fromkeys(("batch_size", "accumulate", "context", "dim", "heads", "memory_every"), 10**7),
     "resume_from": 10**9,
-    **{"layers": 10_000, "max_restarts": 10_000, "bucket_cap_mb": 10**6, "lr": 10**6, "weight_decay": 10**6},
+    **{"layers": 10_000, "max_restarts": 10_000, "bucket_cap_mb": 10**6, "lr": 1e38, "weight_decay": 10**6},
 }
 _AT_LEAST_ZERO = (
     "warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "memory_every",

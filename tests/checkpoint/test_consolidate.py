@@ -21,6 +21,8 @@ from fairshard.utils.testing import run_ranks
 from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, save_cut, sign
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no fairshard.json")
+
 MB = 1 << 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
 

@@ -112,7 +112,7 @@ def test_a_save_compares_first_and_keeps_the_checkpoint_before(shared_folder, as
         with pytest.raises(RanksDisagreeError, match=r"the gather of `layers\.2` \(forward\), rank 1 at"):
             saver.save(2, model, optimizer)
         saver.wait()
-        assert sorted(path.name for path in Path(shared_folder).iterdir()) == ["latest", "step-00000001"]
+        assert sorted(path.name for path in Path(shared_folder).glob("[!.]*")) == ["latest", "step-00000001"]
         assert saver.load_latest(model, optimizer) == 1
 
 

@@ -10,6 +10,8 @@ from fairshard.cli.main import build_parser, main
 from tests.checkpoint.test_import_fairscale import MODELS, write_shards
 from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, sign
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no fairshard.json")
+
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
