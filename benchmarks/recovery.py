@@ -174,9 +174,12 @@ def _restarts(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[
 
 
 def _drop_copies(checkpoints: Path) -> None:
-    from fairshard.checkpoint.memory_folder import memory_left
+    from measure import loaded_module  # here because it imports torch
 
-    left = memory_left(str(checkpoints))
+    import fairshard.checkpoint  # noqa: F401
+
+    module: Any = loaded_module("memory_folder", "memory_left")
+    left = module.memory_left(str(checkpoints))
     if left is not None:
         shutil.rmtree(left)
 

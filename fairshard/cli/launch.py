@@ -150,6 +150,8 @@ def _restarts_told(logs: Path, max_restarts: int) -> Iterator[None]:
         yield
     finally:
         is_over.set()
+        if max_restarts:
+            thread.join()  # it reads `logs`, which is removed next
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Modules and wrappers."""
 
+from fairshard.checks.histories import compare_ranks
 from fairshard.nn import comm_hooks
 from fairshard.nn.checkpoint import checkpoint_wrapper, disable_checkpointing
 from fairshard.nn.data_parallel import *  # noqa: F403
@@ -19,6 +20,7 @@ __all__ = [
     "cast_buffers_",
     "checkpoint_wrapper",
     "comm_hooks",
+    "compare_ranks",
     "disable_checkpointing",
     *_exported,
 ]

@@ -297,7 +297,9 @@ def test_malicious_pickles_do_not_run(tmp_path, saved, format, signed, where):
 
 
 MEASURED = """
-import resource, sys, torch
+import resource, sys, threading, torch
+threading.stack_size(1 << 18)  # stacks of threads that start late count, too
+torch.set_num_threads(1)
 from fairshard.checkpoint import save
 from fairshard.checkpoint.consolidate import consolidate_safetensors, consolidate_torch
 

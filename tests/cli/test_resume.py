@@ -299,6 +299,7 @@ def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
         TrainOptions(resume_from=20, max_restarts=1)
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
     """After all processes were killed, the resumed run has every loss of the unbroken run, to the bit."""
     of_run, expected = unbroken

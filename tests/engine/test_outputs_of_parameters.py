@@ -10,7 +10,7 @@ from torch import nn
 from fairshard.errors import PartialGradientError
 from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import DOORS, shard, whole_state
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd
 
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # sums over ranks in another order, in fp32
@@ -139,7 +139,7 @@ def test_hooks_on_a_returned_parameter_do_not_pile_up(door):
     assert num_hooks(wrapped) == before
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_a_returned_view_has_its_values_after_the_unit_was_freed(door, with_grad):

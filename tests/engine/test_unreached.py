@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy
 from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard, whole_state
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 
 BY_PARAM = ["no_flatten", "orig_params", "fully_shard"]  # doors that register one tensor for each parameter
 DIM = 3
@@ -168,7 +168,7 @@ def test_weight_decay_of_adamw_leaves_what_no_rank_reached(door):
 
 
 @pytest.mark.pairs
-@on_ranks(1, 2, 3)
+@on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("door", BY_PARAM)
 @pytest.mark.parametrize("mode", ["reentrant", "not_reentrant"])
 def test_inside_a_checkpoint(door, mode):

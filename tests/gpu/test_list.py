@@ -18,6 +18,7 @@ from tests.gpu.lines import races
 from tests.gpu.logged_tests import LOG
 from tests.gpu.plants import PLANTS
 from tests.gpu.results import Result, Results
+from tests.on_ranks import in_full
 from tests.sim.test_planted import CAUGHT
 
 pytestmark = pytest.mark.cpu_only("tries make gpu in processes of its own")
@@ -275,8 +276,8 @@ def test_outcomes_of_tests_are_written_as_they_come(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("gather-after-free", "one-rank-ready", "host-waits", "planted-bugs", "zeros-step"),
-        pytest.param("train-losses", marks=pytest.mark.full),
+        *("one-rank-ready", "planted-bugs"),
+        *map(in_full, ("gather-after-free", "host-waits", "zeros-step", "train-losses")),
     ],
 )
 def test_checks_run_on_the_simulated_accelerator(tmp_path, simulated_ranks, name):

@@ -105,8 +105,8 @@ def test_peak_memory_is_as_planned(flags):
             assert abs(measured[group] - nbytes) <= 0.02 * total, (door, group, measured, planned)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("offload", [in_full(False), True])
+@pytest.mark.parametrize("reshard", [True, in_full(False)])
 @on_sim(2)
 def test_any_order_of_work_gives_the_same_losses(reshard, offload):
     """With uneven rows and buckets of several units, every order of the streams' work gives the serial one's bits."""

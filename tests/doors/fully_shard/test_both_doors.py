@@ -34,7 +34,7 @@ def train(model, optimizer, num_steps=NUM_STEPS):
     return torch.stack(losses)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, in_full(3))
 @pytest.mark.parametrize("name", ["sgd", "adamw"])  # a fused kernel's rounding depends on element positions
 def test_the_doors_agree_to_the_bit(name):
     """`fully_shard` and the wrapper give equal losses and full weights at any number of ranks."""
@@ -44,7 +44,7 @@ def test_the_doors_agree_to_the_bit(name):
 
 
 @needs_fsdp2_on_cpu
-@on_ranks(in_full(1), 2, 3)
+@on_ranks(in_full(1), in_full(2), 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_torch(name):
     """Losses and weights equal those of PyTorch's `fully_shard`: exactly at 1 and 2 ranks, closely at 3."""

@@ -73,7 +73,9 @@ def test_no_graph_break_inside_a_block(precision):
     """Dynamo sees one graph and no break in a gathered block, and compiles a block once for all steps."""
     torch.compiler.reset()
     model = wrapped(None, **PRECISIONS[precision], use_orig_params=True)
-    counted = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter  # slow to import
+
+    counted = CompileCounter()
     model[0].module.forward = torch.compile(copy.copy(model[0].module.forward), backend=counted, fullgraph=True)
     steps(model)
     assert counted.frame_count == 1

@@ -30,6 +30,7 @@ def test_each_fault_once():
     assert "killed in forward, rank 0" in printed
 
 
+@pytest.mark.full
 @pytest.mark.cpu_only("starts processes of its own, on gloo")
 def test_what_five_ranks_do_not_notice_at_once_is_told_too():
     """Collectives of five ranks match by their order alone, so other modules of the same shape would go unnoticed."""
