@@ -3,7 +3,7 @@
 #   make train                    train a byte-level GPT on two ranks, in two minutes
 #   make train ARGS="--steps 50"  the same with other flags; see: .venv/bin/fairshard train --help
 #   make test                     all tests but those marked `full`
-#   make test WORKERS=0           the same in one process: easier to debug; two are the default
+#   make test WORKERS=0           the same in one process: easier to debug; three are the default
 #   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own (5.6 GB with CUDA)
 #   make test-all                 every cell of every matrix
 #   make test-sim                 the tests of ranks on the simulated accelerator of tests/sim, in three orders of its work
@@ -24,7 +24,7 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 TORCH ?=
 PART ?=
 OUT ?= runs/gpu
