@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engines.engine import Engine, wrap_children
 from models import MODELS, build_gpt, random_batches
+from perf import LOAD_HZ, Samples
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as peer_state
 from torch.distributed.tensor import DTensor
@@ -54,6 +55,8 @@ class Job:
     rank: int
     store: str
     result: str
+    perf: str = ""
+    """Folder for samples of rank 0's work; see `lanes.py`."""
 
 
 @dataclass
@@ -205,10 +208,15 @@ class Comparison:
             _drop_from_cache(self.kept[name.partition(" ")[0]])
         self._settle()
         parts: dict[str, float] = {}
+        is_sampled = self.job.perf and self.job.rank == 0
+        samples = Samples(f"{self.job.perf}/{name}-{repeat}.perf" if is_sampled else "", LOAD_HZ)
+        samples.start()
+        dist.barrier()
         with _peak() as peak:
             cpu = _cpu_seconds()
             seconds = _seconds(lambda: parts.update(self.acts[name](work) or {}))
             cpu = _cpu_seconds() - cpu
+        samples.stop()
         self.samples.append(Sample(name, repeat, seconds, cpu, self.nbytes, peak[0], parts))
         dist.barrier()
         if self.job.rank == 0:

@@ -19,6 +19,7 @@ from types import FrameType
 import engines
 import torch
 import torch.distributed as dist
+from perf import OVERHEAD_HZ, Samples
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from turn import Turn
@@ -41,6 +42,8 @@ class Job:
     store: str
     result: str
     turn: Sequence[str] = ()
+    perf: str = ""
+    """File for the samples of the passes after the warm-up; see `lanes.py`."""
 
 
 def main() -> None:
@@ -51,7 +54,12 @@ def main() -> None:
     if job.engine != PLAIN:
         model = engines.build(job.engine, model, model, engines.Options()).model
     turn = Turn.open(job.turn) if job.turn else None
-    passes = [_time_pass(model, turn) for _ in range(WARMUP + job.passes)][WARMUP:]
+    for _ in range(WARMUP):
+        _time_pass(model, turn)
+    samples = Samples(job.perf, OVERHEAD_HZ)
+    samples.start()
+    passes = [_time_pass(model, turn) for _ in range(job.passes)]
+    samples.stop()
     cpu, wall = (statistics.median(seconds) / NUM_UNITS * 1e6 for seconds in zip(*passes, strict=True))
     result = {"us_per_unit": cpu, "wall_us_per_unit": wall, "calls_per_unit": _count_calls(model) / NUM_UNITS}
     Path(job.result).write_text(json.dumps(result))

@@ -15,6 +15,9 @@ import measure
 import torch
 from turn import Turn
 
+UNSAMPLED = 3
+"""First steps of which no samples are taken."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -34,6 +37,8 @@ class Job:
     device: str = "cpu"
     turn: Sequence[str] = ()
     """Pipes through which several engines take turns; see `launch.launch_in_turns`."""
+    perf: str = ""
+    """File for the samples of rank 0's steps after the first `UNSAMPLED`; see `lanes.py`."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ def _train(job: Job, accelerator: Any, resident_at_start: int) -> dict[str, Any]
     import engines
     import torch.distributed as dist
     from models import MODELS, build_gpt, random_batches
+    from perf import STEP_HZ, Samples
 
     config = MODELS[job.model]
     with accelerator.device:
@@ -76,7 +82,10 @@ def _train(job: Job, accelerator: Any, resident_at_start: int) -> dict[str, Any]
 
     losses, times = [], []
     turn = Turn.open(job.turn) if job.turn and job.rank == 0 else None
+    samples = Samples(job.perf if job.rank == 0 else "", STEP_HZ)
     for step in range(job.steps):
+        if step == UNSAMPLED:
+            samples.start()
         if turn is not None:
             turn.wait()
         batch = next(batches)
@@ -90,6 +99,7 @@ def _train(job: Job, accelerator: Any, resident_at_start: int) -> dict[str, Any]
         times.append(vars(seconds))
         if step == 1:  # by now every buffer and optimizer state exists
             accelerator.reset_peak()
+    samples.stop()
     peak = accelerator.peak_bytes(resident_at_start)
     counted = _count_collectives(engine, accelerator, next(batches), job) if job.count else None
     by_part = {part: [step[part] for step in times] for part in times[0]}
