@@ -100,7 +100,7 @@ def of_units(options: argparse.Namespace, folder: str) -> Spent:
 
 def of_loads(options: argparse.Namespace, folder: str) -> Spent:
     """Load checkpoints that have been dropped from the page cache."""
-    job = {"model": options.model, "world": 2, "threads": 1, "repeat": LOADS, "only": "load"}
+    job = {"model": options.model, "world": 2, "threads": 1, "repeat": LOADS, "only": " load"}
     launch("checkpoint_worker.py", {**job, "folder": folder, "perf": folder}, 2, TIMEOUT_S)
     samples: dict[str, Counter[str]] = {}
     for path in sorted(Path(folder).glob("*.perf")):
