@@ -153,6 +153,7 @@ def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
     assert err == "\nfairshard train: stopped by SIGINT.\n"
 
 
+@pytest.mark.full
 def test_torchrun_with_bad_input_is_exit_2_on_the_ranks(tmp_path):
     """Under torchrun each rank refuses with exit code 2 and a line of its own; torchrun reports the code."""
     result = _run([*TORCHRUN, "--data", "nowhere"], tmp_path)
