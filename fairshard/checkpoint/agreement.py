@@ -138,6 +138,14 @@ def idle_group() -> ProcessGroup | None:
     return group
 
 
+def start_writer(task: str, write: Callable[[], None]) -> threading.Thread:
+    """Start ``write`` on a thread. Before Python ends it waits for the thread, as `ended` does, so not for ever."""
+    writer = threading.Thread(target=write, name=f"{BACKGROUND}{task}", daemon=True)
+    writer.start()
+    threading.Thread(target=ended, args=(writer,), name="fairshard end of writer").start()
+    return writer
+
+
 def occupy(group: ProcessGroup | None, writer: threading.Thread) -> None:
     """Make `idle_group` wait until ``writer`` ends."""
     if group is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import ended, idle_group, occupy, on_all_ranks, rank_in, unfinished
+from fairshard.checkpoint.agreement import ended, idle_group, occupy, on_all_ranks, rank_in, start_writer, unfinished
 from fairshard.checkpoint.claim import Claim
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import Trust, load_training
@@ -23,10 +23,9 @@ from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
 from fairshard.checkpoint.step_folders import StepFolders
-from fairshard.checkpoint.step_names import check_step, step_name, step_of
+from fairshard.checkpoint.step_names import check_step, step_name
 from fairshard.checkpoint.storage import full_path
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
-from fairshard.utils.positions import BACKGROUND
 from fairshard.utils.watchdog import watch
 
 _log = logging.getLogger("fairshard")
@@ -157,12 +156,8 @@ class Checkpointer:
             self._write(draft, group)
             self.wait()
             return
-        name = f"{BACKGROUND}a save of {self.root}/{step_name(step)}"
-        self._thread = threading.Thread(target=self._write, args=(draft, group), name=name, daemon=True)
+        self._thread = start_writer(f"a save of {self.root}/{step_name(step)}", partial(self._write, draft, group))
         occupy(group, self._thread)
-        self._thread.start()
-        # Python waits for this thread before it ends, but not for the daemon.
-        threading.Thread(target=ended, args=(self._thread,), name="fairshard end of save").start()
 
     def copy_to_memory(
         self,
@@ -210,11 +205,11 @@ class Checkpointer:
         self.wait()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        folder: str | None = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]
-        least = -1 if folder is None else step_of(folder)
+        newest = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]
+        least = -1 if newest is None else newest.step
         step = self._memory.load_newest(least, training, verify) if self._memory else None
-        if step is None and folder is not None:
-            step = self._load(folder, training, Trust(verify))
+        if step is None and newest is not None:
+            step = self._load(newest.folder, training, Trust(verify))
         return step
 
     def load_step(
@@ -295,7 +290,8 @@ class Checkpointer:
         if self._thread is not None:
             ended(self._thread)
         if self._memory:
-            self._memory.wait()
+            with contextlib.suppress(CollectiveFailedError):  # the first error is on its way
+                self._memory.wait()
         self._claim.leave()
 
     # ---- private

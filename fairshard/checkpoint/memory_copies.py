@@ -17,13 +17,14 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fairshard.checkpoint.agreement import described, on_all_ranks
+from fairshard.checkpoint.agreement import described, ended, on_all_ranks, start_writer, unfinished
 from fairshard.checkpoint.entries import Training
 from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.memory_folder import forget_run
@@ -36,7 +37,6 @@ from fairshard.errors import CheckpointError
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.host import free_host_memory
 from fairshard.utils.messages import GroupMessages
-from fairshard.utils.positions import BACKGROUND
 from fairshard.utils.span_tensor import SpanTensor
 
 _log = logging.getLogger("fairshard")
@@ -95,8 +95,7 @@ class MemoryCopies:
         except BaseException:
             draft.snapshot.close()
             raise
-        self._thread = threading.Thread(target=self._write, args=(draft, place), name=f"{BACKGROUND}a copy to memory")
-        self._thread.start()
+        self._thread = start_writer("a copy to memory", partial(self._write, draft, place))
 
     def load_newest(self, least: int, training: Training, verify: str) -> int | None:
         """Load the newest copy, if it is of step ``least`` or later; returns its step. **Collective.**"""
@@ -114,9 +113,14 @@ class MemoryCopies:
         self._copied_step, self._has_begun = None, False
 
     def wait(self) -> None:
-        """Wait for the copy being written, if any."""
+        """Wait for the copy being written, if any.
+
+        Raises:
+            CollectiveFailedError: a collective has failed, and the copy has not ended since.
+        """
         if self._thread is not None:
-            self._thread.join()
+            if not ended(self._thread):
+                raise unfinished(self._thread)
             self._thread = None
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ MEMORY_FOLDER = "/dev/shm"
 _NAME = ".memory"
 _RUN = re.compile(r"[0-9a-f]{32}")
 _PREFIX, _ROOT = "fairshard-", "root"
+_MAX_NAME_NBYTES = 64
 _COPY = re.compile(r"step-(\d{8,})-[0-9a-f]{8}-\d+")
 
 
@@ -53,14 +54,25 @@ class FoundCopy:
 
 
 def run_name(root: str) -> str | None:
-    """The name of the run whose checkpoints are in ``root``; None if it has none."""
+    """The name of the run whose checkpoints are in ``root``; None if it has none.
+
+    Raises:
+        CheckpointError: the file that holds it is damaged.
+    """
     storage = storage_of(root)
     path = storage.join(root, _NAME)
-    with contextlib.suppress(OSError, ValueError):
-        if storage.exists(path):
-            found = storage.read_text(path).strip()
-            return found if _RUN.fullmatch(found) else None
-    return None
+    if not storage.exists(path):
+        return None
+    try:
+        found = storage.read_text(path, _MAX_NAME_NBYTES).strip()
+        if not _RUN.fullmatch(found):
+            raise ValueError(f"it is {found!r}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} must hold the name under which a run keeps copies in memory, but does not: {error}. Remove it to "
+            "continue from the checkpoints on disk."
+        ) from error
+    return found
 
 
 def new_run_name(root: str) -> str:
@@ -85,9 +97,11 @@ def forget_run(root: str) -> None:
 
 def memory_left(root: str, parent: str = MEMORY_FOLDER) -> str | None:
     """The folder with copies of the run of ``root`` on this host; None if there is none."""
-    name = run_name(root)
-    folder = f"{parent}/{_PREFIX}{name}"
-    return folder if name is not None and _is_own(folder) and MemoryFolder(folder).copies() else None
+    with contextlib.suppress(CheckpointError):
+        name = run_name(root)
+        folder = f"{parent}/{_PREFIX}{name}"
+        return folder if name is not None and _is_own(folder) and MemoryFolder(folder).copies() else None
+    return None
 
 
 def open_folder(parent: str, run: str, root: str) -> MemoryFolder:
@@ -180,7 +194,7 @@ class MemoryFolder:
             other = f"{parent}/{name}"
             if name.startswith(_PREFIX) and other != self.path and _is_own(other):
                 with contextlib.suppress(OSError, ValueError):
-                    if Path(other, _ROOT).read_text() == root:
+                    if self._storage.read_text(f"{other}/{_ROOT}") == root:
                         shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:

@@ -33,7 +33,7 @@ from fairshard.checkpoint.manifest import Manifest, check_crc, verify_file
 from fairshard.checkpoint.metadata_pickle import is_marked, read_metadata
 from fairshard.checkpoint.pickle_limits import LIMITS, Limits
 from fairshard.checkpoint.plain_objects import read_object
-from fairshard.checkpoint.storage import MANIFEST, is_remote, open_regular, read_at_most, storage_of
+from fairshard.checkpoint.storage import MANIFEST, Storage, is_remote, open_regular, read_at_most, storage_of
 from fairshard.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -59,7 +59,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(path if not is_remote(path) else ".")
         self._reads_in_place = not is_remote(path) and hasattr(os, "preadv")
         if is_remote(path):
-            self.fs: Any = FsspecFileSystem()
+            self.fs: Any = _RemoteFiles(self._storage)
             self.path = self.fs.init_path(path)
         else:
             self.fs = _RegularFiles()
@@ -249,6 +249,20 @@ class _RegularFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Open a file to read it."""
         with open_regular(path) as stream:
+            yield stream  # type: ignore[misc]
+
+
+class _RemoteFiles(FsspecFileSystem):
+    """torch's remote file system, except that it opens files to read through ``storage``."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__()
+        self._storage = storage
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file to read it."""
+        with self._storage.open(os.fspath(path), "rb") as stream:
             yield stream  # type: ignore[misc]
 
 

@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -28,11 +29,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fairshard.checkpoint.storage import LocalStorage
+from fairshard.checkpoint.storage import LocalStorage, open_regular
 from fairshard.errors import CheckpointError
 
 NAME = ".lock"
 BEAT_S, EXPIRES_S = 5.0, 30.0
+
+_MAX_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,11 @@ class RunLock:
         If True, `leave` must follow.
 
         Raises:
-            CheckpointError: another process has it.
+            CheckpointError: another process has it, or its name is taken by what is not a file.
             OSError: the folder cannot be written.
         """
         while not self._num_users and not self._create():
+            self._check_kind()
             seen = self._read()
             if seen is None:
                 continue
@@ -208,11 +212,18 @@ class RunLock:
             os.close(file)
         return True
 
+    def _check_kind(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise CheckpointError(
+                    f"{self._path} must be the file with which a run locks its folder, but is not a file. Remove it."
+                )
+
     def _read(self) -> tuple[str, int] | None:
         """The file's text and the time of its last beat; None without a file."""
         try:
-            with open(self._path, encoding="utf-8", errors="replace") as file:  # NFS asks its server at each open
-                return file.read(), os.fstat(file.fileno()).st_mtime_ns
+            with open_regular(self._path) as file:  # NFS asks its server at each open
+                return file.read(_MAX_NBYTES).decode(errors="replace"), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
 

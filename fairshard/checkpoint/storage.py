@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from fairshard.errors import CheckpointError
 
@@ -179,8 +180,9 @@ class RemoteStorage(Storage):
 
     @contextlib.contextmanager
     def open(self, path: str, mode: str) -> Iterator[IO[bytes]]:
-        """Open a file; a failed write leaves no file behind."""
-        with self._fs.open(path, mode) as file:
+        """Open a file; a failed write leaves no file behind. ``file://`` is read as `LocalStorage` does."""
+        is_local = mode == "rb" and isinstance(self._fs, LocalFileSystem)
+        with open_regular(self._fs._strip_protocol(path)) if is_local else self._fs.open(path, mode) as file:
             yield file
 
     def names(self, folder: str) -> list[str]:

@@ -132,6 +132,19 @@ def test_an_owner_that_cannot_be_asked_is_dead_when_its_beats_end(tmp_path, monk
     lock.leave()
 
 
+ODD = {"pipe": os.mkfifo, "folder": os.mkdir, "dangling link": lambda path: os.symlink("nowhere", path)}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@on_ranks(1)
+def test_a_lock_that_is_no_file_is_refused(tmp_path, odd):
+    """Nothing waits for it, and nothing is saved beside it."""
+    ODD[odd](tmp_path / NAME)
+    with pytest.raises(CheckpointError, match=r"\.lock must be the file .* Remove it"):
+        Checkpointer(tmp_path, async_save=False).save(1, nn.Linear(2, 2))
+    assert os.listdir(tmp_path) == [NAME]
+
+
 def test_an_owner_beats_and_writes_its_lock_again(tmp_path, monkeypatch):
     """A beat changes the file's time; a lock that was removed by hand is back at the next beat."""
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
