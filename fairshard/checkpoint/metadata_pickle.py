@@ -58,7 +58,7 @@ def size_of(args: tuple[Any, ...], budget: Budget) -> torch.Size:
     for size in sizes:
         if type(size) is not int or not 0 <= size < 1 << 63:
             raise UnpicklingError(f"a shape is {sizes!r:.200}")
-    return torch.Size(sizes)
+    return _Size(sizes)
 
 
 def layout_of(args: tuple[Any, ...], budget: Budget) -> torch.layout:
@@ -72,28 +72,30 @@ DTYPES = {("torch", name): dtype for name, dtype in vars(torch).items() if isins
 
 
 def _instance(cls: type) -> Make:
+    new: Callable[[type], Any] = OrderedDict.__new__ if cls is OrderedDict else object.__new__
+
     def make(args: tuple[Any, ...], budget: Budget) -> Any:
         if args:
             raise UnpicklingError(f"{cls.__name__} has arguments")
-        return object.__new__(cls) if cls is not OrderedDict else OrderedDict()
+        return new(cls)
 
     return make
 
 
 def _is(value: Any, *kinds: type) -> Any:
-    """``value``, which must be of one of ``kinds``, exactly."""
+    """``value``, which must be of one of ``kinds``, exactly; where there are millions, callers look first."""
     if type(value) not in kinds:
         raise UnpicklingError(f"it has a {type(value).__name__} in the place of a {kinds[0].__name__}")
     return value
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise UnpicklingError(f"{value!r:.40} is no place in a file")
-    return value
+def _check_path(path: str) -> None:
+    if len(path) > _MAX_PATH_LENGTH or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+        raise UnpicklingError(f"it points outside its folder, to {path!r:.200}")
 
 
-_NONE = type(None)
+_NONE, _Size = type(None), torch.Size
+_SIZE_OR_NONE, _INT_OR_NONE = frozenset({_Size, _NONE}), frozenset({int, _NONE})
 
 
 def _build_metadata(made: Metadata, state: Any, budget: Budget) -> None:
@@ -102,9 +104,8 @@ def _build_metadata(made: Metadata, state: Any, budget: Budget) -> None:
         _is(key, str)
         _is(entry, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
     places = _is(state["storage_data"], dict, OrderedDict)
-    for index, place in places.items():
-        _is(index, MetadataIndex)
-        _is(place, _StorageInfo)
+    for wrong in set(map(type, places)) - {MetadataIndex} or set(map(type, places.values())) - {_StorageInfo}:
+        raise UnpicklingError(f"it has a {wrong.__name__} in the place of a place in a file")
     num_chunks = sum(len(each.chunks) for each in entries.values() if type(each) is metadata.TensorStorageMetadata)
     if num_chunks > 2 * len(places) + _MAX_LOST:
         raise UnpicklingError(f"it has {num_chunks:,} pieces of tensors, but only {len(places):,} places")
@@ -138,8 +139,10 @@ def _build_tensor(made: metadata.TensorStorageMetadata, state: Any, budget: Budg
 
 
 def _build_chunk(made: metadata.ChunkStorageMetadata, state: Any, budget: Budget) -> None:
-    made.offsets = _is(state["offsets"], torch.Size)
-    made.sizes = _is(state["sizes"], torch.Size)
+    offsets, sizes = state["offsets"], state["sizes"]
+    if type(offsets) is not _Size or type(sizes) is not _Size:
+        raise UnpicklingError("a piece of a tensor has other offsets or sizes than shapes")
+    made.offsets, made.sizes = offsets, sizes
 
 
 def _build_properties(made: metadata.TensorProperties, state: Any, budget: Budget) -> None:
@@ -151,18 +154,21 @@ def _build_properties(made: metadata.TensorProperties, state: Any, budget: Budge
 
 
 def _build_index(made: MetadataIndex, state: Any, budget: Budget) -> None:
+    fqn, offset, index = state["fqn"], state.get("offset"), state.get("index")
+    if type(fqn) is not str or type(offset) not in _SIZE_OR_NONE or type(index) not in _INT_OR_NONE:
+        raise UnpicklingError(f"the index {fqn!r:.40}, {offset!r:.40}, {index!r:.40} is not of an entry")
     attributes = vars(made)  # the class is frozen
-    attributes["fqn"] = _is(state["fqn"], str)
-    attributes["offset"] = _is(state.get("offset"), torch.Size, _NONE)
-    attributes["index"] = _is(state.get("index"), int, _NONE)
+    attributes["fqn"], attributes["offset"], attributes["index"] = fqn, offset, index
 
 
 def _build_place(made: _StorageInfo, state: Any, budget: Budget) -> None:
-    path = _is(state["relative_path"], str)
-    if len(path) > _MAX_PATH_LENGTH or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-        raise UnpicklingError(f"it points outside its folder, to {path!r:.200}")
-    made.relative_path = path
-    made.offset, made.length = _whole(state["offset"]), _whole(state["length"])
+    path, offset, length = state["relative_path"], state["offset"], state["length"]
+    _is(path, str)
+    if len(path) > _MAX_PATH_LENGTH or "/" in path or "\0" in path or path == "..":
+        _check_path(path)
+    if type(offset) is not int or not 0 <= offset < 1 << 63 or type(length) is not int or not 0 <= length < 1 << 63:
+        raise UnpicklingError(f"{offset!r:.40} or {length!r:.40} is no place in a file")
+    made.relative_path, made.offset, made.length = path, offset, length
     transforms = state.get("transform_descriptors")
     if transforms is not None:
         if len(_is(transforms, list, tuple)) > _MAX_TRANSFORMS:

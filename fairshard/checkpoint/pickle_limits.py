@@ -38,29 +38,42 @@ class Limits:
     base_parts: int = 1_000_000
     parts_per_byte: int = 4
 
+    def budget(self, start: int) -> Budget:
+        """The budget of a pickle that begins at byte ``start``."""
+        return Budget(self, start)
+
 
 LIMITS = Limits()
 
 
+@dataclass(frozen=True)
+class Pickled:
+    """A value, and the byte at which its pickle ends."""
+
+    value: Any
+    end: int
+
+
 class Budget:
-    """Bytes of memory that a pickle may still use; every byte of the pickle that is read adds to them."""
+    """Bytes of memory that a pickle may still use; every byte of the pickle up to ``place`` adds to them."""
 
     def __init__(self, limits: Limits, start: int) -> None:
         self.left = limits.base
+        self.place = start
         self._per_byte = limits.per_byte
         self._granted = start
         self._used: set[int] = set()
 
-    def grant(self, place: int) -> None:
+    def grant(self) -> None:
         """Add what the bytes up to ``place`` allow.
 
         Raises:
             UnpicklingError: nothing is left.
         """
-        self.left += self._per_byte * (place - self._granted)
-        self._granted = place
+        self.left += self._per_byte * (self.place - self._granted)
+        self._granted = self.place
         if self.left < 0:
-            self.take(0)
+            raise UnpicklingError("it needs far more memory than a file of its size should")
 
     def use_once(self, items: list[Any]) -> None:
         """Note that ``items`` are a part of one object, which takes the time to look at them.
@@ -80,7 +93,7 @@ class Budget:
         """
         self.left -= nbytes
         if self.left < 0:
-            raise UnpicklingError("it needs far more memory than a file of its size should")
+            self.grant()
 
 
 Make = Callable[[tuple[Any, ...], Budget], Any]

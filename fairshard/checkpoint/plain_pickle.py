@@ -29,11 +29,10 @@ from __future__ import annotations
 import gc
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
-from fairshard.checkpoint.pickle_limits import LIMITS, MAPPINGS, MUTABLE, Budget, Call, Keys, Limits, Names, measure
+from fairshard.checkpoint.pickle_limits import LIMITS, MAPPINGS, MUTABLE, Call, Keys, Limits, Names, Pickled, measure
 
 # What each takes, in bytes, a little rounded up; lists, the memo and dicts grow in steps.
 _LIST, _DICT, _TUPLE, _SLOT, _ITEM, _PAIR = 80, 64, 56, 8, 12, 44
@@ -44,17 +43,10 @@ _MAX_INT_NBYTES = 1024
 _MAX_NAME_NBYTES = 512
 _MISSING = object()
 _CONSTANTS = {0x29: (), 0x4E: None, 0x88: True, 0x89: False}
-_STOP = 0x2E
+_MARK, _STOP, _REDUCE, _BUILD, _MEMOIZE = 0x28, 0x2E, 0x52, 0x62, 0x94
+_SHAREABLE = MUTABLE | {tuple, type(_MISSING)}
 
 _U16, _I32, _U32, _U64, _F64 = (struct.Struct(form).unpack_from for form in ("<H", "<i", "<I", "<Q", ">d"))
-
-
-@dataclass(frozen=True)
-class Pickled:
-    """A value, and the byte at which its pickle ends."""
-
-    value: Any
-    end: int
 
 
 def read_pickle(data: Any, names: Names, limits: Limits = LIMITS, start: int = 0) -> Pickled:
@@ -94,78 +86,88 @@ class _Run:
         self._limits = limits
         self._start = start
         self._max_marks = 4 * limits.depth + 16
-        self._budget = Budget(limits, start)
+        self._budget = limits.budget(start)
         self._keys = Keys(names)
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
+        self._num_charged = 0  # entries of the memo, which cost a slot each
         self._unbuilt: dict[int, Any] = {}
 
     def read(self, place: int) -> Pickled:
-        """Run the opcodes from ``place`` on; the frequent ones are inline, because calls take longer than they do."""
+        """Run the opcodes from ``place`` on; frequent ones are inline, with the MEMOIZE that follows most of them."""
         data, stack, marks, memo, budget = self._data, self._stack, self._marks, self._memo, self._budget
-        push, size, checked_at = stack.append, len(data), place
+        push, pop, put, checked_at = stack.append, stack.pop, memo.append, place
         others: list[Any] = [None] * 256
         for number, run in _OTHERS.items():
             others[number] = run
+        value: Any
         while True:
             op = data[place]
             place += 1
-            if op == 0x94:  # MEMOIZE
-                memo.append(stack[-1])
-                budget.left -= _SLOT
-            elif op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
+            if op == 0x6A or op == 0x68:  # LONG_BINGET, BINGET
                 if op == 0x68:
                     value = memo[data[place]]
                     place += 1
                 else:
                     value = memo[_U32(data, place)[0]]
                     place += 4
-                if type(value) is not str:
+                if type(value) in _SHAREABLE:
                     self._share(value)
                 push(value)
-            elif op == 0x28:  # MARK
-                if len(marks) > self._max_marks:
-                    raise UnpicklingError("its marks are too deep")
-                marks.append(len(stack))
-            elif op in _CONSTANTS:
-                push(_CONSTANTS[op])
-            elif op == 0x86:  # TUPLE2
-                last = stack.pop()
-                stack[-1] = stack[-1], last
-                budget.left -= _TUPLE + 2 * _SLOT
-            elif op == 0x85:  # TUPLE1
-                stack[-1] = (stack[-1],)
-                budget.left -= _TUPLE + _SLOT
-            elif op == 0x7D:  # EMPTY_DICT
-                push({})
-                budget.left -= _DICT
-            elif op == 0x8C:  # SHORT_BINUNICODE
-                begin = place + 1
-                place = begin + data[place]
-                if place > size:
-                    raise IndexError
-                push(str(data[begin:place], "utf-8", "surrogatepass"))
-                budget.left -= _TEXT
-            elif op == 0x4B:  # BININT1
-                push(data[place])
-                place += 1
             elif op == 0x4D:  # BININT2
                 push(_U16(data, place)[0])
                 place += 2
                 budget.left -= _INT
+            elif op == _MARK:
+                if len(marks) > self._max_marks:
+                    raise UnpicklingError("its marks are too deep")
+                marks.append(len(stack))
+            elif (run := others[op]) is not None:
+                place = run(self, place)
+            elif op == 0x86:  # TUPLE2
+                value = pop()
+                value = pop(), value
+                push(value)
+                budget.left -= _TUPLE + 2 * _SLOT
+                if data[place] == _MEMOIZE:
+                    put(value)
+                    place += 1
+            elif op == 0x85:  # TUPLE1
+                value = (pop(),)
+                push(value)
+                budget.left -= _TUPLE + _SLOT
+                if data[place] == _MEMOIZE:
+                    put(value)
+                    place += 1
+                    if data[place] == _REDUCE:
+                        place = self._call(place + 1)
+            elif op == 0x7D:  # EMPTY_DICT
+                value = {}
+                push(value)
+                budget.left -= _DICT
+                if data[place] == _MEMOIZE:
+                    put(value)
+                    place += 1
+                    if data[place] == _MARK and len(marks) <= self._max_marks:
+                        marks.append(len(stack))
+                        place += 1
+            elif op in _CONSTANTS:
+                push(_CONSTANTS[op])
+            elif op == 0x4B:  # BININT1
+                push(data[place])
+                place += 1
             elif op == 0x4A:  # BININT
                 push(_I32(data, place)[0])
                 place += 4
                 budget.left -= _INT
+            elif op == _MEMOIZE:
+                put(stack[-1])
             elif op == 0x5D:  # EMPTY_LIST
                 push([])
                 budget.left -= _LIST
-            elif op == 0x71:  # BINPUT
-                self._put(data[place], place)
-                place += 1
             elif op == 0x61:  # APPEND
-                item = stack.pop()
+                item = pop()
                 target = stack[-1]
                 if type(target) is not list or id(target) in self.shared:
                     self._refuse_change(target)
@@ -174,17 +176,18 @@ class _Run:
             elif op == _STOP:
                 return self._stop(place)
             else:
-                run = others[op]
-                if run is None:
-                    name = chr(op) if op < 0x80 else hex(op)
-                    raise UnpicklingError(f"it has the opcode {name!r}, which {self._names.what} never need")
-                place = run(self, place)
+                name = chr(op) if op < 0x80 else hex(op)
+                raise UnpicklingError(f"it has the opcode {name!r}, which {self._names.what} never need")
             if place >= checked_at:
                 checked_at = place + _CHECKED_EVERY
                 self._check(place)
 
     def _check(self, place: int) -> None:
-        self._budget.grant(place)
+        budget = self._budget
+        budget.place = place
+        budget.left -= _SLOT * (len(self._memo) - self._num_charged)
+        self._num_charged = len(self._memo)
+        budget.grant()
         max_stack = self._limits.stack + (place - self._start) // self._limits.bytes_per_slot
         if len(self._stack) > max_stack:
             raise UnpicklingError(f"its stack has more than {max_stack:,} values")
@@ -201,7 +204,7 @@ class _Run:
     def _share(self, value: Any) -> None:
         if value is _MISSING:
             raise IndexError
-        if (type(value) in MUTABLE or type(value) is tuple) and id(value) not in self.shared:
+        if id(value) not in self.shared:
             self.shared.add(id(value))
             self._budget.left -= _SHARED
 
@@ -211,15 +214,6 @@ class _Run:
         items = self._stack[begin:]
         del self._stack[begin:]
         return items
-
-    def _target(self, kinds: frozenset[type], place: int) -> Any:
-        """The container on top of the stack, which must be new."""
-        self._budget.left -= _BATCH
-        self._budget.grant(place)
-        target = self._stack[-1]
-        if type(target) not in kinds or id(target) in self.shared:
-            self._refuse_change(target)
-        return target
 
     def _refuse_change(self, target: Any) -> NoReturn:
         raise UnpicklingError(f"it changes a {type(target).__name__} that is not a new container")
@@ -283,47 +277,43 @@ class _Run:
 
     def _appends(self, place: int) -> int:
         items = self._pop_items()
-        self._target(_LISTS, place).extend(items)
-        self._budget.left -= _ITEM * len(items)
+        target = self._stack[-1]
+        if type(target) is not list or id(target) in self.shared:
+            self._refuse_change(target)
+        target.extend(items)
+        self._budget.left -= _BATCH + _ITEM * len(items)
         return place
 
     def _set_item(self, place: int) -> int:
-        value, key, target = self._stack.pop(), self._stack.pop(), self._target(MAPPINGS, place)
-        self._budget.left -= _PAIR
-        if type(key) is not str:
-            self._keys.check(key, target)
-        target[key] = value
-        return place
+        self._marks.append(len(self._stack) - 2)
+        return self._set_items(place)
 
     def _set_items(self, place: int) -> int:
-        return self._set(self._pop_items(), place)
-
-    def _set(self, items: list[Any], place: int) -> int:
-        target = self._target(MAPPINGS, place)
-        self._budget.take(_PAIR * len(items) // 2)
-        values = iter(items)
-        for key, value in zip(values, values, strict=True):
+        stack, begin = self._stack, self._marks.pop()
+        items = iter(stack[begin:])
+        self._budget.left -= _BATCH + _PAIR * (len(stack) - begin) // 2
+        del stack[begin:]
+        target = stack[-1]
+        if type(target) not in MAPPINGS or id(target) in self.shared:
+            self._refuse_change(target)
+        for key, value in zip(items, items, strict=True):
             if type(key) is not str:
                 self._keys.check(key, target)
             target[key] = value
-        return place
+        return self._build(place + 1) if self._data[place] == _BUILD else place
 
     # ---- the memo, names, calls
 
-    def _put(self, index: int, place: int) -> None:
+    def _put(self, index: int, place: int) -> int:
         memo = self._memo
         if index > _CHECKED_EVERY + (place - self._start) // 2:
             raise UnpicklingError(f"its memo has the index {index:,}, more than it can have values before")
         if index >= len(memo):
-            self._budget.left -= _SLOT * (index + 1 - len(memo))
             memo.extend([_MISSING] * (index + 1 - len(memo)))
         elif memo[index] is not _MISSING:
             self._budget.left -= _APPEND
         memo[index] = self._stack[-1]
-
-    def _long_put(self, place: int) -> int:
-        self._put(_U32(self._data, place)[0], place)
-        return place + 4
+        return place
 
     def _global(self, place: int) -> int:
         text = bytes(self._data[place : place + _MAX_NAME_NBYTES])
@@ -344,12 +334,16 @@ class _Run:
         args, call = self._stack.pop(), self._stack.pop()
         if type(call) is not Call or type(args) is not tuple:
             raise UnpicklingError(f"it calls a {type(call).__name__}")
-        self._budget.grant(place)
-        self._budget.take(_CALL)
-        made = call.make(args, self._budget)
+        budget = self._budget
+        budget.left -= _CALL
+        budget.place = place
+        made = call.make(args, budget)
         if type(made) in self._names.builds:
             self._unbuilt[id(made)] = made
         self._stack.append(made)
+        if self._data[place] == _MEMOIZE:
+            self._memo.append(made)
+            return place + 1
         return place
 
     def _build(self, place: int) -> int:
@@ -357,8 +351,8 @@ class _Run:
         made = self._stack[-1]
         if self._unbuilt.pop(id(made), None) is None or id(made) in self.shared:
             raise UnpicklingError(f"it sets attributes of a {type(made).__name__}")
-        self._budget.grant(place)
-        self._budget.take(_OBJECT)
+        self._budget.left -= _OBJECT
+        self._budget.place = place
         self._names.builds[type(made)](made, value, self._budget)
         return place
 
@@ -366,25 +360,24 @@ class _Run:
         pid = self._stack.pop()
         if self._names.stored is None or type(pid) is not tuple:
             raise UnpicklingError("it names a storage where there is none")
-        self._budget.grant(place)
-        self._budget.take(_CALL)
+        self._budget.left -= _CALL
+        self._budget.place = place
         self._stack.append(self._names.stored(pid, self._budget))
         return place
 
-
-_LISTS = frozenset({list})
 
 _OTHERS: dict[int, Callable[[_Run, int], int]] = {
     0x42: lambda run, place: run._bytes(place + 4, _U32(run._data, place)[0]),  # BINBYTES
     0x43: lambda run, place: run._bytes(place + 1, run._data[place]),  # SHORT_BINBYTES
     0x47: _Run._float,  # BINFLOAT
     0x51: _Run._stored,  # BINPERSID
-    0x52: _Run._call,  # REDUCE
+    _REDUCE: _Run._call,
     0x58: lambda run, place: run._text(place + 4, _U32(run._data, place)[0]),  # BINUNICODE
-    0x62: _Run._build,  # BUILD
+    _BUILD: _Run._build,
     0x63: _Run._global,  # GLOBAL
     0x65: _Run._appends,  # APPENDS
-    0x72: _Run._long_put,  # LONG_BINPUT
+    0x71: lambda run, place: run._put(run._data[place], place + 1),  # BINPUT
+    0x72: lambda run, place: run._put(_U32(run._data, place)[0], place + 4),  # LONG_BINPUT
     0x73: _Run._set_item,  # SETITEM
     0x74: _Run._tuple,  # TUPLE
     0x75: _Run._set_items,  # SETITEMS
@@ -393,6 +386,7 @@ _OTHERS: dict[int, Callable[[_Run, int], int]] = {
     0x87: _Run._tuple3,  # TUPLE3
     0x8A: lambda run, place: run._int(place + 1, run._data[place]),  # LONG1
     0x8B: lambda run, place: run._int(place + 4, _U32(run._data, place)[0]),  # LONG4
+    0x8C: lambda run, place: run._text(place + 1, run._data[place]),  # SHORT_BINUNICODE
     0x8D: lambda run, place: run._text(place + 8, _U64(run._data, place)[0]),  # BINUNICODE8
     0x8E: lambda run, place: run._bytes(place + 8, _U64(run._data, place)[0]),  # BINBYTES8
     0x93: _Run._stack_global,  # STACK_GLOBAL

@@ -25,10 +25,10 @@ class Outcome:
     nbytes: int
 
 
-def run_limited(fn, *args):
-    """Run ``fn`` in a forked process; fails if that process dies, hangs, or takes more than 4 GB."""
+def run_limited(fn, *args, room_nbytes=_ROOM_NBYTES):
+    """Run ``fn`` in a forked process; fails if that process dies, hangs, or takes more than 4 GB of addresses."""
     read, write = os.pipe()
-    pid = fork(lambda: _play(write, fn, args))
+    pid = fork(lambda: _play(write, fn, args, room_nbytes))
     os.close(write)
     with open(read, "rb") as pipe:
         answer = pipe.read()
@@ -53,12 +53,12 @@ def describe(status):
     return f"exit status {os.WEXITSTATUS(status)}"
 
 
-def _play(write, fn, args):
+def _play(write, fn, args, room_nbytes):
     code = 1
     try:
         signal.alarm(_TIMEOUT_S)
         before = _status("VmSize")
-        resource.setrlimit(resource.RLIMIT_AS, (before + _ROOM_NBYTES, before + _ROOM_NBYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (before + room_nbytes, before + room_nbytes))
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # forget the peak
         before, began = _status("VmRSS"), time.process_time()
