@@ -171,10 +171,12 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _read_options(folder: Path) -> TrainOptions:
-    path = folder / CONFIG
+    path, log = folder / CONFIG, folder / METRICS
     try:
         if not os.path.isfile(path):  # a pipe would block
             raise FileNotFoundError
+        if log.exists() and not log.is_file():
+            raise OptionError(f"--resume goes on with {log}, which must be a file, but is not. Remove it.")
         entries: Mapping[str, Any] = _read(folder)["options"]
         known = {field.name for field in fields(TrainOptions)}
         values = {name: value for name, value in entries.items() if name in known}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fairshard.checkpoint import save
-from fairshard.cli import launch
 from fairshard.cli.main import main
 from fairshard.cli.options import TrainOptions
 from tests.checkpoint.written import save_alone
+from tests.cli.bad_places import make_bad_places
 
 NUM_SEEDS = 500
 MAX_SECONDS = 5.0
@@ -64,28 +64,15 @@ CONSOLIDATE = {
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """A folder with good and bad paths of each kind."""
-    folder = tmp_path_factory.mktemp("places")
-    (folder / "empty.txt").touch()
-    (folder / "emptydir").mkdir()
-    (folder / "zeros.bin").write_bytes(bytes(100))
+    folder = make_bad_places(tmp_path_factory.mktemp("places"))
     (folder / "text.txt").write_text("x" * 5000)
     (folder / "dangling").symlink_to(folder / "gone")
     (folder / "loop").symlink_to(folder / "loop")
-    (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").touch()
     (folder / "forged").mkdir()
     (folder / "forged" / "config.json").write_text('{"options": {"layers": "many", "steps": [1], "data": {}}}')
     os.mkfifo(folder / "pipe")
     save(folder / "saved", torch.nn.Linear(2, 2))
     return folder
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The calls that would have started ranks."""
-    calls = []
-    monkeypatch.setattr(launch, "elastic_launch", lambda *args: lambda *options: calls.append(options))
-    return calls
 
 
 def line_of(seed):

@@ -12,6 +12,7 @@ from fairshard.cli.main import main
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.trainer import learning_rate
+from tests.cli.bad_places import make_bad_places
 
 # The command line, and what the line on stderr must name. ``{tmp}`` is a folder that holds what ``places`` put there.
 BAD = {
@@ -58,21 +59,8 @@ BAD = {
 @pytest.fixture
 def places(tmp_path):
     """A folder with one bad path of each kind."""
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "emptydir").mkdir()
-    (tmp_path / "zeros.bin").write_bytes(bytes(100))
     (tmp_path / "short.txt").write_text("x" * 100)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    return tmp_path
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The calls that would have started ranks."""
-    calls = []
-    monkeypatch.setattr(launch, "elastic_launch", lambda *args: lambda *options: calls.append(options))
-    return calls
+    return make_bad_places(tmp_path)
 
 
 @pytest.fixture

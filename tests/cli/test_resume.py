@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -131,6 +131,14 @@ def test_a_damaged_config_is_named(run_folder, text, capfd):
     assert "config.json cannot be read" in capfd.readouterr().err
 
 
+def test_a_log_that_is_a_pipe_is_not_waited_for(run_folder, capfd):
+    """Whoever opened it would wait for ever."""
+    (run_folder / "metrics.jsonl").unlink(missing_ok=True)
+    os.mkfifo(run_folder / "metrics.jsonl")
+    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
+    assert "metrics.jsonl, which must be a file" in capfd.readouterr().err
+
+
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     """Lines after the checkpoint's step are dropped, and so is a line that was not completely written."""
     path = tmp_path / "metrics.jsonl"
@@ -223,8 +231,41 @@ def test_a_rank_that_dies_is_started_again_from_memory(tmp_path, unbroken):
     """With ``--memory-every`` a restart goes on from the newest copy, without any checkpoint on disk; none is left."""
     of_run, expected = unbroken
     broken = tmp_path / "broken"
+    killed = _killed_with_a_copy(broken, *of_run, "--max-restarts", "1")
+    assert killed.code == 0, killed.printed
+    resumed = int(re.search(r"resumed after step (\d+)", killed.printed)[1])
+    assert resumed > 0
+    assert resumed % 4 == 0
+    assert _losses(broken) == expected
+    assert not Path(killed.copies).exists()
+
+
+@pytest.mark.full
+def test_a_run_that_fails_names_its_copies_in_memory(tmp_path, unbroken):
+    """A run killed beyond its restarts says where its copies are, and ``--resume`` goes on from there."""
+    of_run, expected = unbroken
+    broken = tmp_path / "broken"
+    killed = _killed_with_a_copy(broken, *of_run)
+    assert killed.code == 1
+    assert f"the last steps are kept in memory, in {killed.copies}" in killed.printed
+    assert "resumed after step" in _train("--resume", "--out", str(broken))
+    assert _losses(broken) == expected
+    assert not Path(killed.copies).exists()
+
+
+@dataclass
+class Killed:
+    """A run of which a rank was killed: the folder with its copies then, its exit code, and what it printed."""
+
+    copies: str
+    code: int
+    printed: str
+
+
+def _killed_with_a_copy(folder, *line):
+    """Run ``line`` without checkpoints on disk; kill its last rank once there is a copy in memory."""
     with subprocess.Popen(
-        [*COMMAND, *of_run, "--out", str(broken), "--max-restarts", "1", "--save-every", "0", "--memory-every", "4"],
+        [*COMMAND, *line, "--out", str(folder), "--save-every", "0", "--memory-every", "4"],
         env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -233,40 +274,10 @@ def test_a_rank_that_dies_is_started_again_from_memory(tmp_path, unbroken):
         copies = None
         while copies is None and process.poll() is None:
             time.sleep(0.01)
-            copies = memory_left(str(broken / "checkpoints"))
+            copies = memory_left(str(folder / "checkpoints"))
         os.kill(max(_ranks_of(process.pid)), signal.SIGKILL)
         printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, printed
-    resumed = int(re.search(r"resumed after step (\d+)", printed)[1])
-    assert resumed > 0
-    assert resumed % 4 == 0
-    assert _losses(broken) == expected
-    assert not Path(copies).exists()
-
-
-@pytest.mark.full
-def test_a_run_that_fails_names_its_copies_in_memory(tmp_path, unbroken):
-    """A run killed beyond its restarts says where its copies are, and ``--resume`` goes on from there."""
-    of_run, expected = unbroken
-    broken = tmp_path / "broken"
-    with subprocess.Popen(
-        [*COMMAND, *of_run, "--out", str(broken), "--save-every", "0", "--memory-every", "4"],
-        env=_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        copies = None
-        while copies is None and process.poll() is None:
-            time.sleep(0.01)
-            copies = memory_left(str(broken / "checkpoints"))
-        os.kill(max(_ranks_of(process.pid)), signal.SIGKILL)
-        _, printed = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert f"the last steps are kept in memory, in {copies}" in printed
-    assert "resumed after step" in _train("--resume", "--out", str(broken))
-    assert _losses(broken) == expected
-    assert not Path(copies).exists()
+    return Killed(copies, process.returncode, printed)
 
 
 def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
