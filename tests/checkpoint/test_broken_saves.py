@@ -42,7 +42,7 @@ def disk(path, *options):
     path.mkdir(exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", path], capture_output=True)
     if mounted.returncode:
-        pytest.skip(f"a disk cannot be mounted here: {mounted.stderr.decode().strip()}")
+        pytest.skip(f"needs permission to mount a tmpfs: {mounted.stderr.decode().strip()}")
     try:
         yield path
     finally:

@@ -348,7 +348,7 @@ def test_a_compiled_step_may_accumulate_and_clip(door):
 def test_inductor_compiles_the_blocks(door, way):
     """With inductor, losses and weights agree with the uncompiled model to rounding: kernels sum in another order."""
     if not torch.cuda.is_available() and not shutil.which("g++"):
-        pytest.skip("inductor needs a C++ compiler on the CPU")
+        pytest.skip("needs g++, with which inductor compiles for the CPU")
     twin, model = stack(door), stack(door)
     torch.compiler.reset()
     losses = train(model, WAYS[way](model, "inductor"))

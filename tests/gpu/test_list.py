@@ -292,7 +292,7 @@ def test_checks_run_on_the_simulated_accelerator(tmp_path, simulated_ranks, name
 def test_a_missing_accelerator_is_named():
     """Without an accelerator the command says what it has found, and how to try it without one."""
     if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
+        pytest.skip("needs a machine without an accelerator")
     own = {**os.environ, "PYTHONPATH": str(page.ROOT)}
     done = subprocess.run([sys.executable, "-m", "tests.gpu"], env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -1,12 +1,14 @@
 """The bucketer as the engine uses it: with a plan, and right whatever happens in the pass."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fairshard.utils.collectives import Communicator, Communicators, communicator, counters, reset_counters
+from fairshard.utils.owned_bucket import OwnedBucket
 from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, ReduceScatterBucketer
 from fairshard.utils.testing import delayed, rank_device
 from tests.on_ranks import on_ranks
@@ -126,6 +128,39 @@ def test_what_does_not_come_is_not_waited_for():
         bucketer.reduce(source)
     bucketer.flush()
     assert (a.accepted, b.accepted, c.accepted) == ([mean()] * 2, [mean()], [mean()] * 2)
+
+
+class OwnedSource(Source):
+    """A gradient with a run of its own width for each rank."""
+
+    def __init__(self, name, widths):
+        super().__init__(name, max(widths))
+        self.layout = SimpleNamespace(widths=widths)
+        self.division = Division(2.0, 1.0)
+
+    def write_grads(self, views):
+        for run in views[0]:
+            run.fill_(1.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Bucket, OwnedBucket])
+def test_what_a_rank_does_not_write_counts_as_zeros(kind):
+    """A source that a rank does not reduce, or whose gradients it drops, adds nothing, whatever the memory held.
+
+    What it writes is divided by 2 before the sum over two ranks.
+    """
+    widths = (3, 1), (2, 4)
+    own = [OwnedSource(name, each) for name, each in zip("ab", widths, strict=True)]
+    bucket = kind(own)
+    for drops in (False, True):
+        bucket.write(0)
+        bucket.data.fill_(torch.nan)
+        bucket.write(0, zeros=drops and dist.get_rank() == 1)
+        reduced = bucket.launch().wait()
+        numels = [max(each) if kind is Bucket else each[dist.get_rank()] for each in widths]
+        assert reduced.tolist() == [0.5 if drops else 1.0] * numels[0] + [0.0] * numels[1]
+        bucket.close()
 
 
 @on_ranks(2)

@@ -121,7 +121,7 @@ STREAMS = [False, pytest.param(True, marks=pytest.mark.full)]
 def stream(request, device):
     """A function that returns a context with the stream that a rank works on."""
     if request.param and device == "cpu":
-        pytest.skip("there are no streams on CPU")
+        pytest.skip("needs an accelerator: there are no streams on the CPU")
     return (lambda: torch.cuda.stream(torch.cuda.Stream())) if request.param else nullcontext
 
 
