@@ -1,0 +1,214 @@
+"""Kills inside saves and inside copies to memory, at chosen points.
+
+The kill comes from the process that saves: an audit hook sees each change of a file or folder *before* it happens and
+kills at the chosen one. The disk is left as a crash between any two system calls would leave it.
+"""
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairshard.checkpoint import checkpointer, memory_copies, writer
+
+# In the order in which a save reaches them. Every rank reaches those in ANY_RANK; only rank 0 reaches the others.
+POINTS = {
+    "folder": "before the temporary folder is made",
+    "half a piece": "with half of a block of a rank's file written",
+    "piece written": "after a rank's file is written, before it is synced",
+    "metadata": "after all ranks' files, before .metadata",
+    "metadata named": "before .metadata gets its name",
+    "manifest": "before the manifest",
+    "manifest named": "before the manifest gets its name",
+    "set aside": "before the older checkpoint of the same step is moved out of the way",
+    "publish": "before the rename",
+    "published": "after the rename, before it is synced",
+    "pointer": "after the rename, before `latest` is written",
+    "pointer named": "before `latest` is replaced",
+    "pointed": "after `latest` is replaced, before it is synced",
+    "prune": "before the oldest checkpoint is moved out of the way",
+    "half pruned": "with a part of the oldest checkpoint removed",
+}
+COPY_POINTS = {
+    "memory named": "before the run's memory gets its name",
+    "copy folder": "before the temporary folder is made",
+    "half a copied piece": "with half of a block of a rank's file written",
+    "copied piece": "after a rank's file is written",
+    "copy metadata": "after all ranks' files, before .metadata",
+    "copy metadata named": "before .metadata gets its name",
+    "copy manifest": "before the manifest",
+    "copy manifest named": "before the manifest gets its name",
+    "copy publish": "before the rename",
+    "copy published": "after the rename, before the older copy goes",
+    "half a copy removed": "with a part of the older copy removed",
+}
+ANY_RANK = ("folder", "half a piece", "piece written", "copy folder", "half a copied piece", "copied piece")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill ``who`` with -9 when ``rank`` reaches ``point`` in the ``nth`` save or copy of this start, or a later one.
+
+    ``who`` is ``"own"`` (that rank), ``"other"`` or ``"all"``.
+    """
+
+    point: str
+    nth: int
+    rank: int
+    who: str
+
+
+class Killer:
+    """Sees every change to the run's folders before it happens, and kills at one of them."""
+
+    def __init__(self, run, rank, pids, note):
+        self._run = run
+        self._kill = run.kill
+        self._is_ours = run.kill is not None and run.kill.rank == rank
+        self._rank, self._pids, self._note = rank, pids, note
+        self._removal = threading.local()  # ``point`` and ``num_files`` of the removal that this thread has begun
+        self._renamed = None  # source and target of the last rename in the root
+        self.num_saves = self.num_copies = 0
+        if self._is_ours:
+            sys.addaudithook(self._hook)
+
+    def reach(self, point):
+        """Kill if this is the point."""
+        if not self._is_due(point):
+            return
+        self._note(f"kill {point}")
+        self._is_ours = False
+        others = [pid for rank, pid in enumerate(self._pids) if rank != self._rank]
+        for pid in {"own": [], "other": others, "all": others}[self._kill.who]:
+            os.kill(pid, signal.SIGKILL)
+        if self._kill.who != "other":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_due(self, point):
+        number = self.num_copies if point in COPY_POINTS else self.num_saves
+        return self._is_ours and point == self._kill.point and number >= self._kill.nth
+
+    def _in_memory(self, path):
+        return self._run.memory is not None and str(path).startswith(self._run.memory)
+
+    def _hook(self, event, args):
+        if not self._is_ours:
+            return
+        if event == "open" and isinstance(args[0], (str, os.PathLike)) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            self._on_open(os.fspath(args[0]))
+        elif event == "os.rename":
+            self._on_rename(*map(os.fspath, args[:2]))
+        elif event == "os.mkdir" and _name(args[0]).startswith(".tmp-"):
+            self.reach("copy folder" if self._in_memory(args[0]) else "folder")
+        elif event in ("os.remove", "os.rmdir"):
+            self._on_remove(args[0])
+        elif event == "shutil.rmtree":
+            name = _name(args[0])
+            is_old_copy = self._in_memory(args[0]) and name.startswith("step-")
+            point = "half a copy removed" if is_old_copy else "half pruned" if name.startswith(".old-step-") else None
+            self._removal.point, self._removal.num_files = point, 0
+
+    def _on_open(self, path):
+        name, copy = _name(path), "copy " if self._in_memory(path) else ""
+        if name == ".metadata.tmp":
+            self.reach(f"{copy}metadata")
+        elif name.startswith(".tmp-fairshard.json"):
+            self.reach(f"{copy}manifest")
+        elif name.startswith(".tmp-latest"):
+            self.reach("pointer")
+
+    def _on_rename(self, source, target):
+        copy = "copy " if self._in_memory(target) else ""
+        source, target = _name(source), _name(target)
+        if not copy:
+            self._renamed = source, target
+        if target == ".metadata":
+            self.reach(f"{copy}metadata named")
+        elif target == "fairshard.json":
+            self.reach(f"{copy}manifest named")
+        elif target == "latest":
+            self.reach("pointer named")
+        elif target == ".memory":
+            self.reach("memory named")
+        elif target.startswith("step-") and source.startswith(".tmp-"):
+            self.reach(f"{copy}publish")
+        elif target.startswith(".replaced-"):
+            self.reach("set aside")
+        elif target.startswith(".old-") and source.startswith("step-"):
+            self.reach("prune")
+
+    def _on_remove(self, path):
+        if self._in_memory(path) and _name(path) == "fairshard.json":
+            self.reach("copy published")
+        point = getattr(self._removal, "point", None)
+        if point is not None:
+            self._removal.num_files += 1
+            if self._removal.num_files == 2:
+                self.reach(point)
+
+    def wrote(self, stream, block):
+        """Write half of the block and kill, if the kill is due."""
+        point = "half a copied piece" if self._in_memory(stream._raw.name) else "half a piece"
+        if self._is_due(point) and len(block) > 1:
+            stream._raw.write(memoryview(block).cast("B")[: len(block) // 2])
+            stream._raw.flush()
+            self.reach(point)
+
+    def sync(self, descriptor):
+        """A file or folder is about to be synced."""
+        if not self._is_ours:
+            return
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".distcp"):
+            self.reach("copied piece" if self._in_memory(path) else "piece written")
+        elif self._renamed is not None and path == self._run.root:
+            (_, target), self._renamed = self._renamed, None
+            if target == "latest":
+                self.reach("pointed")
+            elif target.startswith("step-"):
+                self.reach("published")
+
+
+def watch(note, killer):
+    """Note where each save and each copy begins and ends, and let ``killer`` see what they do."""
+    write, fsync, save = writer._ChecksumStream.write, os.fsync, checkpointer.Checkpointer._write
+    begin, copy = memory_copies.MemoryCopies.save, memory_copies._write_copy
+
+    def watched_write(stream, block):
+        killer.wrote(stream, block)
+        return write(stream, block)
+
+    def watched_fsync(descriptor):
+        killer.sync(descriptor)
+        fsync(descriptor)
+
+    def watched_save(self, draft, group):
+        killer.num_saves += 1
+        note(f"save {draft.step} begins")
+        save(self, draft, group)
+        note(f"save {draft.step} {'failed' if self._failure else 'ends'}")
+
+    def watched_begin(self, step, training):
+        killer.num_copies += 1
+        begin(self, step, training)
+
+    def watched_copy(draft, place, name):
+        note(f"copy {draft.step} begins")
+        try:
+            copy(draft, place, name)
+        except BaseException:
+            note(f"copy {draft.step} failed")
+            raise
+        note(f"copy {draft.step} ends")
+
+    writer._ChecksumStream.write = watched_write
+    os.fsync = watched_fsync
+    checkpointer.Checkpointer._write = watched_save
+    memory_copies.MemoryCopies.save = watched_begin
+    memory_copies._write_copy = watched_copy
+
+
+def _name(path):
+    return Path(os.fspath(path)).name if isinstance(path, (str, os.PathLike)) else ""
