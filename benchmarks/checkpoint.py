@@ -10,18 +10,15 @@ Every engine must first load, bit for bit, what it saved. See README.md beside t
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import record
 import report
-from launch import RunFailed, launch
-from models import MODELS
+from launch import RunFailed, launch, parser_of
 
 MIN_OF_DD = 0.85
 MAX_STALL = 1.2
@@ -138,21 +135,12 @@ def _peak(samples: Sequence[Sequence[Any]]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    verbatim = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
-    parser.add_argument("--model", choices=MODELS, default="gpt-109m")
-    parser.add_argument("--world", type=int, default=2, help="ranks, all on this machine")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
-    parser.add_argument("--repeat", type=int, default=7)
+    parser = parser_of(__doc__, model="gpt-109m", repeat=7, timeout=1800.0)
     parser.add_argument("--only", default="", help="measure only what has this in its name; prints one table")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which it has failed")
-    parser.add_argument("--folder", help="on the disk to measure (default: the system's temporary folder)")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-checkpoint-MODEL-wWORLD.json")
     options = parser.parse_args(argv)
     if min(options.world, options.repeat, options.threads) < 1:
         parser.error("--world, --repeat and --threads must be at least 1")
-    if options.out is None:
-        options.out = record.RESULTS / f"{datetime.date.today()}-checkpoint-{options.model}-w{options.world}.json"
+    options.out = options.out or record.result_file("checkpoint", options)
     return options
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from engines.engine import Engine, wrap_children
 from models import MODELS, build_gpt, random_batches
 from perf import LOAD_HZ, Samples
+from rank_job import RankJob, seconds_of
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as peer_state
 from torch.distributed.tensor import DTensor
@@ -42,19 +41,13 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """What `launch` hands to a rank."""
 
-    model: str
-    world: int
-    threads: int
     repeat: int
     only: str
     folder: str
     """A folder on the disk under test."""
-    rank: int
-    store: str
-    result: str
     perf: str = ""
     """Folder for samples of rank 0's work; see `lanes.py`."""
 
@@ -214,7 +207,7 @@ class Comparison:
         dist.barrier()
         with _peak() as peak:
             cpu = _cpu_seconds()
-            seconds = _seconds(lambda: parts.update(self.acts[name](work) or {}))
+            seconds = seconds_of(lambda: parts.update(self.acts[name](work) or {}))
             cpu = _cpu_seconds() - cpu
         samples.stop()
         self.samples.append(Sample(name, repeat, seconds, cpu, self.nbytes, peak[0], parts))
@@ -247,11 +240,11 @@ class Comparison:
             for step, name in enumerate(("first", "steady")):
                 self._settle()
                 parts["memcpy"] = self._memcpy(subject)  # the copy before the steady save is kept
-                parts[f"{name} stall"] = _seconds(
+                parts[f"{name} stall"] = seconds_of(
                     lambda step=step: checkpointer.save(step, subject.model, subject.optimizer)
                 )
-                parts[f"{name} next step"] = _seconds(idle.step)
-                parts[f"{name} rest"] = _seconds(checkpointer.wait)
+                parts[f"{name} next step"] = seconds_of(idle.step)
+                parts[f"{name} rest"] = seconds_of(checkpointer.wait)
         return parts
 
     def _async_fsdp2(self, work: str) -> dict[str, float]:
@@ -260,12 +253,12 @@ class Comparison:
             self._settle()
             parts["memcpy"] = self._memcpy(self.fsdp2)
             started: list[Any] = []
-            parts[f"{name} stall"] = _seconds(
+            parts[f"{name} stall"] = seconds_of(
                 lambda step=step, started=started: started.append(
                     dcp.async_save(self.fsdp2.state(), checkpoint_id=f"{work}/{step}")
                 )
             )
-            parts[f"{name} rest"] = _seconds(started[0].result)
+            parts[f"{name} rest"] = seconds_of(started[0].result)
         return parts
 
     def _memcpy(self, subject: Subject) -> float:
@@ -276,15 +269,13 @@ class Comparison:
             targets.append(self._mirror[start : start + source.nbytes].view(source.dtype).view(source.shape))
             start += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
         dist.barrier()
-        seconds = _seconds(lambda: [target.copy_(source) for target, source in zip(targets, sources, strict=True)])
+        seconds = seconds_of(lambda: [target.copy_(source) for target, source in zip(targets, sources, strict=True)])
         dist.barrier()
         return seconds
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
-    torch.set_num_threads(job.threads)
-    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world)
+    job = Job.join()
     comparison = Comparison(job)
     full = comparison.full_state_dict()
     comparison.check()
@@ -294,9 +285,7 @@ def main() -> None:
         "full_state_dict": full,
         "samples": [asdict(sample) for sample in comparison.samples],
     }
-    Path(job.result).write_text(json.dumps(result))
-    dist.barrier()
-    os._exit(0)  # gloo groups sometimes hang while Python drops its last references
+    job.finish(result)
 
 
 def _require_restored(name: str, subject: Subject, load: Callable[[], Any]) -> None:
@@ -341,12 +330,6 @@ def _local(tensor: Tensor) -> Tensor:
 def _cpu_seconds() -> float:
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def _seconds(act: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

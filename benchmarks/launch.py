@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from models import MODELS
 
 HERE = Path(__file__).resolve().parent
 
@@ -24,6 +27,21 @@ class World(NamedTuple):
 
     job: Mapping[str, Any]
     tree: Path | None = None
+
+
+def parser_of(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of the options that all measurements of checkpoints have; ``defaults`` are some of them."""
+    verbatim = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=verbatim)
+    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--world", type=int, default=2, help="ranks, all on this machine")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
+    parser.add_argument("--repeat", type=int)
+    parser.add_argument("--timeout", type=float, help="seconds after which it has failed")
+    parser.add_argument("--folder", help="on the disk to measure (default: the system's temporary folder)")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-WHAT-MODEL-wWORLD.json")
+    parser.set_defaults(**defaults)
+    return parser
 
 
 def launch(

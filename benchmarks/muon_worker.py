@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from measure import loaded_module
 from models import MODELS, build_gpt, random_batches
+from rank_job import RankJob
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,17 +20,11 @@ from turn import Turn
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """What `launch` hands to a rank."""
 
     engine: str
-    model: str
-    world: int
-    threads: int
     steps: int
-    rank: int
-    store: str
-    result: str
     turn: Sequence[str] = ()
 
 
@@ -56,13 +47,8 @@ class FunctionalCounter(TorchDispatchMode):
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
-    torch.set_num_threads(job.threads)
-    store = dist.FileStore(job.store, job.world)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world)
-    Path(job.result).write_text(json.dumps(_train(job)))
-    dist.barrier()
-    os._exit(0)  # gloo groups sometimes hang while Python drops its last references
+    job = Job.join()
+    job.finish(_train(job))
 
 
 def _train(job: Job) -> dict[str, Any]:

@@ -44,6 +44,11 @@ def header(script: str, options: argparse.Namespace, argv: Sequence[str] | None 
     }
 
 
+def result_file(what: str, options: argparse.Namespace) -> Path:
+    """The file of a measurement that names none."""
+    return RESULTS / f"{datetime.date.today()}-{what}-{options.model}-w{options.world}.json"
+
+
 def command(script: str, argv: Sequence[str]) -> str:
     """Show a call as it is typed in the root of a checkout."""
     path = Path(script).resolve().relative_to(ROOT).as_posix()

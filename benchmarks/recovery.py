@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import re
@@ -29,8 +28,12 @@ from typing import Any
 
 import record
 import report
-from launch import HERE, RunFailed, launch
+from launch import HERE, RunFailed, launch, parser_of
 from models import MODELS
+
+sys.path.insert(0, str(record.ROOT))
+
+from tests.forked import children_of
 
 SAVE_EVERY = 25
 KILL_AFTER = 48
@@ -103,7 +106,7 @@ class Restart:
         """Kill the last rank after step `KILL_AFTER`; returns the steps lost, and the seconds until it goes on."""
         self._wait(lambda: self._last_step() >= KILL_AFTER)
         killed = time.perf_counter()
-        os.kill(max(_children(self._process.pid)), signal.SIGKILL)
+        os.kill(max(children_of(self._process.pid)), signal.SIGKILL)
         self._wait(lambda: self._resumed is not None)
         resumed = time.perf_counter()
         assert self._resumed is not None
@@ -137,17 +140,6 @@ def restarts_table(restarts: dict[str, list[dict[str, float]]]) -> str:
         cells = [report.Spread.of(one[key] for one in found).show(1) for key in ("resumed", "first", "back")]
         table.append([name, report.Spread.of(one["lost"] for one in found).show(0), *cells])
     return report.table(table)
-
-
-def _children(parent: int) -> list[int]:
-    """The ranks that the launcher ``parent`` has started."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            above = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if above == parent and b"resource_tracker" not in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 def _train_options(model: str, world: int) -> list[str]:
@@ -185,19 +177,10 @@ def _drop_copies(checkpoints: Path) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    verbatim = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
-    parser.add_argument("--model", choices=MODELS, default="gpt-29m")
-    parser.add_argument("--world", type=int, default=2, help="ranks, all on this machine")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
+    parser = parser_of(__doc__, model="gpt-29m", repeat=5, timeout=900.0)
     parser.add_argument("--every", type=int, default=5, help="steps between copies")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds after which it has failed")
-    parser.add_argument("--folder", help="on the disk to measure (default: the system's temporary folder)")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-recovery-MODEL-wWORLD.json")
     options = parser.parse_args(argv)
-    if options.out is None:
-        options.out = record.RESULTS / f"{datetime.date.today()}-recovery-{options.model}-w{options.world}.json"
+    options.out = options.out or record.result_file("recovery", options)
     return options
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from engines.engine import Engine, wrap_children
 from models import MODELS, build_gpt, random_batches
+from rank_job import RankJob, seconds_of
 
 from fairshard.checkpoint import Checkpointer
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -26,20 +23,14 @@ _POLL_S = 0.005
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """What `launch` hands to a rank. Ranks are spread evenly over ``hosts``, each with a folder of its own."""
 
-    model: str
-    world: int
-    threads: int
     repeat: int
     every: int
     hosts: int
     disk: str
     memory: str
-    rank: int
-    store: str
-    result: str
 
 
 class Measurement:
@@ -91,8 +82,8 @@ class Measurement:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        stall = _seconds(lambda: self.kept.copy_to_memory(step, *self.state))
-        rest = _seconds(self.kept.wait)
+        stall = seconds_of(lambda: self.kept.copy_to_memory(step, *self.state))
+        rest = seconds_of(self.kept.wait)
         ended.set()
         dist.barrier()
         watcher.join()
@@ -108,15 +99,13 @@ class Measurement:
         fresh = self.checkpointer() if kind == "memory" else Checkpointer(self.job.disk)
         dist.barrier()
         found: list[int | None] = []
-        seconds = _seconds(lambda: found.append(fresh.load_latest(*self.state)))
+        seconds = seconds_of(lambda: found.append(fresh.load_latest(*self.state)))
         assert found == [1000 if kind == "memory" else 500]
         return seconds
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
-    torch.set_num_threads(job.threads)
-    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world)
+    job = Job.join()
     own = Measurement(job)
     result: dict[str, Any] = {"copies": [], "save_stall": [], "steps": [], "loads": []}
     own.copy(0)
@@ -126,7 +115,7 @@ def main() -> None:
         result["steps"].append({"plain": plain, "copied": own.steps(4 * job.every, copies=True)})
     for _ in range(job.repeat):
         dist.barrier()
-        result["save_stall"].append(_seconds(lambda: own.kept.save(500, *own.state)))
+        result["save_stall"].append(seconds_of(lambda: own.kept.save(500, *own.state)))
         own.kept.wait()
     own.copy(1000)
     for number in range(job.repeat):
@@ -141,9 +130,7 @@ def main() -> None:
             dist.barrier()
             own.memory.mkdir(exist_ok=True)
             result["lost"].append(own.load("memory"))
-    Path(job.result).write_text(json.dumps(result))
-    dist.barrier()
-    os._exit(0)  # gloo groups sometimes hang while Python drops its last references
+    job.finish(result)
 
 
 def _nbytes(folder: Path) -> int:
@@ -156,12 +143,6 @@ def _nbytes(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
-
-
-def _seconds(act: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

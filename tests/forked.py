@@ -1,8 +1,10 @@
-"""Ranks that tests kill: forked, to start fast; the notes they write survive the kill."""
+"""Ranks that tests kill: forked, to start fast; the notes they write survive the kill; those of a launcher."""
 
+import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 
 
 class Notes:
@@ -25,3 +27,14 @@ def fork(play):
     if not pid:
         play()
     return pid
+
+
+def children_of(parent):
+    """The ranks that the launcher ``parent`` has started, by pid."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            above = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if above == parent and b"resource_tracker" not in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return sorted(found)

@@ -28,7 +28,7 @@ from tests.checkpoint.killed_run import DOORS, ENDS, EVERY, KEEP_LAST, NUM_STEPS
 
 MOST_KILLS = 4
 FIRST_SIZES, LATER_SIZES = (2, 3), (1, 2, 3, 4)
-TOLERANCE = 1e-9
+TOLERANCE = 1e-12
 """Of the weights, which are about 1. In fp64 another order of a sum changes 1e-16 of it; Adam multiplies this for 36
 steps. One batch of another step, or one moment lost, changes more than 1e-3."""
 _FEW = 300

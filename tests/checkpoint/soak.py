@@ -26,6 +26,7 @@ from pathlib import Path
 
 import fairshard
 from fairshard.checkpoint.memory_folder import memory_left
+from tests.forked import children_of
 
 RANKS = 2
 OPTIONS = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 4 --eval-every 100 --save-every 50 --memory-every 10"
@@ -186,17 +187,6 @@ def sample_of(pid, step):
     status = Path(f"/proc/{pid}/status").read_text()
     nbytes = 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
     return Sample(step, nbytes, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
-
-
-def children_of(parent):
-    """The ranks that the launcher ``parent`` has started, by pid."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            above = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if above == parent and b"resource_tracker" not in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return sorted(found)
 
 
 def sum_of_sizes(folder):
