@@ -31,8 +31,8 @@ FIRST_SIZES, LATER_SIZES = (2, 3), (1, 2, 3, 4)
 CHANGES = 0.8
 """In half of the lives, this part of the restarts changes the number of ranks; in the others none."""
 TOLERANCE = 1e-12
-"""Of the weights, which are about 1. In fp64 another order of a sum changes 1e-16 of it, and after 36 steps at most 5e-16
-was seen. One batch skipped changes 0.1."""
+"""Of the weights, which are about 1. In fp64 another order of a sum changes 1e-16 of it; at most 5e-16 was seen after
+36 steps. One batch skipped changes 0.1."""
 _FEW = 300
 """Fewer kills may miss a point."""
 
