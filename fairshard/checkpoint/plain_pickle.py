@@ -18,7 +18,7 @@ be read in this one. So there is one interpreter, in which this holds:
   checkpoints uses (protocol 0, ``POP``, ``DUP``, ``INST``, extensions) are refused, as by torch's own reader.
 
 At the end `measure` bounds the depth of the value, and the number of parts that a walk over it meets: 40 tuples, each
-with the previous one twice, would have 2**40. The price is time: honest metadata of 100 MB take 12 s, where the C
+with the previous one twice, would have 2**40. The price is time: honest metadata of 100 MB take 15 s, where the C
 unpickler takes 3 s.
 
 Source: the opcodes are those of Python's ``pickletools``.

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,12 @@ def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launch
     assert main(["train", *line.split()]) == 2
     assert names in capfd.readouterr().err
     assert not launched
+
+
+def test_a_signal_of_your_own_stops_a_run_beside_sigterm():
+    """``--signal`` adds one; without it there is SIGTERM alone."""
+    assert TrainOptions().stop_signals == (signal.SIGTERM,)
+    assert TrainOptions(signal="USR1").stop_signals == (signal.SIGTERM, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 8)])
