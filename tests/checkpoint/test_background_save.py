@@ -2,7 +2,10 @@
 
 import contextlib
 import itertools
+import os
 import threading
+import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,9 +16,11 @@ from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.entries import Training
 from fairshard.checkpoint.saving import take
 from fairshard.checkpoint.snapshot import Snapshot
+from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
 from fairshard.optim import CPUOptimizer
 from tests.checkpoint.compared import assert_same, whole
+from tests.checkpoint.limited import run_limited
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.trained import OPTIMIZERS, train, trained
@@ -151,3 +156,28 @@ def test_a_refused_save_watches_nothing(shared_folder):
             param.add_(1)
     train(model, optimizer, [2])
     del caught  # its frames hold the values to save
+
+
+def end_with_a_slow_save(root):
+    """Save in the background to a slow disk, and end as Python ends a program; the checkpoint that `latest` names."""
+    write = CheckpointWriter.write_data
+    with mock.patch.object(CheckpointWriter, "write_data", lambda *args: (time.sleep(0.2), write(*args))[1]):
+        Checkpointer(root).save(1, torch.nn.Linear(1, 1))
+        threading._shutdown()  # waits for all threads that are not daemons
+    return Path(root, "latest").read_text().strip()
+
+
+def test_a_program_that_ends_waits_for_its_last_save(shared_folder):
+    """It does so without `wait`, and although the thread that writes is a daemon."""
+    outcome = run_limited(end_with_a_slow_save, shared_folder)
+    assert outcome.value == "step-00000001", outcome
+
+
+def test_checkpoints_of_later_steps_are_neither_counted_nor_removed(shared_folder):
+    """A run that goes back keeps what it saves, although an abandoned one has left as many later checkpoints."""
+    model = torch.nn.Linear(1, 1)
+    for step in (5, 6, 3):
+        with Checkpointer(shared_folder, keep_last=2, async_save=False) as checkpointer:
+            checkpointer.save(step, model)
+    assert sorted(os.listdir(shared_folder)) == ["latest", *(f"step-{step:08}" for step in (3, 5, 6))]
+    assert Checkpointer(shared_folder).load_latest(model) == 3

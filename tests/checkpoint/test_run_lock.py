@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 from torch import nn
 
-from fairshard.checkpoint import Checkpointer, run_lock
+from fairshard.checkpoint import Checkpointer, claim, run_lock
 from fairshard.checkpoint.run_lock import NAME, Owner, RunLock, lock_of
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -160,6 +160,34 @@ def test_an_owner_beats_and_writes_its_lock_again(tmp_path, monkeypatch):
         assert path.stat().st_mtime_ns
     lock.leave()
     assert not path.exists()
+
+
+def test_a_save_waits_until_an_owner_elsewhere_counts_as_dead(tmp_path, monkeypatch):
+    """It does not go on without the lock meanwhile; `close` gives the folder free at once."""
+    monkeypatch.setattr(run_lock, "EXPIRES_S", 0.2)
+    monkeypatch.setattr(claim, "_POLL_S", 0.05)
+    _write(tmp_path, replace(_parent(), kernel=ELSEWHERE))
+    checkpointer = Checkpointer(tmp_path, async_save=False)
+    checkpointer.save(1, nn.Linear(1, 1))
+    assert Owner.parse((tmp_path / NAME).read_text()) == lock_of(str(tmp_path)).owner
+    checkpointer.close()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_reader_changes_nothing_in_a_folder_in_use(tmp_path):
+    """A checkpoint that the owner has just moved out of the way is put back only if no owner lives."""
+    model = nn.Linear(1, 1)
+    with Checkpointer(tmp_path, async_save=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, model)
+    (tmp_path / "latest").write_text("step-00000001")
+    (tmp_path / "step-00000002").rename(tmp_path / ".replaced-step-00000002")
+    _write(tmp_path, _parent())
+    assert Checkpointer(tmp_path).load_latest(model) == 1
+    assert (tmp_path / ".replaced-step-00000002").exists()
+    (tmp_path / NAME).unlink()
+    assert Checkpointer(tmp_path).load_latest(model) == 1
+    assert (tmp_path / "step-00000002").exists()
 
 
 def test_of_many_that_find_a_dead_owner_one_gets_the_lock(tmp_path):

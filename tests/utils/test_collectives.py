@@ -59,6 +59,22 @@ def test_reduce_scatter_adds_in_rank_order(dtype, numel):
         assert ((reduced.cpu().to(wide) - expected).abs() <= rounding).all()
 
 
+@on_ranks(1, 2, 3, 5)
+@pytest.mark.parametrize("numel", [1, 7])
+def test_a_sum_over_ranks_is_in_rank_order_too(numel):
+    """Every rank gets the sum of all elements, to the bit; on gloo the summands stay."""
+    comm = communicator(dist.group.WORLD)
+    every = [value_of(rank, 0, numel, torch.float32) for rank in range(comm.world_size)]
+    own = every[comm.rank].to(rank_device())
+    found = comm.sum_over_ranks(own, exchange_tag("reduce_scatter", comm.new_id(), 0)).wait().cpu()
+    expected = functools.reduce(torch.add, every)
+    if rank_device().type == "cpu":
+        assert torch.equal(found, expected)
+        assert torch.equal(own, every[comm.rank])
+    else:
+        torch.testing.assert_close(found, expected)
+
+
 @on_ranks(2, 3)
 def test_many_under_way_and_waited_for_in_any_order():
     """Exchanges of several flat params, started together and waited for in reverse order, do not mix."""
