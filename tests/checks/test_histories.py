@@ -160,6 +160,16 @@ def test_a_backward_twice_is_not_taken_for_two_forwards():
 
 
 @on_ranks(2)
+def test_a_forward_on_one_rank_only_is_told():
+    """It gathers nothing, so only the number of forwards shows it."""
+    model, _, _ = built(sharding_strategy=ShardingStrategy.NO_SHARD)
+    for _ in range(1 + dist.get_rank()):
+        model(randn(3, 4))
+    with pytest.raises(RanksDisagreeError, match="rank 0 is at the end, rank 1 at the beginning of a forward"):
+        compare_ranks(model)
+
+
+@on_ranks(2)
 def test_an_evaluation_with_the_same_gathers_may_differ_and_does_not_change_training():
     """Rank 1 computes in another order, with the right parameters; the next forward gathers ahead in the usual one."""
     found = []

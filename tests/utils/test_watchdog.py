@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
 from fairshard.utils import watchdog
-from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
+from fairshard.utils.positions import BACKGROUND, BEGINS_BACKWARD, BEGINS_FORWARD, Place, background, first_difference
 from fairshard.utils.testing import fake_group
 from fairshard.utils.watchdog import explain, explained, watch
 from tests.on_ranks import on_ranks
@@ -189,6 +189,20 @@ def test_a_slow_store_makes_no_rank_dead(seconds, place):
             assert "has ended" not in text
         else:
             until("told")
+
+
+def test_what_threads_do_beside_training_is_part_of_a_place():
+    """A save or a copy in the background is named; other threads are not."""
+    is_over = threading.Event()
+    threads = [threading.Thread(target=is_over.wait, name=name) for name in (f"{BACKGROUND}a save of a", "other")]
+    for thread in threads:
+        thread.start()
+    try:
+        assert background() == ["a save of a"]
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
 
 
 @on_ranks(2)
