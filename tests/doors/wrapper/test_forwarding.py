@@ -195,6 +195,32 @@ def test_arguments_are_attributes():
     assert len(wrapped.params) == 2
 
 
+class Tagger(nn.Module):
+    """An RNN whose weights are made contiguous in each forward, as many models for several GPUs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        self.rnn.flatten_parameters()
+        return self.out(self.rnn(x)[0])
+
+
+@on_ranks(2)
+def test_a_wrapped_rnn_keeps_its_method():
+    """``flatten_parameters()`` of a wrapped RNN is the RNN's method, not the wrapper's argument."""
+    torch.manual_seed(0)
+    plain = Tagger().to(rank_device())
+    model = copy.deepcopy(plain)
+    model.rnn = FSDP(FSDP(model.rnn))
+    model = FSDP(model)
+    x = randn(2, 3, 4)
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+    model(x).sum().backward()
+    assert model.flatten_parameters is True
+
+
 @on_ranks(2)
 def test_arguments_in_fairscales_order():
     """Positional arguments have fairscale's order and defaults."""

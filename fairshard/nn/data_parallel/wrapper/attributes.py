@@ -65,6 +65,12 @@ class UnitAttributes(Forwarding):
         return self._unit.config.late.no_broadcast_optim_state
 
     @property
+    def flatten_parameters(self) -> Any:
+        """The argument as resolved; of a wrapped RNN, its method of this name."""
+        found = getattr(self.module, "flatten_parameters", None)
+        return found if callable(found) else self._fairshard_config.flatten_parameters
+
+    @property
     def rank(self) -> int:
         """This process's rank in the unit's group."""
         return self._unit.groups.main.rank
@@ -172,7 +178,7 @@ _LATE = {field.name for field in fields(LateOptions)}
 _OWN = {field.name for field in fields(UnitConfig)} - {"late"}
 HIDEABLE = (_OWN | _LATE | {"config", "move_params_to_cpu"}) - _FAIRSCALE - {"no_broadcast_optim_state"}
 """Names that the wrapper answers only if the wrapped module does not."""
-for _name in _FAIRSCALE:
+for _name in _FAIRSCALE - {"flatten_parameters"}:
     _get = operator.attrgetter(f"_fairshard_config.{_name}")
     setattr(UnitAttributes, _name, property(_get, doc=f"The argument ``{_name}`` as resolved."))
 
