@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fairshard.errors import TrainingStateError
 from fairshard.params.gathered import CopyOuts, Gathered
 from fairshard.params.shard_grad import GradTransfers
+from fairshard.utils.autograd import NO_BACKWARD, current_task
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.streams import Event, Stream, current_stream, is_asynchronous, now
 
@@ -37,6 +39,7 @@ class Shared:
         self.after_step: Event | None = None
         self.depth = 0
         self._thread = threading.get_ident()
+        self._running: dict[str, int] = {}  # the thread that is in a forward; `setdefault` is atomic
         self.is_split = False
         self._computing = [current_stream(device)] if self.is_asynchronous else []  # streams on which units compute
 
@@ -48,6 +51,40 @@ class Shared:
     def is_on_its_thread(self) -> bool:
         """Whether the calling thread is the one that ran the last forward."""
         return self._thread == threading.get_ident()
+
+    def take_thread(self, fqn: str) -> bool:
+        """Take the model for the calling thread, before unit ``fqn`` is called; returns whether it was free until now.
+
+        The call that got it while it was free calls `leave_thread` at its end.
+
+        Raises:
+            TrainingStateError: see `check_thread`.
+        """
+        was_free = not self._running
+        self._running.setdefault("thread", threading.get_ident())
+        self.check_thread(fqn)
+        return was_free
+
+    def check_thread(self, fqn: str) -> None:
+        """Raise if another thread is in a forward: one of the two would free units under the other.
+
+        A backward may recompute units on a thread of its own while the forward that called it waits.
+
+        Raises:
+            TrainingStateError: another thread is in a forward.
+        """
+        own = threading.get_ident()
+        if self._running.get("thread", own) != own and current_task() == NO_BACKWARD:
+            raise TrainingStateError(
+                "A sharded model must run on one thread at a time, because ranks gather its units in one order, but "
+                f"unit `{fqn or 'root'}` was called on thread {threading.current_thread().name} while another thread "
+                "is in a forward of the model. Call the model from one thread, or under a lock that all ranks take in "
+                "one order."
+            )
+
+    def leave_thread(self) -> None:
+        """The call is over: any thread may take the model."""
+        self._running.clear()
 
     def end_forward(self) -> None:
         """Note the thread, and free the buffer from which parameters were copied out last."""

@@ -45,8 +45,8 @@ def run(
     computes with the shown parameters, without communication and without casts.
 
     Raises:
-        FairshardError: code compiled with ``fullgraph=True`` calls it, or a fake mode is on.
-        TrainingStateError: the unit is shown, and gradients are enabled.
+        FairshardError: code compiled with ``fullgraph=True`` calls it, a fake mode is on, or a transform of torch.func.
+        TrainingStateError: the unit is shown, and gradients are enabled; or another thread is in a forward.
     """
     tracer = set_tracer(None)
     if tracer is not None:
@@ -56,6 +56,8 @@ def run(
             set_tracer(tracer)
     if (unit.root is None or not unit.root.shared.depth) and is_fake_mode_on():
         raise _fake_error(unit)
+    if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+        raise _transform_error(unit)
     if unit.root is None:
         warn_of_other_values(claim(holder).units)
     if not unit.is_inner:
@@ -70,7 +72,14 @@ def run(
         return function(*args, **kwargs)
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
-    return call_in(unit, function, args, kwargs)
+    assert unit.root is not None
+    shared = unit.root.shared
+    was_free = shared.take_thread(unit.fqn)
+    try:
+        return call_in(unit, function, args, kwargs)
+    finally:
+        if was_free:
+            shared.leave_thread()
 
 
 def _fake_error(unit: Unit) -> FairshardError:
@@ -78,6 +87,15 @@ def _fake_error(unit: Unit) -> FairshardError:
         "A sharded module must be called with real tensors, because ranks exchange the values of its parameters, but "
         f"unit `{unit.fqn or 'root'}` was called under FakeTensorMode. Call it outside of that mode; `fairshard plan` "
         "estimates the memory of a model without running it."
+    )
+
+
+def _transform_error(unit: Unit) -> FairshardError:
+    return FairshardError(
+        "A sharded module must be called outside of transforms of torch.func (`grad`, `vmap`, `jvp`, ...), because its "
+        f"parameters cannot be gathered inside of one, but unit `{unit.fqn or 'root'}` was called in one. For "
+        "gradients of inputs use `torch.autograd.grad`; for the rest, `torch.func.functional_call` of the unsharded "
+        "module with the whole tensors of `state_dict()`."
     )
 
 
