@@ -77,6 +77,23 @@ def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
             )
 
 
+def refuse_sharing(fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise if ``fn``, which will be applied to DTensors, shares memory between processes.
+
+    torch (to 2.13) then reads the storage of a DTensor, which has none, and the process ends by a segmentation fault.
+
+    Raises:
+        TypeError: ``fn`` shares memory.
+    """
+    shared = fn(torch.empty(1, device="cpu"))
+    if shared.device.type == "cpu" and shared.is_shared():
+        raise TypeError(
+            "Memory that processes share must be that of plain tensors, but `share_memory()` was called on a module "
+            "that fully_shard has sharded, whose parameters are DTensors. Copy the rows of this rank and share the "
+            "copies: `param.to_local().detach().clone().share_memory_()`."
+        )
+
+
 def _check_memory(units: Sequence[Unit]) -> None:
     left = [
         slot.fqn

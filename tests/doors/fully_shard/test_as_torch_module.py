@@ -239,3 +239,17 @@ def test_a_sharded_module_is_not_replicated(place):
         return
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(fully_shard(nn.Linear(4, 4)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_sharing_memory_is_refused(is_inside):
+    """``share_memory()``, where torch's kills the process, raises by name, also of a module around."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    whole = nn.Sequential(model) if is_inside else model
+    with pytest.raises(TypeError, match=r"`share_memory\(\)`.*DTensors.*to_local"):
+        whole.share_memory()
+    whole.to(torch.float32)
+    model(torch.ones(2, 4)).sum().backward()
+    shared = [param.to_local().detach().clone().share_memory_() for param in model.parameters()]
+    assert all(rows.is_shared() for rows in shared)

@@ -26,7 +26,7 @@ from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import check_mesh
 from fairshard.setup.claim import claim
-from fairshard.setup.late_changes import adopt_changes, check_conversion
+from fairshard.setup.late_changes import adopt_changes, check_conversion, refuse_sharing
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
 from fairshard.views.shown_dtensors import ShownDTensors
@@ -76,6 +76,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
     def _fairshard_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._fairshard_unit
         assert unit.members is not None
+        if unit.root is not None:
+            unit.root.shared.check_thread(unit.fqn)
         unit.members.enter(self)
         if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return function(*args, **kwargs)
@@ -259,6 +261,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             super().zero_grad(set_to_none)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
+        refuse_sharing(fn)
         for unit in _units_of(self, recurse):  # check before anything changes
             check_conversion(unit, fn)
             if unit.is_gathered and unit.state is not TrainingState.FORWARD:
