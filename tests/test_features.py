@@ -1,4 +1,4 @@
-"""docs/features.md says what became of every name in the five seed documents, and which test shows it."""
+"""The page of compatibility says what became of every name in the seed documents, and which test shows it."""
 
 import hashlib
 import json
@@ -16,13 +16,16 @@ import torch
 from tests.torch_gaps import GAPS
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 PYTORCHS_TESTS = ROOT / "docs" / "notes" / "fully-shard-tests.md"
 NAMES = ROOT / "tests" / "data" / "seed_names.txt"
 
 # Number of names and checksum of the file that tests/data/make_seed_names.py writes.
 NUM_NAMES = 359
 SHA256 = "b9c8ab8859a1813934e54d1390b8b0165a8b8837d30c10290ac12d14cdb27eec"
+
+# What users call the systems of the five seed documents.
+SYSTEMS = {"000": "FSDP1", "001": "fairscale", "002": "FSDP1", "003": "FSDP1", "004": "FSDP2"}
 
 # Number of rows that wait for each version; ``pytest --strict-features`` fails while there are any. A row that names
 # its test fails as soon as the test exists: the row must then be updated.
@@ -62,7 +65,7 @@ class Row:
 
     line: int
     name: str
-    documents: str
+    systems: str
     what: str
     shown_by: str
 
@@ -117,19 +120,25 @@ def test_every_name_is_in_a_row():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"line {row.line}")
 def test_every_cell_is_filled(row):
-    """A row names the documents that have its names, and ends with a test, a reason, or the version it waits for."""
+    """A row names the systems that have its names, and ends with a test, a reason, or the version it waits for."""
     assert row.name
     assert row.what
     assert any(re.fullmatch(kind, row.shown_by) for kind in (TEST, NOT_HERE, NOT_YET)), row.shown_by
     known = seed_names()
     names = [name for name, own in row.names() if own]
-    if row.documents in ("late", "new"):
+    if row.systems in ("later fairscale", "only here"):
         assert names
         assert not known.keys() & set(names), "these are in the seeds"
     elif names:
-        assert set(row.documents.split(", ")) == set().union(*(known[name] for name in names))
+        seeds = set().union(*(known[name] for name in names))
+        assert set(row.systems.split(", ")) == {SYSTEMS[number] for number in seeds}
     else:
-        assert re.fullmatch(r"00\d", row.documents)
+        assert row.systems in SYSTEMS.values()
+
+
+def test_no_document_is_seen_by_its_number():
+    """Users do not know the seed documents: the page names systems."""
+    assert not re.search(r"\b00[0-4]\b", PAGE.read_text())
 
 
 def test_every_test_exists_and_runs(tmp_path):
