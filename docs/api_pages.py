@@ -7,6 +7,7 @@ page a name is on. A name of a public module that no page names is on the page o
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
@@ -139,8 +140,27 @@ WITHOUT_ALL = {
     f"{UTILS}.collectives": ("counters", "reset_counters"),
 }
 
-# Base classes whose members are those of torch and Python, not ours.
-FOREIGN = "Module,Optimizer,GradScaler,Tensor,Enum,tuple,object,RuntimeError,FSDPStrategy,Strategy"
+# Members that torch calls, not users.
+HOOKS = {"forward", "extra_repr", "backward"}
+
+# Members of public classes that other parts of fairshard call, not users.
+INTERNAL = {
+    "CPUOptimizer": {"assert_gradients_unchanged", "note_unscaled", "gradients", "grad_of", "step_of"},
+    "CustomPolicy": {"overrides"},
+    "FairshardStrategy": {
+        *("register_strategies", "precision_plugin", "setup", "model_sharded_context", "lightning_module_state_dict"),
+        *("optimizer_state", "load_checkpoint"),
+    },
+    "MixedPrecisionPolicy": {"precision"},
+    "ModuleWrapPolicy": {"overrides"},
+    "Preemption": {"leave_to_parent"},
+    "ReduceScatterBucketer": {
+        *("plan", "reduce", "send_due", "drain", "reset", "reduce_by_hook", "launch", "deliver", "reduce_chunks"),
+    },
+    "RowBlocks": {"block_of"},
+    "ShardingStrategy": {"is_hybrid", "reshards_after_forward"},
+    "TrainingState": {"includes"},
+}
 
 # Documented by hand, one section each.
 ERRORS = "fairshard.errors"
@@ -247,6 +267,22 @@ def text_of(page: Page, names: list[Entry]) -> str:
     return "\n".join([*lines, "```", ""])
 
 
+def own_members(cls: type) -> list[str]:
+    """Public members of ``cls`` that fairshard defines, its own before those of its base classes."""
+    own = [base for base in cls.__mro__ if base.__module__.startswith("fairshard")]
+    names = dict.fromkeys(name for base in own for name in _in_order(base))
+    return [name for name in names if name not in HOOKS | INTERNAL.get(cls.__name__, set())]
+
+
+def _in_order(cls: type) -> Iterator[str]:
+    """Public members with a docstring, and the members of an enum, in the order of the source."""
+    for name, value in vars(cls).items():
+        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        is_documented = callable(function) or isinstance(function, property | functools.cached_property)
+        if isinstance(value, cls) or (is_documented and function.__doc__ and not name.startswith("_")):
+            yield name
+
+
 def _first_sentence(entry: Entry) -> str:
     if isinstance(entry.value, Unimported):
         return entry.value.doc.split("\n\n")[0].replace("\n", " ")
@@ -260,10 +296,8 @@ def _first_sentence(entry: Entry) -> str:
 def _directive(entry: Entry) -> Iterator[str]:
     if inspect.isclass(entry.value):
         yield f".. autoclass:: {entry.path}"
-        yield "   :members:"
-        yield f"   :inherited-members: {FOREIGN}"
-        if hidden := [name for name in ("forward", "extra_repr") if hasattr(entry.value, name)]:
-            yield f"   :exclude-members: {', '.join(hidden)}"
+        if members := own_members(entry.value):
+            yield f"   :members: {', '.join(members)}"
         if "__call__" in vars(entry.value):
             yield "   :special-members: __call__"
     elif inspect.isroutine(entry.value):
@@ -272,12 +306,10 @@ def _directive(entry: Entry) -> Iterator[str]:
         yield f".. py:function:: {entry.path}()"
         yield ""
         yield from (f"   {line}" for line in entry.value.doc.splitlines())
-    elif entry.name.startswith("__"):
-        yield f".. py:data:: {entry.path}"
-        yield f"   :value: {entry.value!r}"
     else:
-        yield f".. autodata:: {entry.path}"
-        yield "   :no-value:"
+        shown = sorted(entry.value) if isinstance(entry.value, dict) else entry.value
+        yield f".. py:data:: {entry.path}"
+        yield f"   :value: {shown!r}"
 
 
 def write(*_: object) -> None:

@@ -25,6 +25,7 @@ autodoc_default_options = {"show-inheritance": True}
 # A longer signature has one argument a line.
 maximum_signature_line_length = 80
 myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
 # Docstrings use `name` for what stands nearby; names of torch have no target here.
 nitpicky = False
 suppress_warnings = ["ref.any", "ref.ref"]

@@ -1,0 +1,102 @@
+"""The reference has every public name once and no internal one, every error, and drawings as their script draws them."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairshard.errors
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS))
+
+import api_pages  # noqa: E402
+import drawings  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The text of each page of the API."""
+    folder = tmp_path_factory.mktemp("api")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api_pages, "FOLDER", folder)
+        api_pages.write()
+    return {path.stem: path.read_text() for path in folder.glob("*.md")}
+
+
+def documented(pages):
+    """The names that have an entry, with their modules, in all pages."""
+    return re.findall(r"^\.\. (?:autoclass|autofunction|py:data|py:function):: ([\w.]+)", "\n".join(pages.values()), re.M)
+
+
+def test_every_public_name_is_documented_once(pages):
+    """Each object in the `__all__` of a public module has one entry, whatever number of names it has."""
+    found = documented(pages)
+    assert len(found) == len(set(found))
+    modules = api_pages.modules()
+    values = [getattr(modules[module], name) for module, _, name in (path.rpartition(".") for path in found)]
+    for module in modules.values():
+        for name in api_pages.public_names(module):
+            value = getattr(module, name)
+            if not inspect.ismodule(value) and getattr(value, "__module__", None) != "fairshard.errors":
+                assert sum(value is other for other in values) == 1, f"{module.__name__}.{name}"
+
+
+def test_no_internal_name_is_documented(pages):
+    """Each entry is in the `__all__` of its module, or in the list of the modules without one."""
+    modules = api_pages.modules()
+    for path in documented(pages):
+        module, _, name = path.rpartition(".")
+        assert name in api_pages.public_names(modules[module]), path
+    members = [name for text in pages.values() for line in re.findall(r":members: (.*)", text) for name in line.split(", ")]
+    assert {name for name in members if name.startswith("_")} <= {"_HYBRID_SHARD_ZERO2"}
+
+
+def test_what_a_package_offers_has_a_page():
+    """Every package and module of fairshard with an `__all__` is public and has a page, or only serves another one."""
+    package = Path(fairshard.errors.__file__).parent
+    serving = {"fairshard.nn.data_parallel", "fairshard.errors"}
+    for path in package.rglob("*.py"):
+        if re.search(r"^__all__ = ", path.read_text(), re.M):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            assert name in {*serving, *api_pages.modules()}, f"{name} has an `__all__` and no page in docs/api_pages.py"
+
+
+def test_inherited_methods_are_there(pages):
+    """The methods of a class that its base classes define are on its page too."""
+    (members,) = re.findall(r"autoclass:: fairshard\.nn\.FullyShardedDataParallel\n   :members: (.*)", pages["wrapper"])
+    assert {"clip_grad_norm_", "no_sync", "full_optim_state_dict", "join"} <= set(members.split(", "))
+
+
+def test_internal_members_are_there_at_all():
+    """The list of members to leave out names members that exist."""
+    for name, members in api_pages.INTERNAL.items():
+        (entry,) = [entry for page in api_pages.entries().values() for entry in page if entry.name == name] or [None]
+        if entry is not None and inspect.isclass(entry.value):
+            assert all(hasattr(entry.value, member) for member in members), name
+
+
+def test_every_error_has_an_anchor_a_cause_and_a_cure():
+    """Each class of `fairshard.errors` has a section, which says why it is raised and what to do."""
+    text = (DOCS / "reference" / "errors.md").read_text()
+    sections = {part.split("\n", 1)[0]: part for part in re.split(r"^#+ ", text, flags=re.M)}
+    for name, cls in vars(fairshard.errors).items():
+        if inspect.isclass(cls) and issubclass(cls, BaseException):
+            section = sections.get(name)
+            assert section, f"{name} has no section in reference/errors.md"
+            assert f"({name.lower()})=" in text, f"{name} has no anchor"
+            if cls is not fairshard.errors.FairshardError:
+                assert "**Cause.**" in section
+                assert "**Cure.**" in section
+
+
+@pytest.mark.parametrize("draw", drawings.PICTURES, ids=lambda draw: draw.__name__)
+def test_drawings_are_those_of_the_script(draw):
+    """`python docs/drawings.py` would change nothing, and every drawing is on a page."""
+    picture = draw()
+    assert (drawings.STATIC / f"{picture.name}.svg").read_text() == picture.svg()
+    pages = "".join(page.read_text() for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+    assert f"{{drawing}} {picture.name}\n" in pages
