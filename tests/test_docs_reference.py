@@ -100,3 +100,15 @@ def test_drawings_are_those_of_the_script(draw):
     assert (drawings.STATIC / f"{picture.name}.svg").read_text() == picture.svg()
     pages = "".join(page.read_text() for page in DOCS.rglob("*.md") if "_build" not in page.parts)
     assert f"{{drawing}} {picture.name}\n" in pages
+
+
+def test_messages_on_the_page_of_errors_are_in_the_source():
+    """The first words of each message in the tables are those of a message in the package."""
+    text = (DOCS / "reference" / "errors.md").read_text()
+    quoted = re.findall(r"^\| (.*?) \.\.\. \|", text, re.M)
+    assert len(quoted) > 10
+    package = Path(fairshard.errors.__file__).parent
+    source = "".join(path.read_text() for path in package.rglob("*.py"))
+    joined = re.sub(r'"\s*f?"', "", source)
+    for words in quoted:
+        assert words.partition("=...")[0] in joined, words
