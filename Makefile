@@ -12,6 +12,7 @@
 #   make soak                     5,000 steps with saves, copies and a resume, watched for leaks; ARGS="--steps 1000"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
+#   make screenshots              the pages of `make docs` in a browser, wide and narrow, light and dark; needs chromium
 #   make clients                  other people's trainers beside torch's engine; writes docs/notes/clients.md
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
 #   make gpu                      what docs/notes/gpu.md lists, on the accelerator of PYTHON's torch; installs nothing
@@ -43,7 +44,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all test-sim kill drill soak clients check docs bench gpu clean
+.PHONY: train test test-all test-sim kill drill soak clients check docs screenshots bench gpu clean
 
 train: $(INSTALLED)
 	$(BIN)/fairshard train $(ARGS)
@@ -77,6 +78,9 @@ check: $(INSTALLED) docs
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+screenshots: docs
+	$(BIN)/python docs/screenshots.py $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,7 +1,7 @@
 """Scale on paper: memory, messages, host time and the time of a step for models of 7 to 405 billion parameters.
 
-    python benchmarks/scale.py memory         # one table of docs/scale.md; --help lists the others
-    python benchmarks/scale.py page           # write all tables and plots of docs/scale.md again
+    python benchmarks/scale.py memory         # one table of docs/notes/scale.md; --help lists the others
+    python benchmarks/scale.py page           # write all tables and plots of docs/notes/scale.md again
     python benchmarks/scale.py measure        # measure the host time that the tables use, about 2 minutes
 
 Memory and messages come from the engine's own planner (`fairshard.nn.wrap.describe`), on the meta device. Step times
@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from typing import Any
 
+import plots
 import record
 from scaling import host
 from scaling.machines import MACHINES, PUBLISHED, Machine, assumptions
@@ -25,8 +26,8 @@ from scaling.shapes import SHAPES, Shape
 from scaling.step_time import StepTime, agreement_seconds, step_time
 from scaling.traffic import AGREEMENT_NBYTES, GATHER, REDUCE, REPLICAS, Plan, Ranks, Traffic, plan_of, traffic_of
 
-PAGE = record.ROOT / "docs" / "scale.md"
-STATIC = record.ROOT / "docs" / "_static"
+PAGE = record.ROOT / "docs" / "notes" / "scale.md"
+PLOTTED = [8 * 2**k for k in range(12)]
 WORLDS = (8, 64, 512, 2048, 16384)
 GB = 1e9
 FILLS = 0.9
@@ -214,36 +215,38 @@ def with_tables(text: str) -> str:
     return re.sub(pattern, renewed, text)
 
 
-def plot(folder: Path) -> None:
-    """Write the plots of the page."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "scale", "svg.fonttype": "none"}  # the same file in every run, and short
-    from matplotlib import pyplot
-
+def draw_time(pyplot: Any) -> Any:
+    """Modelled TFLOPS of a rank by the number of ranks."""
     machine = MACHINES[CHOSEN]
-    worlds = [8 * 2**k for k in range(12)]
-    share, axes = pyplot.subplots(figsize=(7, 4))
-    memory, below = pyplot.subplots(figsize=(7, 4))
+    figure, axes = pyplot.subplots(figsize=(7, 4))
     for color, make in enumerate(SHAPES.values()):
         shape = make()
-        style = {"color": f"C{color}"}
-        flat = [Ranks(world) for world in worlds if fits(shape, Ranks(world), machine)]
-        pairs = [ranks for world in worlds if (ranks := hybrid(shape, world, machine))]
+        flat = [Ranks(world) for world in PLOTTED if fits(shape, Ranks(world), machine)]
+        pairs = [ranks for world in PLOTTED if (ranks := hybrid(shape, world, machine))]
         for ranks, line, label in ((flat, "-", shape.name), (pairs, "--", None)):
             tflops = [estimate(shape, each, machine).tflops(shape, False) for each in ranks]
-            axes.plot([each.world_size for each in ranks], tflops, line, label=label, **style)
-        below.plot(worlds, [need(shape, Ranks(world)) / GB for world in worlds], label=shape.name, **style)
+            axes.plot([each.world_size for each in ranks], tflops, line, label=label, color=f"C{color}")
     axes.set(xscale="log", xlabel="ranks", ylabel="TFLOPS a rank", title=f"{CHOSEN}: flat (solid), hybrid (dashed)")
-    below.axhline(FILLS * machine.memory_nbytes / GB, color="gray", linestyle=":")
-    below.set(xscale="log", yscale="log", xlabel="ranks, flat", ylabel="GB a rank", title="Memory, with activations")
-    for figure, one, name in ((share, axes, "scale-time.svg"), (memory, below, "scale-memory.svg")):
-        one.set_xticks(worlds[::2], [_n(world) for world in worlds[::2]])
-        one.minorticks_off()
-        one.legend(fontsize="small")
-        figure.tight_layout()
-        figure.savefig(folder / name, metadata={"Date": None})
+    return _ticked(figure, axes)
+
+
+def draw_memory(pyplot: Any) -> Any:
+    """Planned memory of a rank by the number of ranks."""
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for color, make in enumerate(SHAPES.values()):
+        shape = make()
+        axes.plot(PLOTTED, [need(shape, Ranks(world)) / GB for world in PLOTTED], label=shape.name, color=f"C{color}")
+    axes.axhline(FILLS * MACHINES[CHOSEN].memory_nbytes / GB, color="gray", linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="ranks, flat", ylabel="GB a rank", title="Memory, with activations")
+    return _ticked(figure, axes)
+
+
+def _ticked(figure: Any, axes: Any) -> Any:
+    axes.set_xticks(PLOTTED[::2], [_n(world) for world in PLOTTED[::2]])
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    return figure
 
 
 def _flat_and_hybrid(shape: Shape, worlds: Sequence[int]) -> list[Ranks]:
@@ -275,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"written: {path}")
     elif options.what == "page":
         PAGE.write_text(with_tables(PAGE.read_text()))
-        plot(STATIC)
+        plots.save("scale-time", draw_time)
+        plots.save("scale-memory", draw_memory)
     else:
         print(markdown(TABLES[options.what]()))
 

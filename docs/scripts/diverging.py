@@ -1,5 +1,7 @@
 """Rank 1 runs another module in step 2, as a bug would: torchrun --nproc-per-node 2 diverging.py"""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +22,7 @@ class Experts(nn.Module):
         return self.experts[choice](x) + self.router(x).sum()
 
 
-dist.init_process_group("gloo")  # "nccl" on GPUs
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))  # "nccl" on GPUs
 torch.manual_seed(0)
 model = FSDP(Experts())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -31,8 +33,5 @@ try:
         optimizer.step()
         optimizer.zero_grad()
 except RanksDisagreeError as error:
-    print(f"rank {dist.get_rank()}: {error}")
-    assert "`experts.0`" in str(error) and "`experts.1`" in str(error)
-else:
-    raise SystemExit("the ranks agree")
-dist.destroy_process_group()
+    print(f"{type(error).__name__}: {error}")
+    raise SystemExit(1) from None

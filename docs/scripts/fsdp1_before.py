@@ -34,9 +34,7 @@ for step in range(4):
     optimizer.step()
     optimizer.zero_grad()
 
-with FSDP.state_dict_type(
-    model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-):
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
     state = model.state_dict()
     moments = FSDP.optim_state_dict(model, optimizer)
 if dist.get_rank() == 0:

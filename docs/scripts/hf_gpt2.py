@@ -12,7 +12,7 @@ FOLDER = "gpt2-trained"
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 torch.manual_seed(0)  # every rank must build the same weights
-config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=64)
+config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config)  # or GPT2LMHeadModel.from_pretrained(...)
 
 # Each block becomes a unit. The root holds the embedding, the last norm and the head, which is tied to the embedding.
@@ -38,10 +38,11 @@ for step in range(5):
     losses.append(loss.item())
 
 state = model.state_dict()  # whole tensors: every rank must call it
+weight = state["transformer.h.0.attn.c_attn.weight"].clone()
 if dist.get_rank() == 0:
     model.save_pretrained(FOLDER, state_dict=state)
 dist.barrier()
 loaded = GPT2LMHeadModel.from_pretrained(FOLDER)
-assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, state["transformer.h.0.attn.c_attn.weight"])
+assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, weight)
 print(f"rank {dist.get_rank()}: loss {losses[0]:.2f} -> {losses[-1]:.2f}, saved to {FOLDER}")
 dist.destroy_process_group()

@@ -42,11 +42,12 @@ for step in range(5):
     losses.append(loss.item())
 
 state = model.state_dict()  # whole tensors: every rank must call it
+name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+weight = state[name].clone()
 if dist.get_rank() == 0:
     model.save_pretrained(FOLDER, state_dict=state)  # peft keeps the adapters only
 dist.barrier()
 loaded = PeftModel.from_pretrained(build(), FOLDER)
-name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
-assert torch.equal(loaded.state_dict()[name], state[name])
+assert torch.equal(loaded.state_dict()[name], weight)
 print(f"rank {dist.get_rank()}: loss {losses[0]:.2f} -> {losses[-1]:.2f}, adapter saved to {FOLDER}")
 dist.destroy_process_group()

@@ -231,7 +231,7 @@ def test_only_tables_below_a_command_are_written_again():
 
 @pytest.mark.full
 def test_the_tables_of_the_page_are_those_that_the_commands_print():
-    """`python benchmarks/scale.py page` would change nothing on docs/scale.md."""
+    """`python benchmarks/scale.py page` would change nothing on docs/notes/scale.md."""
     text = scale.PAGE.read_text()
     assert scale.with_tables(text) == text
     assert all(f"scale.py {name}" in text for name in scale.TABLES)

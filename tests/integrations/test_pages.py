@@ -1,4 +1,4 @@
-"""The scripts in docs/integrations run as printed, on two ranks."""
+"""The scripts in docs/guides/integrations run as printed, on two ranks."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fairshard.utils.testing import run_ranks
 from tests.clients.case import be_torchrun
 
-FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
+FOLDER = Path(__file__).parents[2] / "docs" / "guides" / "integrations"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = {"accelerate": ("accelerate", "transformers"), "lightning": ("lightning",)}
 
@@ -45,4 +45,4 @@ def test_scripts_of_a_page_run_on_two_ranks(name, tmp_path):
 
 def test_every_page_is_run_or_named_here():
     """A new page with a script must be added to the pages that run; torchtitan needs more than a script."""
-    assert {page.stem for page in FOLDER.glob("*.md")} == {*PAGES, "torchtitan"}
+    assert {page.stem for page in FOLDER.glob("*.md")} == {*PAGES, "torchtitan", "index"}
