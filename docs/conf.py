@@ -22,6 +22,7 @@ default_role = "any"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"show-inheritance": True}
+toc_object_entries_show_parents = "hide"
 # A longer signature has one argument a line.
 maximum_signature_line_length = 80
 myst_heading_anchors = 3

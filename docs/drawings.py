@@ -93,7 +93,7 @@ class Picture:
 
 def step() -> Picture:
     """Three ranks while the second of four layers computes."""
-    pic = Picture("step", 760, 300)
+    pic = Picture("step", 760, 225)
     for rank, fill in enumerate(RANKS):
         left = 20 + 250 * rank
         pic.text(left + 110, 24, f"rank {rank}", bold=True, size=15)
@@ -107,8 +107,6 @@ def step() -> Picture:
             else:
                 pic.box(left + 220 / 3 * rank, top, 220 / 3, 34, fill=fill)
             pic.text(left + 110 if whole else left + (185 if rank < 2 else 37), top + 22, f"layer {layer}", quiet=not whole)
-    pic.text(380, 250, "Each rank keeps a third of every layer, of its gradient and of its optimizer state.", size=14)
-    pic.text(380, 274, "Layer 1 computes now: it is gathered, and freed afterwards. Layer 2 is next.", size=14)
     return pic
 
 
