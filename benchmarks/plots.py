@@ -191,7 +191,8 @@ def checkpoint(pyplot: Any) -> Any:
             spread = report.Spread.of(values)
             axes[column].barh(row, spread.median, color=f"C{column}", ecolor="gray",
                               xerr=[[spread.median - spread.low], [spread.high - spread.median]])
-        axes[column].set_yticks(range(len(by_name)), [name.replace("fsdp2", "FSDP2").replace("dcp", "DCP") for name in by_name])
+        labels = [name.replace("fsdp2", "FSDP2").replace("dcp", "DCP") for name in by_name]
+        axes[column].set_yticks(range(len(by_name)), labels)
         axes[column].invert_yaxis()
         axes[column].set(xlabel=f"seconds of a {suffix}")
     return _under(figure, source(*files))

@@ -72,7 +72,12 @@ PAGES = (
         "Guide: [](../../guides/wrapping.md).",
         {"fairshard.nn.wrap": (), "fairshard.plan.summary": (), "fairshard.planning.summary": ()},
     ),
-    Page("optim", "Optimizers", "Guides: [](../../guides/offload.md), [](../../guides/muon.md).", {"fairshard.optim": ()}),
+    Page(
+        "optim",
+        "Optimizers",
+        "Guides: [](../../guides/offload.md), [](../../guides/muon.md).",
+        {"fairshard.optim": ()},
+    ),
     Page("checkpoint", "Checkpoints", "Guide: [](../../guides/checkpoints.md).", {"fairshard.checkpoint": ()}),
     Page(
         "state_dicts",
@@ -94,7 +99,12 @@ PAGES = (
         "Guide: [](../../guides/passes.md#observing-a-pass).",
         {NN: ("observe", "Observation", "UnitEvent", "Phase", "compare_ranks"), "fairshard.observe.timeline": ()},
     ),
-    Page("comm_hooks", "Communication hooks", "Guide: [](../../guides/strategies.md).", {"fairshard.nn.comm_hooks": ()}),
+    Page(
+        "comm_hooks",
+        "Communication hooks",
+        "Guide: [](../../guides/strategies.md).",
+        {"fairshard.nn.comm_hooks": ()},
+    ),
     Page(
         "integrations",
         "Other people's trainers",

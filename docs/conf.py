@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import api_pages  # noqa: E402
-import drawing  # noqa: E402
+import api_pages
+import drawing
 
 project = "fairshard"
 author = "The fairshard authors"

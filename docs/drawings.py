@@ -38,7 +38,15 @@ class Picture:
         self.parts: list[str] = []
 
     def box(
-        self, x: float, y: float, w: float, h: float, text: str = "", fill: str = "plain", size: int = 13, dash: bool = False
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        text: str = "",
+        fill: str = "plain",
+        size: int = 13,
+        dash: bool = False,
     ) -> None:
         """A box with a centred text of one or more lines."""
         dashes = ' stroke-dasharray="4 3"' if dash else ""
@@ -48,10 +56,18 @@ class Picture:
         )
         lines = text.split("\n") if text else []
         for index, line in enumerate(lines):
-            self.text(x + w / 2, y + h / 2 + size * 0.35 + (index - (len(lines) - 1) / 2) * size * 1.25, line, size=size)
+            below = size * (0.35 + 1.25 * (index - (len(lines) - 1) / 2))
+            self.text(x + w / 2, y + h / 2 + below, line, size=size)
 
     def text(
-        self, x: float, y: float, text: str, anchor: str = "middle", size: int = 13, bold: bool = False, quiet: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        anchor: str = "middle",
+        size: int = 13,
+        bold: bool = False,
+        quiet: bool = False,
     ) -> None:
         """One line of text; ``y`` is its baseline."""
         weight = ' font-weight="bold"' if bold else ""
@@ -106,7 +122,8 @@ def step() -> Picture:
                     pic.box(left + 220 / 3 * part, top, 220 / 3, 34, fill=own)
             else:
                 pic.box(left + 220 / 3 * rank, top, 220 / 3, 34, fill=fill)
-            pic.text(left + 110 if whole else left + (185 if rank < 2 else 37), top + 22, f"layer {layer}", quiet=not whole)
+            middle = 110 if whole else 185 if rank < 2 else 37
+            pic.text(left + middle, top + 22, f"layer {layer}", quiet=not whole)
     return pic
 
 
@@ -133,7 +150,8 @@ def schedule() -> Picture:
     pic.text(85 + 2.2 * wide, 24, "forward", size=14)
     pic.text(85 + 7.4 * wide, 24, "backward", size=14)
     pic.line(85 + 4.1 * wide, 12, 85 + 4.1 * wide, 182)
-    pic.text(85, 205, "While a unit computes, the next one is gathered; a unit is freed when it has computed.", anchor="start")
+    says = "While a unit computes, the next one is gathered; a unit is freed when it has computed."
+    pic.text(85, 205, says, anchor="start")
     pic.text(85, 227, "Its gradients are reduced while the next unit computes. The unit around all stays gathered.",
              anchor="start")
     return pic
@@ -143,7 +161,8 @@ def life() -> Picture:
     """A line of two parameters cut among three ranks, and the path of a step on rank 1."""
     pic = Picture("life", 760, 470)
     pic.text(10, 42, "line", anchor="start", size=14, bold=True)
-    for x, width, text, fill in ((110, 450, "weight (18)", "rank0"), (560, 75, "bias (3)", "warm"), (635, 75, "padding", "plain")):
+    parts = ((110, 450, "weight (18)", "rank0"), (560, 75, "bias (3)", "warm"), (635, 75, "padding", "plain"))
+    for x, width, text, fill in parts:
         pic.box(x, 22, width, 30, text, fill=fill)
     pic.text(10, 92, "shards", anchor="start", size=14, bold=True)
     for rank, fill in enumerate(RANKS):
@@ -213,7 +232,8 @@ def streams() -> Picture:
         pic.line(110, y + 37, 790, y + 37)
     for k in range(4):
         pic.box(115 + 60 * k, lanes["host"], 52, 30, "issue", size=11)
-    pic.text(370, lanes["host"] + 20, "the host runs ahead, and waits for no stream", anchor="start", quiet=True, size=12)
+    says = "the host runs ahead, and waits for no stream"
+    pic.text(370, lanes["host"] + 20, says, anchor="start", quiet=True, size=12)
     pic.box(130, lanes["unshard"], 100, 30, "gather 1", fill="rank1")
     pic.box(330, lanes["unshard"], 100, 30, "gather 0", fill="rank0")
     pic.box(130, lanes["compute"], 150, 30, "backward 2", fill="rank2")
@@ -239,11 +259,17 @@ def streams() -> Picture:
 def checkpoints() -> Picture:
     """The five steps of a save, and which checkpoint `latest` names if a rank is killed between them."""
     pic = Picture("checkpoints", 860, 260)
-    steps = ("copy to\nhost memory", "write files\n.tmp-step-20", "sync to the\ndisk, rename", "`latest` names\nstep-20", "remove\nstep-10")
+    steps = (
+        "copy to\nhost memory",
+        "write files\n.tmp-step-20",
+        "sync to the\ndisk, rename",
+        "latest names\nstep-20",
+        "remove\nstep-10",
+    )
     notes = ("training waits", "in the background", "whole or absent", "atomically", "if keep_last says so")
     for index, (text, note) in enumerate(zip(steps, notes, strict=True)):
         left = 10 + 170 * index
-        pic.box(left, 50, 130, 54, text.replace("`", ""), fill="rank0" if index < 3 else "rank1")
+        pic.box(left, 50, 130, 54, text, fill="rank0" if index < 3 else "rank1")
         pic.text(left + 65, 124, note, quiet=True, size=12)
         if index:
             pic.arrow((left - 40, 77), (left - 2, 77))
@@ -251,7 +277,8 @@ def checkpoints() -> Picture:
     pic.text(10, 170, "Killed here, a run continues from", anchor="start", bold=True, size=14)
     pic.box(10, 184, 505, 34, "step 10", fill="warm")
     pic.box(520, 184, 300, 34, "step 20", fill="rank1")
-    pic.text(10, 244, "At every moment one whole checkpoint exists, and `latest` names a whole one.".replace("`", ""), anchor="start")
+    says = "At every moment one whole checkpoint exists, and latest names a whole one."
+    pic.text(10, 244, says, anchor="start")
     return pic
 
 

@@ -102,7 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "screenshots")
     options = parser.parse_args()
     folder = options.html.resolve()
-    all_pages = [page for page in sorted(folder.rglob("*.html")) if page.stem not in ("genindex", "search", "py-modindex")]
+    made = ("genindex", "search", "py-modindex")
+    all_pages = [page for page in sorted(folder.rglob("*.html")) if page.stem not in made]
     found = problems(all_pages)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.pages or SHOWN:

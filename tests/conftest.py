@@ -23,7 +23,7 @@ def pytest_addoption(parser):
         "accelerator; sim is the simulated one of tests/sim, its order of work drawn from FAIRSHARD_SIM_SEED",
     )
     parser.addoption(
-        "--strict-features", action="store_true", help="fail while a row of docs/reference/compatibility.md says: not yet"
+        "--strict-features", action="store_true", help="fail while a row of the page of compatibility says: not yet"
     )
 
 
@@ -54,7 +54,7 @@ def _run_or_skip(run, num_devices, world_size, *args, **kwargs):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Fail a test that a row of docs/reference/compatibility.md names if it is skipped, other than for a gap of an older torch."""
+    """Fail a test that a row of the page of compatibility names if it is skipped, other than for a gap of an older torch."""
     report = yield
     if report.skipped and item.config.getoption("--device") == "cpu" and PREFIX not in str(report.longrepr):
         refuse_skip_of_a_row(report)
