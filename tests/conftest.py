@@ -54,7 +54,7 @@ def _run_or_skip(run, num_devices, world_size, *args, **kwargs):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Fail a test that a row of the page of compatibility names if it is skipped, other than for a gap of an older torch."""
+    """Fail a skipped test that a row of the page of compatibility names, other than for a gap of an older torch."""
     report = yield
     if report.skipped and item.config.getoption("--device") == "cpu" and PREFIX not in str(report.longrepr):
         refuse_skip_of_a_row(report)
