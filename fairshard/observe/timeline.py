@@ -14,7 +14,7 @@ A lane has one row for each interval that was open at the same time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,10 @@ _COLORS = {
     "copy to host": "#7a6a5c",
     "optimizer step": "#4a4a4a",
 }
-_LETTER = 0.005  # of the whole width, per letter: a bar too narrow for its name has no label
+_RANKS = ("#3f6fb5", "#e0a63b", "#5d9c8b", "#c8553d")
+_COMMUNICATION = ("gather", "reduce", "copy")
+_INCHES = 10.0
+_LETTER = 0.0078  # of the whole width, per letter: a bar too narrow for its name has a shorter one, or none
 _THIN = 0.002  # of the whole width: a bar this thin has no edge, which would cover it
 
 
@@ -97,8 +100,66 @@ def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
     path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str) -> None:
-    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[train]``)."""
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds with a gather, reduction or copy on its way, and those of them in which the rank waited for it."""
+
+    on_way: float
+    waited: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication behind which the rank did other work; 1 without communication."""
+        return 1 - self.waited / self.on_way if self.on_way else 1.0
+
+
+def overlap(shown: Sequence[Bar]) -> Overlap:
+    """How much communication is hidden in these bars of one rank.
+
+    Only where waiting blocks the host, as on the CPU: on an accelerator the device waits, which events do not show.
+    """
+    on_way = _union((bar.start, bar.end) for bar in shown if bar.lane in _COMMUNICATION)
+    waits = _union((bar.start, bar.end) for bar in shown if bar.kind in _WAITS.values())
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in on_way for b in waits)
+    return Overlap(sum(end - start for start, end in on_way), both)
+
+
+def gathered_bytes(events: Sequence[UnitEvent], nbytes_of: Mapping[str, int]) -> list[tuple[float, int]]:
+    """``(time, bytes)`` of whole weights in memory after each gather is issued and each unit is freed, by one rank.
+
+    ``nbytes_of`` maps the name of a unit to its size while gathered. Units that are freed before they are gathered
+    were there from the start.
+    """
+    first: dict[str, str] = {}
+    for event in events:
+        if event.event in ("unshard", "reshard"):
+            first.setdefault(event.fqn, event.event)
+    here = {fqn for fqn, event in first.items() if event == "reshard"}
+    found = [(events[0].time if events else 0.0, sum(nbytes_of.get(fqn, 0) for fqn in here))]
+    for event in events:
+        if event.event in ("unshard", "reshard"):
+            (here.add if event.event == "unshard" else here.discard)(event.fqn)
+            found.append((event.time, sum(nbytes_of.get(fqn, 0) for fqn in here)))
+    if events:
+        found.append((events[-1].time, found[-1][1]))
+    return found
+
+
+def draw_timeline(
+    path: Path,
+    by_rank: Sequence[Sequence[UnitEvent]],
+    title: str,
+    memory: Sequence[Sequence[tuple[float, int]]] = (),
+    memory_label: str = "gathered weights",
+    headline: bool = True,
+) -> None:
+    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[train]``).
+
+    Args:
+        memory: ``(time, bytes)`` of each rank, drawn below; see `gathered_bytes`.
+        memory_label: what these bytes are.
+        headline: say how much communication is hidden. Pass False for events of an accelerator; see `overlap`.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -108,9 +169,13 @@ def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str
     heights = {place: number + 0.6 * place[0] for number, place in enumerate(places)}  # a gap between ranks
     span = max((bar.end for one in shown for bar in one), default=0.0) * 1e3
     bottom = max(heights.values(), default=0.0)
-    figure = Figure(figsize=(14, 1.8 + 0.3 * bottom), dpi=120, layout="constrained")
+    tall = 0.3 * (bottom + 1.4)
+    has_memory = any(memory)
+    figure = Figure(figsize=(_INCHES, 1.9 + tall + 1.5 * has_memory), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *below = figure.subplots(
+        1 + has_memory, sharex=True, squeeze=False, height_ratios=[tall, 1.4] if has_memory else None
+    )[:, 0]
     for rank, one in enumerate(shown):
         for bar in one:
             height = heights[rank, bar.lane, bar.row]
@@ -118,22 +183,62 @@ def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str
             color = _COLORS[bar.kind]
             edge = "white" if width > _THIN * span else color
             axes.broken_barh([(start, width)], (height - 0.42, 0.84), facecolor=color, edgecolor=edge, linewidth=0.4)
-            name = bar.fqn or "root"
-            if width > _LETTER * len(name) * span and bar.kind not in _WAITS.values():
-                axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=6, color="white")
-    axes.set_yticks(list(heights.values()), [_row_label(place) for place in heights], fontsize=8)
+            name = "" if bar.kind in _WAITS.values() else _fitting(bar.fqn, width / span)
+            if name:
+                axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=8.5, color="white")
+    axes.set_yticks(list(heights.values()), [_row_label(place) for place in heights], fontsize=10)
     axes.set_ylim(bottom + 0.7, -0.7)
     axes.set_xlim(0, span or 1)
-    axes.set_xlabel("ms")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
+    for rank, points in enumerate(memory if has_memory else ()):
+        times, sizes = [1e3 * time for time, _ in points], [nbytes / 1e6 for _, nbytes in points]
+        line = {"color": _RANKS[rank % len(_RANKS)], "linewidth": 1.8, "alpha": 0.85, "label": f"rank {rank}"}
+        below[0].step(times, sizes, where="post", **line)
+        below[0].set_ylabel("MB", fontsize=10)
+        below[0].set_ylim(bottom=0)
+        below[0].set_title(memory_label, loc="left", fontsize=11)
+        below[0].legend(frameon=False, fontsize=9, loc="upper right", ncols=4)
+        below[0].grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    last = below[0] if below else axes
+    last.set_xlabel("ms", fontsize=10)
+    for each in (axes, *below):
+        each.spines[["top", "right"]].set_visible(False)
+    found = [overlap(one) for one in shown if one]
+    if headline and found:
+        hidden = min(found, key=lambda each: each.hidden)
+        rank = [overlap(one) for one in shown].index(hidden)
+        figure.suptitle(f"{hidden.hidden:.0%} of communication hidden", x=0.01, ha="left", fontsize=17, weight="bold")
+        title += (
+            f"\nrank {rank} waited {1e3 * hidden.waited:.3g} of {1e3 * hidden.on_way:.3g} ms with a gather, reduction "
+            "or copy on its way"
+        )
+    axes.set_title(title, loc="left", fontsize=11)
     seen = {bar.kind for one in shown for bar in one}
     kinds = [kind for kind in _COLORS if kind in seen and kind not in _WAITS.values()]
     patches = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
     if seen & set(_WAITS.values()):
         patches.append(Patch(color=_COLORS[_WAITS["unshard_wait"]], label="wait"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=10)
     figure.savefig(path)
+
+
+def _fitting(fqn: str, share: float) -> str:
+    """The name of a unit, or the short form of it, that fits a bar of this share of the width; empty if none does."""
+    names = fqn.split(", ")
+    ends = [name.rpartition(".")[2] or "root" for name in names]
+    last = ends[0] if len(ends) == 1 else f"{len(ends)} units"
+    forms = [", ".join(name or "root" for name in names), ", ".join(ends), last]
+    return next((form for form in forms if share > _LETTER * (len(form) + 0.6)), "")
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The time that is in any of ``spans``, as disjoint spans."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 @dataclass
