@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fairshard.cli.local_path import local_path
-from fairshard.cli.options import COMPUTE_DTYPES, PRECISIONS, OptionError, TrainOptions
+from fairshard.cli.factory import imported, parts_of
+from fairshard.cli.local_path import local_path, problem_with_output
+from fairshard.cli.option_error import OptionError
+from fairshard.cli.options import COMPUTE_DTYPES, PRECISIONS, TrainOptions
+from fairshard.cli.plan_variants import VARIANTS, Variant, variant_lines, variants_of
+from fairshard.cli.size_argument import size_argument
+from fairshard.cli.wrapping import POLICIES, check_policy, policy_of
 
-_GPT_FLAGS = ("layers", "dim", "heads", "context")
+_GPT_FLAGS = ("layers", "dim", "heads", "context", "vocab_size")
+if TYPE_CHECKING:
+    from fairshard.plan.wrap_plan import WrapPlan
+
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _MAX_RANKS, _MAX_BUCKET_MB = 10**5, 10**6
@@ -36,25 +43,26 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
         "buckets, and the predicted peak of a training step term by term. Activations are not counted.",
         epilog="  fairshard plan --layers 24 --dim 2048 --policy class:Block --world-size 8 --precision bf16\n"
         "  fairshard plan --hf configs/llama --policy class:LlamaDecoderLayer --world-size 8 --json\n"
-        "  fairshard plan --factory mypackage.models:build --policy size:1e7 --world-size 4",
+        "  fairshard plan --factory mypackage.models:build --policy size:1e7 --world-size 4\n"
+        "  fairshard plan --hf configs/llama --world-size 8 --device-memory 80GB --compare --png plan.png",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_argument_group("model")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", choices=["gpt"], help="the model of fairshard train (the default)")
-    which.add_argument("--hf", type=local_path, metavar="CONFIG_DIR", help="a Hugging Face folder with a config.json")
+    which.add_argument("--hf", type=local_path, metavar="PATH", help="a Hugging Face config, or a folder with one")
     which.add_argument("--factory", metavar="PKG.MOD:FN", help="function without arguments that returns the model")
     for flag in _GPT_FLAGS:
         default = getattr(TrainOptions, flag)
-        model.add_argument(f"--{flag}", type=int, metavar="N", help=f"{flag} of the gpt (default: {default})")
+        name = flag.replace("_", "-")
+        model.add_argument(f"--{name}", type=int, metavar="N", help=f"{flag} of the gpt (default: {default})")
     wrapping = parser.add_argument_group("wrapping")
     wrapping.add_argument(
         "--policy",
         default="none",
         metavar="POLICY",
-        help="size:N: units of at least N parameters; class:NAME[,NAME]: instances of these classes; none: one unit "
-        "(default: %(default)s)",
+        help=f"{POLICIES} (default: %(default)s)",
     )
     wrapping.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks to shard over")
     wrapping.add_argument("--sharding-strategy", choices=_STRATEGIES, help="(default: FULL_SHARD)")
@@ -77,6 +85,13 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     wrapping.add_argument("--move-grads-to-cpu", action=reshard, help="their gradients too (default: as --cpu-offload)")
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     wrapping.add_argument("--device", default="auto", metavar="TYPE", help=_DEVICE)
+    limit = "memory of a device, such as 80GB: say whether the peak fits"
+    parser.add_argument("--device-memory", type=size_argument, metavar="SIZE", help=limit)
+    parser.add_argument("--png", type=local_path, metavar="FILE", help="draw the terms of the peak into a new file")
+    parser.add_argument(
+        "--compare", nargs="*", metavar="POLICY[@PLACEMENT]", help="show these wrappings side by side instead of one; "
+        "without names: " + " ".join(VARIANTS),
+    )  # fmt: skip
     parser.add_argument("--schedule", action="store_true", help="also print the communication of a backward, in order")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
@@ -91,27 +106,81 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise OptionError(f"--bucket-cap-mb must be 0 to {_MAX_BUCKET_MB:,}, but is {arguments.bucket_cap_mb}.")
     if arguments.reshard_to is not None and not arguments.reshard_after_forward:
         raise OptionError("--reshard-to cannot be combined with --no-reshard-after-forward. Remove one of them.")
-    size = _size_in(arguments.policy)
-    placement = _placement(arguments.placement)
-    build = _builder(arguments)
-    from fairshard.nn import ShardingStrategy
-    from fairshard.nn.wrap import describe
+    check_policy("--policy", arguments.policy)
+    if arguments.compare is None:
+        variants = [Variant(arguments.policy, arguments.placement)]
+    else:
+        if arguments.schedule:
+            raise OptionError("--schedule is that of one wrapping, but --compare shows several. Leave one of them out.")
+        variants = variants_of(arguments.compare, arguments.policy, arguments.placement)
+    placements = [_placement(variant.placement) for variant in variants]
+    if arguments.png is not None:
+        _check_png(arguments.png)
+    model = _built(arguments)
+    plans = []
+    for variant, placement in zip(variants, placements, strict=True):
+        plans.append(_described(arguments, model, variant, placement))
+    limit = arguments.device_memory
+    if arguments.png is not None:
+        from fairshard.cli.plan_picture import draw_plans
 
+        draw_plans(arguments.png, _title(arguments, model), [str(variant) for variant in variants], plans, limit)
+    if arguments.compare is None:
+        _show(plans[0], arguments)
+    elif arguments.json:
+        found = [{**asdict(v), **plan.as_dict()} for v, plan in zip(variants, plans, strict=True)]
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(variant_lines(variants, plans, limit)))
+    return 0
+
+
+def _show(plan: WrapPlan, arguments: argparse.Namespace) -> None:
+    limit = arguments.device_memory
+    if arguments.json:
+        fits = {} if limit is None else {"device_nbytes": limit, "fits": plan.peak_nbytes <= limit}
+        print(json.dumps({**plan.as_dict(), **fits}, indent=1))
+        return
+    print(plan)
+    if arguments.schedule:
+        print("\nbackward: where it is     > what every rank then does", *plan.schedule, sep="\n")
+    if limit is not None:
+        print(f"\n{plan.verdict(limit)}")
+
+
+def _title(arguments: argparse.Namespace, model: nn.Module) -> str:
+    numel = sum(param.numel() for param in model.parameters())
+    ranks = f"{arguments.world_size} rank{'s' if arguments.world_size > 1 else ''}"
+    return f"{type(model).__name__}, {numel:,} parameters, {ranks}, {arguments.precision}, {arguments.optimizer}"
+
+
+def _built(arguments: argparse.Namespace) -> nn.Module:
+    """The model, on the meta device."""
+    build = _builder(arguments)
     try:
         with torch.device("meta"):
-            model = build()
+            made = build()
+    except OptionError:
+        raise
     except (Exception, SystemExit) as error:  # user code may raise anything
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise OptionError(f"the model cannot be built on the meta device: {what}") from error
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"--factory {arguments.factory} must return a module, but returned {type(model).__name__}.")
+    return parts_of(str(arguments.factory), made)[0]
+
+
+def _described(
+    arguments: argparse.Namespace, model: nn.Module, variant: Variant, placement: Callable[[Any], Any] | None
+) -> WrapPlan:
+    from fairshard.nn import ShardingStrategy
+    from fairshard.nn.wrap import describe
+
     dtype = COMPUTE_DTYPES.get(arguments.precision)
     strategy = arguments.sharding_strategy
     reshard = arguments.reshard_after_forward
     try:
-        plan = describe(
+        return describe(
             model,
-            _policy(arguments.policy, size, model),
+            policy_of("--policy", variant.policy, model),
             arguments.world_size,
             optimizer=arguments.optimizer,
             device=None if arguments.device == "auto" else arguments.device,
@@ -127,73 +196,38 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     except (TypeError, ValueError) as error:
         raise OptionError(" ".join(str(error).split())) from error
-    print(json.dumps(plan.as_dict(), indent=1) if arguments.json else plan)
-    if arguments.schedule and not arguments.json:
-        print("\nbackward: where it is     > what every rank then does", *plan.schedule, sep="\n")
-    return 0
+
+
+def _check_png(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError("--png needs matplotlib. Run: pip install 'fairshard[train]'")
+    if path.suffix.lower() != ".png":
+        raise OptionError(f"--png must end in .png, but is {path}.")
+    if os.path.lexists(path):
+        raise OptionError(f"--png {path} exists, and is never overwritten. Pass a new name, or remove it.")
+    if not os.path.isdir(path.parent):
+        raise OptionError(f"The parent of --png {path} must be a folder, but is not one. Create it.")
+    problem = problem_with_output(path)
+    if problem is not None:
+        raise OptionError(f"--png {path} cannot be created: {problem}.")
 
 
 def _builder(arguments: argparse.Namespace) -> Callable[[], Any]:
     """The function that builds the model, after all checks that do not need the model."""
     given = [flag for flag in _GPT_FLAGS if getattr(arguments, flag) is not None]
     if given and (arguments.hf is not None or arguments.factory is not None):
-        raise OptionError(f"--{given[0]} describes the gpt, but the model is another one. Leave it out.")
+        flag = given[0].replace("_", "-")
+        raise OptionError(f"--{flag} describes the gpt, but the model is another one. Leave it out.")
     if arguments.hf is not None:
-        return _hf_builder(arguments.hf)
+        from fairshard.cli.hugging_face import random_model, read_config
+
+        return partial(random_model, read_config(arguments.hf))
     if arguments.factory is not None:
-        return _factory(arguments.factory)
+        return imported(arguments.factory)
     options = TrainOptions(**{flag: getattr(arguments, flag) for flag in given})
     from fairshard.cli.gpt import GPT, GPTConfig
 
-    return partial(GPT, GPTConfig(options.layers, options.dim, options.heads, options.context))
-
-
-def _hf_builder(folder: Path) -> Callable[[], Any]:
-    if not os.path.isfile(folder / "config.json"):
-        raise OptionError(f"--hf must be a folder with a config.json, but {folder} has none.")
-    if importlib.util.find_spec("transformers") is None:
-        raise OptionError("--hf needs transformers. Run: pip install 'fairshard[hf]'")
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a hostile config can raise anything
-        raise OptionError(f"--hf {folder} cannot be read: {' '.join(str(error).split())}") from error
-    is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    return partial((AutoModelForCausalLM if is_causal else AutoModel).from_config, config)
-
-
-def _factory(text: str) -> Callable[[], Any]:
-    module_name, colon, name = text.partition(":")
-    if not (module_name and colon and name):
-        raise OptionError(f"--factory must be PKG.MOD:FN, but is {text}.")
-    sys.path.insert(0, "")  # as with `python -m`: finds the user's own modules
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported
-        raise OptionError(f"--factory {text} cannot be imported: {error}") from error
-    finally:
-        sys.path.remove("")
-    if not callable(function):
-        raise OptionError(f"--factory {text} must be a function, but is {type(function).__name__}.")
-    made: Callable[[], Any] = function
-    return made
-
-
-def _size_in(policy: str) -> int | None:
-    """The number in ``size:N``; None for other policies."""
-    kind, _, value = policy.partition(":")
-    if kind == "size":
-        try:
-            size = float(value)
-        except ValueError:
-            size = 0.0
-        if not 1 <= size < float("inf"):
-            raise OptionError(f"--policy size:N needs a number of parameters of at least 1, but N is {value!r}.")
-        return int(size)
-    if policy != "none" and not (kind == "class" and value):
-        raise OptionError(f"--policy must be size:N, class:NAME or none, but is {policy}.")
-    return None
+    return partial(GPT, GPTConfig(options.layers, options.dim, options.heads, options.context, options.vocab_size))
 
 
 def _placement(text: str) -> Callable[[Any], Any] | None:
@@ -209,20 +243,3 @@ def _placement(text: str) -> Callable[[Any], Any] | None:
         raise OptionError(f"--placement must be flat, owned or row-blocks[:N], with N at least 1, but is {text}.")
     placed = RowBlocks(int(rows or 1))
     return lambda param: placed
-
-
-def _policy(text: str, size: int | None, model: nn.Module) -> Any:
-    """The policy that ``text`` describes; class names are looked up among the modules of ``model``."""
-    from fairshard.nn.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-
-    if size is not None:
-        return partial(size_based_auto_wrap_policy, min_num_params=size)
-    if text == "none":
-        return None
-    classes = {type(part) for part in model.modules()}
-    wanted = text.removeprefix("class:").split(",")
-    missing = [name for name in wanted if name not in {cls.__name__ for cls in classes}]
-    if missing:
-        names = ", ".join(sorted({cls.__name__ for cls in classes}))
-        raise OptionError(f"--policy class:{missing[0]} must be a class of a module of this model, which has {names}.")
-    return ModuleWrapPolicy(cls for cls in classes if cls.__name__ in wanted)

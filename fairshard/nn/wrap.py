@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.plan.choice import Chooser, ModuleTree
-from fairshard.plan.memory import OPTIMIZERS, BucketRow, MemoryTerm, WrapPlan, plan_memory
+from fairshard.plan.memory import OPTIMIZERS, plan_memory
 from fairshard.plan.padding import OwnedBytes
 from fairshard.plan.policies import (
     CustomPolicy,
@@ -42,6 +42,7 @@ from fairshard.plan.policies import (
     wrapper_config,
 )
 from fairshard.plan.units import UnitPlan
+from fairshard.plan.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.lines import PlacementFn
 from fairshard.utils.device import default_device_type

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +19,12 @@ from fairshard.engine.exec_order import ForwardOrder, Record
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
 from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
-from fairshard.plan.padding import OwnedBytes, PaddingRow, padding_lines
-from fairshard.plan.summary import UnitRow, unit_lines
 from fairshard.plan.units import PlannedUnit
+from fairshard.plan.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.settings.config import GradHome
 from fairshard.settings.fsdp1 import BackwardPrefetch
 from fairshard.utils.bucket_plan import is_crowded, pack
 from fairshard.utils.device import check_device_type
-from fairshard.utils.table import table
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adamw": AdamW,
@@ -41,69 +37,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 GATHERED, PARTS, WHOLE_GRADS = "gathered units", "parts kept for the backward", "whole gradients"
 BUCKETS, GRADS = "buckets", "gradients"
 STAGED, ON_WAY = "shards copied from the host, before the cast", "gradients on their way to the host"
-
-
-@dataclass(frozen=True)
-class MemoryTerm:
-    """A part of the predicted peak; ``on_host`` if offload keeps it in host memory."""
-
-    name: str
-    nbytes: int
-    on_host: bool = False
-
-
-@dataclass(frozen=True)
-class BucketRow:
-    """A bucket of ``nbytes`` over all ranks, with the gradients of ``units``."""
-
-    units: tuple[str, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class WrapPlan:
-    """Predicted units, buckets and memory on each of ``world_size`` ranks.
-
-    ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
-    or the optimizer's step. ``schedule``: the communication of a backward that reaches every unit, mark by mark;
-    see `fairshard.engine.schedule`. ``padding``: of units with parameters placed by blocks. ``owned``: what ranks own.
-    """
-
-    world_size: int
-    device: str
-    units: tuple[UnitRow, ...]
-    buckets: tuple[BucketRow, ...]
-    terms: tuple[MemoryTerm, ...]
-    peak_at: str
-    schedule: tuple[str, ...] = ()
-    padding: tuple[PaddingRow, ...] = ()
-    owned: OwnedBytes | None = None
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Predicted peak on the compute device; on the CPU it includes offloaded memory."""
-        return sum(term.nbytes for term in self.terms if not term.on_host or self.device == "cpu")
-
-    @property
-    def host_nbytes(self) -> int:
-        """Additional bytes that offload keeps in host memory."""
-        return 0 if self.device == "cpu" else sum(term.nbytes for term in self.terms if term.on_host)
-
-    def __str__(self) -> str:
-        buckets = [("bucket", "bytes", "units")]
-        for number, bucket in enumerate(self.buckets):
-            buckets.append((str(number), f"{bucket.nbytes:,}", ", ".join(fqn or "(root)" for fqn in bucket.units)))
-        buckets.append((f"{len(self.buckets)} in all", f"{sum(bucket.nbytes for bucket in self.buckets):,}", ""))
-        terms = [(f"memory of a rank ({self.device})", "bytes")]
-        terms += [(term.name + (", in host memory" if term.on_host else ""), f"{term.nbytes:,}") for term in self.terms]
-        terms.append((f"peak, {self.peak_at}, without activations", f"{self.peak_nbytes:,}"))
-        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>")]
-        tables += [padding_lines(self.padding), [] if self.owned is None else self.owned.lines()]
-        return "\n\n".join("\n".join(lines) for lines in tables if lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan as plain data for JSON."""
-        return {**asdict(self), "peak_nbytes": self.peak_nbytes, "host_nbytes": self.host_nbytes}
 
 
 def plan_memory(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fairshard.engine.tree import units_below
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout
+from fairshard.utils.size_text import size_text
 from fairshard.utils.table import table
 
 
@@ -120,9 +121,9 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
 def unit_lines(rows: Sequence[UnitRow]) -> list[str]:
     """The units as a table, with a warning if one holds more than half of the model."""
     sums = [sum(figures) for figures in zip(*(astuple(row)[1:] for row in rows), strict=True)]
-    cells: list[tuple[str, ...]] = [("unit", "parameters", "shard bytes", "full bytes", "gradient bytes")]
-    for name, *figures in (*map(astuple, rows), ("all", *sums)):
-        cells.append((name or "(root)", *(f"{figure:,}" for figure in figures)))
+    cells: list[tuple[str, ...]] = [("unit", "parameters", "shard", "whole", "gradient")]
+    for name, numel, *sizes in (*map(astuple, rows), ("all", *sums)):
+        cells.append((name or "(root)", f"{numel:,}", *map(size_text, sizes)))
     warning = large_unit_warning(rows)
     return [*table(cells, "<>>>>"), *([f"warning: {warning}"] if warning else [])]
 

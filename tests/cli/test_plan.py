@@ -12,6 +12,7 @@ from fairshard.cli.main import main
 from fairshard.cli.options import TrainOptions
 from fairshard.nn import Owned, RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe, size_based_auto_wrap_policy
+from fairshard.utils.size_text import size_text
 
 FACTORY = """
 import torch
@@ -47,6 +48,7 @@ def folder(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "seen.png").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -88,7 +90,7 @@ def test_the_plan_of_the_gpt(line, policy, kwargs, capfd):
     assert (code, err) == (0, "")
     assert json.loads(out) == json.loads(json.dumps(plan.as_dict()))
     assert run(f"{common} {line}", capfd) == (0, f"{plan}\n", "")
-    assert f"{plan.peak_nbytes:,}" in str(plan)
+    assert size_text(plan.peak_nbytes) in str(plan)
 
 
 def test_the_schedule_of_the_gpt(capfd):
@@ -143,8 +145,8 @@ BAD = {
     "no ranks": ("--world-size 0", "--world-size must be at least 1, but is 0"),
     "hybrid without replicas": ("--world-size 2 --sharding-strategy HYBRID_SHARD", "`num_replicas`"),
     "two ways to reshard": ("--world-size 2 --reshard-to 2 --no-reshard-after-forward", "Remove one of them"),
-    "unknown policy": ("--world-size 2 --policy blocks", "--policy must be size:N, class:NAME or none"),
-    "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME or none"),
+    "unknown policy": ("--world-size 2 --policy rows", "--policy must be size:N, class:NAME, blocks or none"),
+    "class without a name": ("--world-size 2 --policy class:", "--policy must be size:N, class:NAME, blocks or none"),
     "size without a number": ("--world-size 2 --policy size:big", "but N is 'big'"),
     "size not a number": ("--world-size 2 --policy size:nan", "but N is 'nan'"),
     "unknown placement": ("--world-size 2 --placement rows", "--placement must be flat, owned or row-blocks[:N]"),
@@ -160,6 +162,13 @@ BAD = {
     "factory of something else": ("--world-size 2 --factory planned_models:two", "must return a module, but"),
     "factory that fails": ("--world-size 2 --factory planned_models:fails", "RuntimeError: two lines"),
     "hf without a config": ("--world-size 2 --hf nowhere", "a folder with a config.json, but nowhere has none"),
+    "limit that is no size": ("--world-size 2 --device-memory much", "a size must be a number with kB, MB, GB"),
+    "picture of another type": ("--world-size 2 --png plan.svg", "--png must end in .png, but is plan.svg"),
+    "picture that exists": ("--world-size 2 --png seen.png", "seen.png exists, and is never overwritten"),
+    "picture in no folder": ("--world-size 2 --png a/b.png", "parent of --png a/b.png must be a folder"),
+    "comparison of an unknown policy": ("--world-size 2 --compare rows", "--compare must be size:N, class:NAME"),
+    "comparison of an unknown placement": ("--world-size 2 --compare none@x", "--placement must be flat, owned"),
+    "schedule of several": ("--world-size 2 --compare --schedule", "--schedule is that of one wrapping"),
 }
 
 

@@ -64,5 +64,5 @@ def test_a_unit_with_more_than_half_of_the_model_is_warned_of(numel, warned):
     assert ("warning: unit blocks.0 holds 51%" in lines[-1]) == warned
     table = lines[:-1] if warned else lines
     assert len({len(line) for line in table}) == 1
-    assert table[-1].split() == ["all", "100", "31", "42", "53"]
+    assert table[-1].split() == ["all", "100", "31", "B", "42", "B", "53", "B"]
     assert [line.split()[0] for line in table if line[0] != "-"] == ["unit", "(root)", "blocks.0", "all"]
