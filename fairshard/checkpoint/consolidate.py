@@ -36,7 +36,7 @@ MAX_SHARD_NBYTES = 5 * 10**9
 CONFIG = "config.json"
 
 _INDEX = "model.safetensors.index.json"
-_BESIDE_CONFIG = (
+BESIDE_CONFIG = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
@@ -102,7 +102,7 @@ def consolidate_safetensors(
         if len(shards) > 1:
             (new.work / _INDEX).write_text(_index(weights, shards), encoding="utf-8")
         if config is not None:
-            for name in (CONFIG, *_BESIDE_CONFIG):
+            for name in (CONFIG, *BESIDE_CONFIG):
                 if (Path(config) / name).is_file():
                     shutil.copyfile(Path(config) / name, new.work / name)
         files = tuple(sorted(new.out / file.name for file in new.work.iterdir()))

@@ -65,7 +65,8 @@ class FileState:
 class Contents:
     """A checkpoint without its values; ``manifest`` is None if plain torch wrote it.
 
-    ``tensors`` and ``objects`` are empty if the metadata that list them are changed or missing.
+    ``tensors`` and ``objects`` are empty if the metadata that list them are changed or missing. ``model`` has the keys
+    of the model's tensors.
     """
 
     path: str
@@ -73,6 +74,7 @@ class Contents:
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
     files: tuple[FileState, ...]
+    model: frozenset[str] = frozenset()
 
     @property
     def problems(self) -> list[str]:
@@ -174,7 +176,8 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     needed = nbytes_by_file(metadata)
     names = sorted(needed.keys() | (manifest.files.keys() if manifest else set()) - {METADATA})
     files = (file_state(storage, folder, name, manifest, needed.get(name, 0)) for name in names)
-    return Contents(folder, manifest, tensors, objects, (first, *lost, *files))
+    own = frozenset(model_keys(metadata).values())
+    return Contents(folder, manifest, tensors, objects, (first, *lost, *files), own)
 
 
 def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
@@ -223,6 +226,11 @@ def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetad
     return entry
 
 
+def is_optimizer(key: str) -> bool:
+    """Whether an entry is part of an optimizer's state."""
+    return bool(_OPTIMIZER & set(key.split(".")[:-1]))
+
+
 def files_of(metadata: Metadata, keys: set[str]) -> set[str]:
     """Names of the files that hold the entries ``keys``."""
     return {str(place.relative_path) for index, place in metadata.storage_data.items() if index.fqn in keys}
@@ -246,7 +254,7 @@ def _shortest_prefix(paths: Iterable[tuple[str, ...]]) -> str | None:
 
 def _is_beside_model(key: str) -> bool:
     levels = key.split(".")[:-1]
-    return bool(_OPTIMIZER & set(levels)) or levels[:1] in _BESIDE_MODEL
+    return is_optimizer(key) or levels[:1] in _BESIDE_MODEL
 
 
 def _entries(

@@ -5,27 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fairshard.cli.local_path import dangling_link, is_kernel_made, local_path, one_line, printable, problem_with_output
-from fairshard.cli.options import OptionError
+from fairshard.cli.option_error import OptionError
 from fairshard.cli.resume import CHECKPOINTS
+from fairshard.cli.size_argument import size_argument
 from fairshard.errors import CheckpointError
-from fairshard.utils.table import table
-
-if TYPE_CHECKING:
-    from fairshard.checkpoint.contents import Contents
-    from fairshard.checkpoint.manifest import Manifest
 
 FORMATS = ("torch", "safetensors")
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_MAX_SIZE = 10**18
 _CKPT = "folder of a checkpoint; or of a run or its checkpoints, for the latest one"
 
 
@@ -57,10 +50,12 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         "tied weights once under their first name (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="size of a safetensors file, such as 500MB (default: 5GB)"
-    )
+        "--max-shard-size", type=size_argument, metavar="SIZE",
+        help="size of a safetensors file, such as 500MB (default: 5GB)",
+    )  # fmt: skip
     parser.add_argument(
-        "--config", type=local_path, metavar="DIR", help="copy config.json, generation config and tokenizer from here"
+        "--config", type=local_path, metavar="DIR", help="copy config.json, generation config and tokenizer from here "
+        "(default: those of the run, if it is one of --hf)"
     )
     parser.add_argument(
         "--allow-unverified", action="store_true", help="also read a checkpoint whose list of checksums is lost"
@@ -72,11 +67,12 @@ def _add_inspect(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add(
         "inspect",
         help="show the contents of a checkpoint, and whether its files are intact",
-        description="Show tensors, objects and files of a checkpoint, and compare every file with its checksum.\n"
+        description="Compare every file of a checkpoint with its checksum, and show its size and contents.\n"
         "The exit code is 1 if a file is damaged or missing.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", type=_local_or_url, help=_CKPT)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--all", action="store_true", help="also show every tensor, object and file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with everything")
     parser.set_defaults(run=_or_one_line(_inspect))
 
 
@@ -123,7 +119,8 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     unverified = arguments.allow_unverified
     if safetensors:
         limit = arguments.max_shard_size or MAX_SHARD_NBYTES
-        found = consolidate_safetensors(checkpoint, arguments.out, limit, arguments.config, unverified)
+        config = arguments.config or _config_of_run(checkpoint)
+        found = consolidate_safetensors(checkpoint, arguments.out, limit, config, unverified)
     else:
         found = consolidate_torch(checkpoint, arguments.out, unverified)
     tied = f", {len(found.aliases):,} tied" if found.aliases else ""
@@ -136,10 +133,12 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     checkpoint = _checkpoint_in(arguments.checkpoint)
     from fairshard.checkpoint.contents import read_contents
+    from fairshard.cli.inspection import as_json, detail_lines, summary_lines
 
     contents = read_contents(checkpoint)
-    lines = map(printable, _lines(contents))  # keys may be anything
-    print(json.dumps(_as_json(contents), indent=1) if arguments.json else "\n".join(lines))
+    lines = [*summary_lines(contents), *(["", *detail_lines(contents)] if arguments.all else ())]
+    text = "\n".join(map(printable, lines))  # keys may be anything
+    print(json.dumps(as_json(contents), indent=1) if arguments.json else text)
     for problem in contents.problems:
         print(f"fairshard: error: {one_line(problem)}", file=sys.stderr)
     return 1 if contents.problems else 0
@@ -159,14 +158,6 @@ def _import_fairscale(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or not 1 <= float(found[1]) * unit < _MAX_SIZE:
-        raise argparse.ArgumentTypeError(f"a size must be a number with kB, MB, GB, KiB, MiB or GiB, but is {text!r}")
-    return int(float(found[1]) * unit)
-
-
 def _local_or_url(text: str) -> str:
     if "://" not in text:
         return str(local_path(text))
@@ -184,6 +175,17 @@ def _checkpoint_in(path: str) -> str:
         raise OptionError(f"{path} is made by the kernel, not on a disk.")
     inside = os.path.join(path, CHECKPOINTS)
     return inside if os.path.isdir(inside) else path
+
+
+def _config_of_run(checkpoint: str) -> Path | None:
+    """The folder that `fairshard train --hf` has kept beside its checkpoints; None if there is none."""
+    from fairshard.cli.hugging_face import SAVED
+
+    folder = Path(checkpoint).absolute()
+    if "://" in checkpoint:
+        return None
+    kept = (path.parent / SAVED for path in (folder, *folder.parents) if path.name == CHECKPOINTS)
+    return next((path for path in kept if os.path.isfile(path / "config.json")), None)
 
 
 def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -208,74 +210,3 @@ def _check_new(out: Path) -> None:
     problem = problem_with_output(out)
     if problem is not None:
         raise OptionError(f"{out} cannot be created: {problem}.")
-
-
-def _lines(contents: Contents) -> list[str]:
-    """Text about the checkpoint: its origin, tensors, objects and files."""
-    lines = [f"checkpoint  {contents.path}", *_origin_lines(contents.manifest)]
-    if contents.tensors:
-        lines += ["", *_tensor_table(contents)]
-    elif contents.problems:
-        lines += ["", "The list of tensors is not reliable."]
-    if contents.objects:
-        rows = [(entry.key, f"{entry.nbytes:,}") for entry in contents.objects]
-        total = (f"{len(rows):,} in all", f"{sum(entry.nbytes for entry in contents.objects):,}")
-        lines += ["", *table([("object", "bytes"), *rows, total], "<>")]
-    return [*lines, "", *_file_table(contents)]
-
-
-def _origin_lines(manifest: Manifest | None) -> list[str]:
-    if manifest is None:
-        return ["written by  a tool other than fairshard: no step, no checksums"]
-    return [
-        f"step        {'unknown' if manifest.step is None else manifest.step}",
-        f"world size  {manifest.world_size}",
-        f"versions    {', '.join(f'{name} {text}' for name, text in sorted(manifest.versions.items()))}",
-    ]
-
-
-def _tensor_table(contents: Contents) -> list[str]:
-    rows = []
-    for entry in contents.tensors:
-        tie = "" if entry.tied_to is None else f"tied to {entry.tied_to}"
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        rows.append((entry.key, shape, entry.dtype, f"{entry.num_pieces:,}", f"{entry.nbytes:,}", tie))
-    pieces = sum(entry.num_pieces for entry in contents.tensors)
-    nbytes = sum(entry.nbytes for entry in contents.tensors)
-    total = (f"{len(rows):,} in all", "", "", f"{pieces:,}", f"{nbytes:,}", "")
-    return table([("tensor", "shape", "dtype", "pieces", "bytes", ""), *rows, total], "<<<>><")
-
-
-def _file_table(contents: Contents) -> list[str]:
-    rows = [(file.name, f"{file.nbytes:,}", file.state) for file in contents.files]
-    bad = len(contents.problems)
-    verdict = f"{bad} bad" if bad else "all ok" if contents.manifest is not None else "unknown"
-    total = (f"{len(rows):,} in all", f"{sum(file.nbytes for file in contents.files):,}", verdict)
-    return table([("file", "bytes", "checksum"), *rows, total], "<><")
-
-
-def _as_json(contents: Contents) -> dict[str, Any]:
-    manifest = contents.manifest
-    return {
-        "path": contents.path,
-        "step": manifest.step if manifest else None,
-        "world_size": manifest.world_size if manifest else None,
-        "versions": manifest.versions if manifest else {},
-        "aliases": manifest.aliases if manifest else {},
-        "tensors": [
-            {
-                "name": entry.key,
-                "shape": entry.shape,
-                "dtype": entry.dtype,
-                "pieces": entry.num_pieces,
-                "nbytes": entry.nbytes,
-                "tied_to": entry.tied_to,
-            }
-            for entry in contents.tensors
-        ],
-        "objects": [{"name": entry.key, "nbytes": entry.nbytes} for entry in contents.objects],
-        "files": [
-            {"name": file.name, "nbytes": file.nbytes, "state": file.state, "problem": file.problem}
-            for file in contents.files
-        ],
-    }

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fairshard.cli.main import build_parser, main
+from fairshard.utils.size_text import size_text
 from tests.checkpoint.test_import_fairscale import MODELS, write_shards
 from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, sign
 
@@ -151,11 +152,24 @@ def test_a_damaged_checkpoint_is_exit_1_and_names_the_file(damage, command, root
 
 
 def test_inspect_prints_a_table(root, capfd):
-    """Step, world size, every tensor with its tie, objects, files, and totals, in aligned columns."""
-    code, out, err = run("inspect .", capfd)
+    """A summary; with ``--all`` every tensor with its tie, objects, files, and totals, in aligned columns."""
+    code, short, err = run("inspect .", capfd)
     assert (code, err) == (0, "")
+    files = [path for path in (root / "step-00000100").iterdir() if path.name != "fairshard.json"]
+    total = size_text(sum(path.stat().st_size for path in files))
+    assert [line for line in short.splitlines() if not line.startswith("versions")] == [
+        "checkpoint  ./step-00000100",
+        "parameters  10 in 2 tensors, 1 tied, 40 B",
+        "optimizer   none",
+        "step        100",
+        "world size  2",
+        f"size        {total} in 2 files",
+        "sound       yes: every file has its checksum",
+    ]
+    code, out, err = run("inspect . --all", capfd)
+    assert (code, err) == (0, "")
+    assert out.startswith(short)
     lines = out.splitlines()
-    assert lines[:3] == ["checkpoint  ./step-00000100", "step        100", "world size  2"]
     table = lines[lines.index("") + 1 :]
     assert table[0].split() == ["tensor", "shape", "dtype", "pieces", "bytes"]
     assert [line.split() for line in table[2:5]] == [
@@ -176,9 +190,10 @@ def test_inspect_prints_a_table(root, capfd):
 def test_inspect_shows_the_rest_of_a_damaged_checkpoint(root, capfd):
     """The table is printed before the exit code says that a file is bad."""
     change_byte(root / "step-00000100" / "__0_0.distcp")
-    code, out, _ = run("inspect .", capfd)
+    code, out, _ = run("inspect . --all", capfd)
     assert code == 1
     assert "model.emb.weight" in out
+    assert "sound       no: 1 of 2 files damaged or missing. Use another checkpoint" in out.splitlines()
     assert out.splitlines()[-1].endswith("1 bad")
 
 
