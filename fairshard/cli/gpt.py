@@ -1,8 +1,7 @@
-"""A byte-level GPT: the model of ``fairshard train``, in plain PyTorch."""
+"""A GPT, byte-level unless told otherwise: the model of ``fairshard train``, in plain PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +13,13 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT: blocks, width, attention heads, and the longest sequence in bytes."""
+    """The sizes of a GPT: blocks, width, attention heads, the longest sequence, and the number of tokens."""
 
     layers: int
     dim: int
     heads: int
     context: int
+    vocab_size: int = NUM_BYTES
 
 
 class Attention(nn.Module):
@@ -62,16 +62,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte at each position: bytes ``[batch, length]`` to logits ``[batch, length, 256]``."""
+    """Predicts the next token at each position: ``[batch, length]`` to logits ``[batch, length, vocab_size]``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.byte_embedding = nn.Embedding(NUM_BYTES, config.dim)
+        self.byte_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position_embedding = nn.Embedding(config.context, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, NUM_BYTES, bias=False)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -84,17 +84,10 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for the byte after each position, ``length`` at most ``context``."""
+        """Logits for the token after each position, ``length`` at most ``context``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.byte_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def wrap_nested(model: GPT, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Wrap each block, then the whole model: a unit per block, and one for the embeddings, last norm and head."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(block)
-    return wrap(model)

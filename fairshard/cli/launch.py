@@ -22,8 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fairshard.cli.checks import check_options
 from fairshard.cli.failure import Failure, first_failure, note_ending, num_stopped
-from fairshard.cli.options import OptionError, TrainOptions, check_options
+from fairshard.cli.option_error import OptionError
+from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.resume import CHECKPOINTS, check_text, restarted_options
 from fairshard.cli.text import TextPlan

@@ -10,10 +10,11 @@ MAX_PER_CPU = 4
 MIN_MAX = 64
 """Ranks on a host, and threads of a rank: 64, or 4 per CPU if that is more."""
 
-_RANK_NBYTES = 200 * 10**6  # Python with torch
+RANK_NBYTES = 200 * 10**6
+"""Bytes of Python with torch."""
+
 _FLOAT, _INDEX = 4, 8
 _KEPT_PER_BLOCK = 12  # times the width: what backward needs of a token in a block, at least
-_LOGITS = 2 * 256
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Sizes:
     layers: int
     dim: int
     context: int
+    vocab_size: int
     batch_size: int
     is_on_cpu: bool
 
@@ -32,9 +34,9 @@ def max_processes() -> int:
     return max(MIN_MAX, MAX_PER_CPU * visible_cpus())
 
 
-def num_parameters(layers: int, dim: int, context: int) -> int:
+def num_parameters(layers: int, dim: int, context: int, vocab_size: int) -> int:
     """Elements of the GPT of ``fairshard train``."""
-    return (2 * 256 + context + 2) * dim + layers * (12 * dim**2 + 4 * dim)
+    return (2 * vocab_size + context + 2) * dim + layers * (12 * dim**2 + 4 * dim)
 
 
 def least_nbytes(sizes: Sizes, world_size: int, text_nbytes: int) -> int:
@@ -43,11 +45,11 @@ def least_nbytes(sizes: Sizes, world_size: int, text_nbytes: int) -> int:
     Then it has its part of the weights and gradients, and the activations of ``batch_size`` sequences. Every rank reads
     ``text_nbytes``.
     """
-    weights = _FLOAT * num_parameters(sizes.layers, sizes.dim, sizes.context)
+    weights = _FLOAT * num_parameters(sizes.layers, sizes.dim, sizes.context, sizes.vocab_size)
     tokens = sizes.batch_size * sizes.context
-    kept = tokens * (_INDEX + _FLOAT * (sizes.layers * _KEPT_PER_BLOCK * sizes.dim + _LOGITS))
+    kept = tokens * (_INDEX + _FLOAT * (sizes.layers * _KEPT_PER_BLOCK * sizes.dim + 2 * sizes.vocab_size))
     passes = kept + 2 * weights // world_size if sizes.is_on_cpu else 0
-    return _RANK_NBYTES + text_nbytes + max(weights, passes)
+    return RANK_NBYTES + text_nbytes + max(weights, passes)
 
 
 def shortage(needed: int) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import fairshard
 from fairshard.cli.checkpoint_commands import add_checkpoint_commands
-from fairshard.cli.options import OneLineParser, OptionError, add_train_arguments
+from fairshard.cli.flags import add_train_arguments
+from fairshard.cli.option_error import OneLineParser, OptionError
 from fairshard.cli.plan import add_plan_command
 from fairshard.cli.resume import chosen_options
 
@@ -18,12 +20,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     try:
         arguments = parser.parse_args(argv)
+        if arguments.run is None:
+            parser.print_help()
+            return 0
         code: int = arguments.run(arguments)
     except OptionError as error:
         print(f"fairshard: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code
 
 
@@ -31,12 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser; each subcommand sets ``run``, a function of the parsed arguments that returns the exit code."""
     parser = OneLineParser("fairshard", description="ZeRO-3 for PyTorch in plain Python.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fairshard {fairshard.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     train = commands.add_parser(
         "train",
-        help="train a byte-level GPT on text",
-        description="Train a byte-level GPT on text, on all ranks of this machine. With more machines: "
-        "torchrun ... -m fairshard.cli.train, with the same flags except --nproc.",
+        help="train a language model: a GPT on bytes, one of transformers, or your own",
+        description="Train a language model on all ranks of this machine: a GPT on the bytes of a text, unless told "
+        "otherwise. With more machines: torchrun ... -m fairshard.cli.train, with the same flags except --nproc.",
         allow_abbrev=False,
     )
     add_train_arguments(train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 import time
@@ -19,6 +20,8 @@ import torch
 import fairshard
 from fairshard.plan.summary import StateBytes
 
+_MAX_SHOWN = 2000
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -26,7 +29,8 @@ class StepMetrics:
 
     ``loss`` is the mean over all ranks. ``tokens`` counts tokens of all ranks since the start; ``tokens_per_s`` covers
     all ranks in this step. ``mem_bytes`` has one entry per rank. ``collectives`` and ``comm_bytes`` are rank 0's in
-    this step. ``grad_norm`` is None if fp16 gradients overflowed and the step was skipped.
+    this step. ``grad_norm`` is None if fp16 gradients overflowed and the step was skipped. ``state_bytes`` are
+    the shards, gradients and optimizer state of each rank before the optimizer steps, on device and host together.
     """
 
     step: int
@@ -39,6 +43,7 @@ class StepMetrics:
     mem_bytes: tuple[int, ...]
     collectives: int
     comm_bytes: int
+    state_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Summary:
 
     ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` are rank 0's shards, gradients and optimizer state in
     each kind of memory; ``copy_wait_s`` is its time per step spent waiting for copies between host and device.
+    ``bits_per_byte`` is the validation loss in other units; None if it is not known how many bytes a token stands for.
     """
 
     val_loss: float
@@ -58,13 +64,24 @@ class Summary:
     pinned_bytes: int
     pageable_bytes: int
     copy_wait_s: float
+    bits_per_byte: float | None = None
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in nats per token as bits per byte of the text, which compares any tokenizers."""
+    return loss / math.log(2) / bytes_per_token
 
 
 class StepTotals:
-    """Sums over the steps of a run, and the loss of each. The steps themselves are not kept: a run may take months."""
+    """Sums over the steps of a run, and the loss of each.
+
+    Of the rest of a step, ``shown`` keeps one of every ``stride``, at most `_MAX_SHOWN`: a run may take months.
+    """
 
     def __init__(self) -> None:
         self.losses = array("d")
+        self.shown: list[StepMetrics] = []
+        self._stride = 1
         self._seconds = 0.0
         self._tokens = 0
         self._num_collectives = 0
@@ -73,13 +90,23 @@ class StepTotals:
     def add(self, step: StepMetrics) -> None:
         """Add the next step."""
         self.losses.append(step.loss)
+        if (step.step - 1) % self._stride == 0:
+            self.shown.append(step)
+            if len(self.shown) > _MAX_SHOWN:
+                self.shown = self.shown[::2]
+                self._stride *= 2
         self._seconds += step.step_s
         self._tokens = step.tokens
         self._num_collectives += step.collectives
         self._comm_nbytes += step.comm_bytes
 
     def summary(
-        self, val_loss: float, peak_bytes: tuple[int, ...], places: StateBytes, copy_wait_s: float
+        self,
+        val_loss: float,
+        peak_bytes: tuple[int, ...],
+        places: StateBytes,
+        copy_wait_s: float,
+        bytes_per_token: float | None = 1.0,
     ) -> Summary:
         """Summarize the run; ``copy_wait_s`` is of all steps."""
         number = len(self.losses)
@@ -93,6 +120,7 @@ class StepTotals:
             pinned_bytes=places.pinned,
             pageable_bytes=places.pageable,
             copy_wait_s=copy_wait_s / number,
+            bits_per_byte=None if bytes_per_token is None else bits_per_byte(val_loss, bytes_per_token),
         )
 
 

@@ -10,15 +10,17 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fairshard.cli.options import OptionError, TrainOptions, parsed_options
+from fairshard.cli.flags import parsed_options
+from fairshard.cli.option_error import OptionError
+from fairshard.cli.options import TrainOptions
 from fairshard.cli.text import TextPlan, checksum
 
 CHECKPOINTS, METRICS, CONFIG = "checkpoints", "metrics.jsonl", "config.json"
 # Options that may differ from the resumed run's; any other change would make it a different run. The text may be
-# elsewhere, but not another one (`check_text`); there may be more steps.
+# elsewhere, but not another one (`check_text`); so may the model's folder; there may be more steps.
 _FREE = (
-    *("nproc", "device", "threads", "out", "save_every", "keep_last", "memory_every", "data"),
-    *("resume", "resume_from", "max_restarts", "trace", "timeout", "grace", "signal"),
+    *("nproc", "device", "threads", "out", "save_every", "keep_last", "memory_every", "data", "tokens", "hf"),
+    *("resume", "resume_from", "max_restarts", "trace", "timeout", "grace", "signal", "log", "sample"),
 )
 
 
@@ -180,8 +182,10 @@ def _read_options(folder: Path) -> TrainOptions:
         entries: Mapping[str, Any] = _read(folder)["options"]
         known = {field.name for field in fields(TrainOptions)}
         values = {name: value for name, value in entries.items() if name in known}
-        for name in ("data", "out"):
+        for name in ("data", "out", "hf"):
             values[name] = None if values.get(name) is None else Path(os.fspath(values[name]))
+        if values.get("tokens") is not None:
+            values["tokens"] = tuple(Path(os.fspath(path)) for path in values["tokens"])
         return TrainOptions(**values)
     except FileNotFoundError:
         raise OptionError(f"--resume needs a run, but {path} does not exist. Pass its folder with --out.") from None

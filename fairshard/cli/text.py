@@ -1,8 +1,8 @@
-"""Training text: finding the files, splitting them, and drawing windows of bytes.
+"""Training text: finding the files, splitting them, and drawing windows of bytes or tokens.
 
 A *plan* is made first, from names and sizes alone, so that bad input is reported before any rank starts;
 ``load`` then reads the bytes. The result depends only on the files and the seed: ranks that see the same files make the
-same split.
+same split. Ready token files (tokens.py) are planned in the same form.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fairshard.cli.local_path import dangling_link, is_kernel_made
 
-Bytes = NDArray[np.uint8]
+Ids = NDArray[np.integer[Any]]
+"""Token ids of a text, 1-D; for plain text its bytes."""
 
 MAX_FILES = 200_000
 STANDARD_LIBRARY_NBYTES = 10_000_000
@@ -28,6 +30,8 @@ VALIDATION_SHARE = 0.1
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SNIFFED_NBYTES = 8192
 _BLOCK_NBYTES = 1 << 20
+_MAX_TOKEN_BLOCKS = 256  # of a set of token files, that a checksum reads
+TEXT_DTYPE = "uint8"
 
 
 class TextError(ValueError):
@@ -53,11 +57,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextPlan:
-    """The split into training and validation text, before any of it is read."""
+    """The split into training and validation text, before any of it is read.
+
+    ``dtype`` is numpy's name of a token's type. Text is ``"uint8"``: each byte is a token.
+    """
 
     source: str
     train: tuple[Piece, ...]
     validation: tuple[Piece, ...]
+    dtype: str = TEXT_DTYPE
 
     @property
     def train_nbytes(self) -> int:
@@ -69,13 +77,47 @@ class TextPlan:
         """Bytes to validate on."""
         return sum(piece.end - piece.begin for piece in self.validation)
 
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of a token."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the files hold text, not tokens."""
+        return self.dtype == TEXT_DTYPE
+
 
 @dataclass(frozen=True)
 class Text:
-    """Both sides of the split as flat arrays of bytes."""
+    """Both sides of the split as flat arrays of token ids.
 
-    train: Bytes
-    validation: Bytes
+    ``bytes_per_token`` is that of the validation text: 1 if tokens are bytes, None if it is unknown.
+    """
+
+    train: Ids | Pieces
+    validation: Ids | Pieces
+    bytes_per_token: float | None = 1.0
+
+
+class Pieces:
+    """Mapped arrays end to end, without copying them into memory; indexed by arrays of positions."""
+
+    def __init__(self, parts: Sequence[Ids]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = np.empty(positions.shape, np.int64)
+        owner = np.searchsorted(self._ends, positions, side="right")
+        for number in np.unique(owner):
+            chosen = owner == number
+            begin = self._ends[number] - len(self._parts[number])
+            found[chosen] = self._parts[number][positions[chosen] - begin]
+        return found
 
 
 def plan_text(data: Path | None, seed: int, context: int) -> TextPlan:
@@ -130,32 +172,35 @@ def split_position(nbytes: int) -> int:
 
 
 def load(plan: TextPlan) -> Text:
-    """Read both sides of a plan; a side that is one piece of one file is mapped, not copied."""
-    return Text(_read(plan.train), _read(plan.validation))
+    """Read both sides of a plan. A text in one piece is mapped, not copied; tokens always are."""
+    if plan.is_text:
+        return Text(_read(plan.train), _read(plan.validation))
+    return Text(_mapped(plan.train, plan.dtype), _mapped(plan.validation, plan.dtype), None)
 
 
 def checksum(plan: TextPlan) -> int:
-    """CRC-32 of all bytes of a plan, those to train on first."""
+    """CRC-32 of all bytes of a plan, those to train on first; of large token files, of 256 MB spread over them."""
+    pieces = (*plan.train, *plan.validation)
+    num_blocks = sum(-(-(piece.end - piece.begin) // _BLOCK_NBYTES) for piece in pieces)
+    stride = 1 if plan.is_text else -(-num_blocks // _MAX_TOKEN_BLOCKS)
     found = 0
-    for piece in (*plan.train, *plan.validation):
+    for piece in pieces:
         with piece.path.open("rb") as file:
-            file.seek(piece.begin)
-            left = piece.end - piece.begin
-            while left and (block := file.read(min(left, _BLOCK_NBYTES))):
-                found = zlib.crc32(block, found)
-                left -= len(block)
+            for begin in range(piece.begin, piece.end, stride * _BLOCK_NBYTES):
+                file.seek(begin)
+                found = zlib.crc32(file.read(min(piece.end - begin, _BLOCK_NBYTES)), found)
     return found
 
 
-def windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    """The ``context + 1`` bytes from each start, as ``[len(starts), context + 1]``."""
+def windows(text: Ids | Pieces, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+    """The ``context + 1`` tokens from each start, as ``[len(starts), context + 1]``."""
     found: NDArray[np.int64] = text[starts[:, None] + np.arange(context + 1)].astype(np.int64)
     return found
 
 
-def even_starts(nbytes: int, context: int, count: int) -> NDArray[np.int64]:
+def even_starts(length: int, context: int, count: int) -> NDArray[np.int64]:
     """``count`` starts of windows spread evenly over a text; windows overlap if the text is short."""
-    return np.linspace(0, nbytes - context - 1, count).astype(np.int64)
+    return np.linspace(0, length - context - 1, count).astype(np.int64)
 
 
 def _split(source: str, files: Sequence[TextFile], seed: int) -> TextPlan:
@@ -243,8 +288,14 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(_SNIFFED_NBYTES)
 
 
-def _read(pieces: Sequence[Piece]) -> Bytes:
+def _read(pieces: Sequence[Piece]) -> Ids:
     if len(pieces) == 1:
         (piece,) = pieces
         return np.memmap(piece.path, np.uint8, "r", piece.begin, (piece.end - piece.begin,))
     return np.concatenate([np.fromfile(p.path, np.uint8, p.end - p.begin, offset=p.begin) for p in pieces])
+
+
+def _mapped(pieces: Sequence[Piece], dtype: str) -> Ids | Pieces:
+    size = np.dtype(dtype).itemsize
+    parts = [np.memmap(p.path, dtype, "r", p.begin, ((p.end - p.begin) // size,)) for p in pieces]
+    return parts[0] if len(parts) == 1 else Pieces(parts)

@@ -11,12 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fairshard.cli.options import (
-    OneLineParser,
-    OptionError,
-    add_train_arguments,
-    check_options,
-)
+from fairshard.cli.checks import check_options
+from fairshard.cli.flags import add_train_arguments
+from fairshard.cli.option_error import OneLineParser, OptionError
 from fairshard.cli.rank import train_rank
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.resume import check_text, chosen_options, restarted_options
@@ -26,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train as a rank of torchrun, or launch the ranks as ``fairshard train`` does; returns the exit code."""
     ranks = Ranks.from_environment()
     try:
-        parser = OneLineParser("fairshard train", description="Train a GPT on bytes.", allow_abbrev=False)
+        parser = OneLineParser("fairshard train", description="Train a language model.", allow_abbrev=False)
         add_train_arguments(parser)
         options = restarted_options(chosen_options(parser.parse_args(argv)))
         if ranks is None:

@@ -1,4 +1,4 @@
-"""Training steps and validation of a sharded GPT on one rank; every rank calls them in the same order."""
+"""Training steps and validation of a sharded model on one rank; every rank calls them in the same order."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from fairshard import FairshardError
 from fairshard.checkpoint import Checkpointer
 from fairshard.checks.histories import compare_ranks
 from fairshard.cli.metrics import StepMetrics
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.text import Bytes, Text, even_starts, windows
-from fairshard.nn import FullyShardedDataParallel
+from fairshard.cli.sharded import Sharded, TrainingStopped
+from fairshard.cli.text import Ids, Pieces, Text, even_starts, windows
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.plan.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.utils.collectives import counters, reset_counters
@@ -30,10 +28,6 @@ from fairshard.utils.messages import gather_scalars
 
 VALIDATION_WINDOWS = 512
 _FINAL_LR = 0.1
-
-
-class TrainingStopped(FairshardError):
-    """Training cannot continue; raised on all ranks at the same step, with the same message."""
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
@@ -45,16 +39,15 @@ def learning_rate(options: TrainOptions, step: int) -> float:
     return options.lr * (_FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def make_optimizer(model: FullyShardedDataParallel, options: TrainOptions) -> torch.optim.Optimizer:
-    """The optimizer that ``options`` name, with torch's fused kernel."""
+def make_optimizer(sharded: Sharded, options: TrainOptions) -> torch.optim.Optimizer:
+    """The optimizer that ``options`` name, with torch's fused kernel if it can step the parameters."""
+    params, fused = [param for param in sharded.model.parameters() if param.requires_grad], sharded.has_fused_kernels
     if options.optimizer == "sgd":
-        return torch.optim.SGD(
-            model.parameters(), lr=options.lr, momentum=0.9, weight_decay=options.weight_decay, fused=True
-        )
+        return torch.optim.SGD(params, lr=options.lr, momentum=0.9, weight_decay=options.weight_decay, fused=fused)
     settings: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay}
     if options.optimizer == "cpu-adamw":
-        return CPUOptimizer(model, torch.optim.AdamW, num_threads=options.threads, **settings)
-    return torch.optim.AdamW(model.parameters(), fused=True, **settings)
+        return CPUOptimizer(sharded.model, torch.optim.AdamW, num_threads=options.threads, **settings)
+    return torch.optim.AdamW(params, fused=fused, **settings)
 
 
 class Batches:
@@ -64,19 +57,29 @@ class Batches:
     in the data of all of them; each keeps its own rows. Shares differ by one row where the batch does not divide.
     """
 
-    def __init__(self, text: Bytes, options: TrainOptions, ranks: Ranks) -> None:
+    def __init__(
+        self, text: Ids | Pieces, options: TrainOptions, ranks: Ranks, vocab_size: int | None = None
+    ) -> None:
         self._text = text
+        self._vocab_size = vocab_size
         self._options = options
         self._ranks = ranks
         self._generator = np.random.default_rng(options.seed)
 
     def next(self) -> list[NDArray[np.int64]]:
-        """This rank's part of the next batch: one ``[rows, context + 1]`` for each pass."""
+        """This rank's part of the next batch: one ``[rows, context + 1]`` for each pass.
+
+        Raises:
+            TrainingStopped: the model does not know a token.
+        """
         options = self._options
         starts = self._generator.integers(0, len(self._text) - options.context, options.batch_size)
         passes = np.array_split(starts, options.accumulate)
         share = [np.array_split(part, self._ranks.size)[self._ranks.rank] for part in passes]
-        return [windows(self._text, part, options.context) for part in share]
+        found = [windows(self._text, part, options.context) for part in share]
+        if self._vocab_size is not None:
+            check_known(found, self._vocab_size)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """State of the generator that draws the batches."""
@@ -87,27 +90,48 @@ class Batches:
         self._generator.bit_generator.state = json.loads(saved["generator"])
 
 
+def check_known(batches: list[NDArray[np.int64]], vocab_size: int) -> None:
+    """Check that a model of ``vocab_size`` tokens knows those of ``batches``.
+
+    Raises:
+        TrainingStopped: it does not.
+    """
+    for batch in batches:
+        if batch.size and not 0 <= batch.min() <= batch.max() < vocab_size:
+            bad = batch.min() if batch.min() < 0 else batch.max()
+            raise TrainingStopped(
+                f"a token must be at least 0 and below the model's vocabulary of {vocab_size}, but one of the data is "
+                f"{bad}. Pass tokens of this model's tokenizer."
+            )
+
+
 class Trainer:
     """A sharded model, its optimizer and its text. All methods are **collective**."""
 
     def __init__(
         self,
-        model: FullyShardedDataParallel,
+        sharded: Sharded,
         text: Text,
         options: TrainOptions,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self.model = model
+        self.model: nn.Module = sharded.model
+        self._sharded = sharded
         self._options = options
         self._ranks = ranks
         self._device = device
-        self._batches = Batches(text.train, options, ranks)
+        self._batches = Batches(text.train, options, ranks, sharded.task.vocab_size)
         rows = max(1, options.batch_size // (ranks.size * options.accumulate))
         starts = even_starts(len(text.validation), options.context, VALIDATION_WINDOWS)[ranks.rank :: ranks.size]
-        own = windows(text.validation, starts, options.context)
+        self._num_validations = -(-len(starts) // rows)
+        own = windows(text.validation, starts if len(starts) else np.zeros(1, np.int64), options.context)
+        if sharded.task.vocab_size is not None:
+            check_known([own], sharded.task.vocab_size)
         self._validation = [own[first : first + rows] for first in range(0, len(own), rows)]
-        self._optimizer = make_optimizer(model, options)
+        most = len(range(0, VALIDATION_WINDOWS, ranks.size))
+        self._most_validations = len(range(0, most, rows))
+        self._optimizer = make_optimizer(sharded, options)
         self._scaler = ShardedGradScaler(device.type, growth_interval=200, enabled=options.precision == "fp16")
         self.places = StateBytes(0, 0, 0)
         self._tokens = 0
@@ -124,7 +148,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         local_loss = self._backward()
-        by_rank = gather_scalars([local_loss, memory_allocated(self._device)], device=self._device)
+        own = state_bytes(self.model, self._optimizer)
+        state = own.device + own.pinned + own.pageable
+        by_rank = gather_scalars([local_loss, memory_allocated(self._device), state], device=self._device)
         loss = math.fsum(entry[0] for entry in by_rank) / self._ranks.size
         self._check_loss(step, [entry[0] for entry in by_rank])
         grad_norm = self._update(step)
@@ -143,6 +169,7 @@ class Trainer:
             mem_bytes=tuple(int(entry[1]) for entry in by_rank),
             collectives=sum(number for number, _ in counted),
             comm_bytes=sum(nbytes for _, nbytes in counted),
+            state_bytes=tuple(int(entry[2]) for entry in by_rank),
         )
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
@@ -177,21 +204,24 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over windows spread evenly over the validation text, the same windows every time.
 
-        Ranks may have different numbers of batches, and the last batch may be smaller.
+        Ranks may have different numbers of batches, and the last batch may be smaller. A rank that has fewer computes
+        its last one again, because every rank must gather the weights equally often.
         """
         self.model.eval()
-        with self.model.join():
-            total = math.fsum(len(batch) * self._loss(batch).item() for batch in self._validation)
+        losses = []
+        for number in range(self._most_validations):
+            batch = self._validation[min(number, len(self._validation) - 1)]
+            loss = self._loss(batch).item()
+            losses.append(len(batch) * loss if number < self._num_validations else 0.0)
+        total = math.fsum(losses)
         self.model.train()
         by_rank = gather_scalars([total], device=self._device)
         compare_ranks(self.model)  # no backward does if the run ends here
         return math.fsum(entry[0] for entry in by_rank) / VALIDATION_WINDOWS
 
     def _loss(self, batch: NDArray[np.int64]) -> Tensor:
-        """Mean nats per byte over ``[rows, context + 1]``, in fp32 for any precision of the model."""
-        tokens = torch.from_numpy(batch).to(self._device)
-        logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        """Mean loss over ``[rows, context + 1]``."""
+        return self._sharded.task.loss(self.model, torch.from_numpy(batch).to(self._device))
 
     def _backward(self) -> float:
         """Accumulate the gradient of this rank's part of the next batch; return its part of the loss.
@@ -204,7 +234,7 @@ class Trainer:
         for number, batch in enumerate(batches, start=1):
             # Only the last pass reduces. The others accumulate full gradients: W times the memory, no bytes sent.
             last = number == len(batches)
-            with contextlib.nullcontext() if last else self.model.no_sync():
+            with contextlib.nullcontext() if last else self._sharded.unreduced():
                 # Gradients are means over ranks, so a rank's loss weighs as its rows to an even share of the batch.
                 loss = self._loss(batch) / (even_rows / len(batch))
                 self._scaler.scale(loss).backward()
@@ -214,7 +244,7 @@ class Trainer:
     def _update(self, step: int) -> float | None:
         """Clip and step the optimizer; return the gradient norm, or None if fp16 gradients overflowed."""
         self._scaler.unscale_(self._optimizer)
-        norm = float(self.model.clip_grad_norm_(self._options.clip or math.inf))
+        norm = self._sharded.clip(self._options.clip or math.inf)
         finite = math.isfinite(norm)
         if not finite and not (self._scaler.is_enabled() and self._scaler.get_scale() > 1):
             raise TrainingStopped(f"the gradient norm is {norm} at step {step}. Lower --lr or --clip.")

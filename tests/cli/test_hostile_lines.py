@@ -30,6 +30,7 @@ PATHS = [
 WORDS = [
     "", "gpt", "none", "size:1e400", "size:-1", "size:nan", "class:", "class:Nothing", "os:getcwd", "sys:exit",
     "a..b:c", "json:loads", ":", "x:", ":x", "flat", "row-blocks:0", "row-blocks:" + "9" * 400, "FULL_SHARD",
+    "blocks", "none@", "@flat", "blocks@rows", "wrapper",
     "cuda:0", "meta", "mps", "cpu", "fp99", "torch", "safetensors", "adamw", "5GB", "0.1B", "9" * 400 + "GB", "1e9",
     "-5MB", "\udcff",
 ]  # fmt: skip
@@ -43,6 +44,10 @@ TRAIN = {
     **dict.fromkeys(("--dim", "--batch-size", "--context"), (NUMBERS, "16")),
     **{"--lr": (NUMBERS, "0.1"), "--data": (PATHS, "{tmp}/text.txt"), "--out": (PATHS, "{tmp}/out")},
     **{"--device": (WORDS, "cpu"), "--precision": (WORDS, "fp32"), "--optimizer": (WORDS, "sgd")},
+    **dict.fromkeys(("--vocab-size",), (NUMBERS, "256")),
+    **{"--sample": (NUMBERS, "0"), "--engine": (WORDS, "wrapper"), "--policy": (WORDS, "blocks")},
+    **{"--tokens": (PATHS, None), "--token-dtype": (WORDS, None), "--log": (WORDS, None)},
+    **{"--hf": (PATHS, None), "--factory": (WORDS, None)},
     **{"--resume-from": (NUMBERS, None), "--resume": (None, None), "--cpu-offload": (None, None)},
 }
 PLAN = {
@@ -52,6 +57,7 @@ PLAN = {
     **{"--hf": (PATHS, None), "--factory": (WORDS, None), "--sharding-strategy": (WORDS, "FULL_SHARD")},
     **{"--precision": (WORDS, "bf16"), "--model": (WORDS, "gpt"), "--device": (WORDS, "cpu")},
     **{"--cpu-offload": (None, None), "--json": (None, None)},
+    **{"--device-memory": (WORDS, "80GB"), "--png": (PATHS, None), "--compare": (WORDS, "blocks@flat")},
 }
 CONSOLIDATE = {
     "--format": (WORDS, "safetensors"),
@@ -181,5 +187,5 @@ def test_a_forged_run_is_not_resumed(places, launched, capfd):
 def test_names_in_a_checkpoint_cannot_reach_the_terminal(tmp_path, capfd):
     """`inspect` escapes control characters, lines and surrogates in names of entries."""
     save_alone(tmp_path / "saved", {"model": {"a\x1b[2J\nb\udcff": torch.ones(2)}})
-    assert main(["inspect", str(tmp_path / "saved")]) == 0
+    assert main(["inspect", "--all", str(tmp_path / "saved")]) == 0
     assert r"model.a\x1b[2J\nb\udcff" in capfd.readouterr().out

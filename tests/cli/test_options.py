@@ -1,15 +1,19 @@
 """Bad input: one line on stderr and exit code 2, before any rank starts."""
 
+import argparse
 import itertools
 import math
 import os
+import re
 import signal
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fairshard.cli import launch, options, rank, train
-from fairshard.cli.main import main
+from fairshard.cli import checks, launch, options, rank, train
+from fairshard.cli.main import build_parser, main
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.trainer import learning_rate
@@ -48,19 +52,66 @@ BAD = {
     "seed too large": ("--seed 9223372036854775808", "--seed must be below 2**63"),
     "optimizer unknown": ("--optimizer adam", "invalid choice: 'adam'"),
     "gradients nobody fetches": ("--cpu-offload --no-move-grads-to-cpu", "needs --optimizer cpu-adamw"),
+    "engine unknown": ("--engine fsdp", "--engine: invalid choice: 'fsdp'"),
+    "gradients elsewhere": ("--engine fully_shard --move-grads-to-cpu", "--engine fully_shard keeps gradients where"),
+    "policy unknown": ("--policy layers", "--policy must be size:N, class:NAME, blocks or none, but is layers"),
+    "policy of no size": ("--policy size:0", "--policy size:N needs a number of parameters of at least 1"),
+    "tokens and text": ("--tokens {tmp}/ids.bin --data {tmp}/short.txt", "--data and --tokens cannot be combined"),
+    "tokens missing": ("--tokens {tmp}/nowhere.bin", "--tokens {tmp}/nowhere.bin does not exist"),
+    "tokens of another format": ("--tokens {tmp}/short.txt", "must be a .bin or .npy file of token ids"),
+    "tokens of odd length": ("--tokens {tmp}/odd.bin", "must hold uint16 tokens of 2 bytes, but has 101 bytes"),
+    "tokens that are too wide": ("--tokens {tmp}/wide.bin", "looks like uint32"),
+    "tokens of two dtypes": ("--tokens {tmp}/ids.bin {tmp}/ids.npy", "one dtype, but they have int64 and uint16"),
+    "tokens given twice": ("--tokens {tmp}/ids.bin {tmp}/ids.bin", "one is given twice"),
+    "tokens in rows": ("--tokens {tmp}/rows.npy", "must be one dimension of uint16, uint32"),
+    "tokens that are pickled": ("--tokens {tmp}/objects.npy", "is not an array in numpy's format"),
+    "tokens below 0": ("--tokens {tmp}/negative.npy", "must hold token ids of at least 0, but holds -1"),
+    "tokens too few": ("--tokens {tmp}/ids.bin --context 20", "context of 20 needs 21 tokens to validate on"),
+    "tokens unknown to the model": ("--tokens {tmp}/ids.bin --context 8", "ids.bin holds token 300, but the model has"),
+    "token dtype without tokens": ("--token-dtype uint16", "--token-dtype is that of --tokens"),
+    "token dtype of npy": ("--tokens {tmp}/ids.npy --token-dtype uint16", "names none. Leave it out"),
+    "vocabulary without all bytes": ("--vocab-size 255", "text needs all 256 bytes, but the model has"),
+    "two models": ("--hf {tmp} --factory own_models:build", "--hf and --factory cannot be combined"),
+    "sizes of another model": ("--factory own_models:build --layers 3", "--layers describes the GPT"),
+    "factory without a function": ("--factory own_models", "--factory must be PKG.MOD:FN"),
+    "factory that is not there": ("--factory own_models:nothing", "--factory own_models:nothing cannot be imported"),
+    "factory of something else": ("--factory own_models:number", "must return a module, but returned int"),
+    "factory with a bad loss": ("--factory own_models:half", "must return a function as its loss, but returned str"),
+    "class that is not there": ("--factory own_models:build --policy class:Conv", "class:Conv must be a class"),
+    "hf without a config": ("--hf {tmp}", "--hf must be a config file or a folder with a config.json"),
+    "tracker unknown": ("--log mlflow", "--log: invalid choice: 'mlflow'"),
+    "tracker missing": ("--log trackio", "--log trackio needs a package that is not installed"),
+    "sample negative": ("--sample -1", "--sample must be at least 0"),
     "flag unknown": ("--bogus", "unrecognized arguments: --bogus"),
     "flag abbreviated": ("--step 5", "unrecognized arguments: --step"),
     **{
         f"{flag} zero": (f"--{flag} 0", f"--{flag} must be at least 1")
-        for flag in ["steps", "batch-size", "accumulate", "context", "layers", "dim", "heads", "eval-every", "threads"]
+        for flag in "steps batch-size accumulate context layers dim heads eval-every threads vocab-size".split()  # noqa: SIM905
     },
 }
 
 
+OWN = """
+from torch import nn
+build = lambda: nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+number = lambda: 3
+half = lambda: (build(), "loss")
+"""
+
+
 @pytest.fixture
-def places(tmp_path):
+def places(tmp_path, monkeypatch):
     """A folder with one bad path of each kind."""
     (tmp_path / "short.txt").write_text("x" * 100)
+    np.arange(280, 301, dtype="<u2").repeat(5).tofile(tmp_path / "ids.bin")
+    (tmp_path / "odd.bin").write_bytes(bytes(101))
+    np.arange(1, 200, dtype="<u4").tofile(tmp_path / "wide.bin")
+    np.save(tmp_path / "ids.npy", np.arange(200))
+    np.save(tmp_path / "rows.npy", np.zeros((20, 20), np.int32))
+    np.save(tmp_path / "negative.npy", np.arange(-1, 200))
+    np.save(tmp_path / "objects.npy", np.array([{}], object))
+    (tmp_path / "own_models.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
     return make_bad_places(tmp_path)
 
 
@@ -82,10 +133,22 @@ def test_bad_input_is_one_line_and_exit_2_before_any_rank_starts(line, names, pl
     out, err = capfd.readouterr()
     assert err.startswith("fairshard: error: ")
     assert err.count("\n") == 1
-    assert names in err
+    assert names.format(tmp=places) in err
     assert not out
     assert not launched
-    assert sorted(places.rglob("*")) == before
+    assert sorted(path for path in places.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_the_page_of_the_command_line_has_every_flag():
+    """Every flag of every command is in docs/command_line.md, and every flag of a table there exists."""
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    named = set(re.findall(r"`?(--[a-z][a-z-]+)", page))
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    known = {"--nproc-per-node"}
+    for parser in commands.choices.values():
+        known |= {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+    assert {flag for flag in known if not flag.startswith("--no-")} - named == set()
+    assert named - known == set()
 
 
 def test_good_input_starts_the_ranks_with_the_options_of_the_command_line(launched, places):
@@ -136,6 +199,7 @@ def test_under_torchrun_nproc_is_refused(meetings, capfd):
 )
 def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launched, capfd):
     """On CUDA more ranks than GPUs are refused, and so is CUDA without a GPU."""
+    monkeypatch.setattr(checks, "device_count", lambda kind: gpus)
     monkeypatch.setattr(options, "device_count", lambda kind: gpus)
     monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
     assert main(["train", *line.split()]) == 2
@@ -159,7 +223,7 @@ def test_by_default_there_is_a_rank_for_each_gpu_else_two(gpus, ranks, monkeypat
 
 def test_a_missing_package_is_bad_input(monkeypatch, launched, capfd):
     """Without the extra ``train`` the command says what to install, and starts nothing."""
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     assert main(["train"]) == 2
     assert "pip install 'fairshard[train]'" in capfd.readouterr().err
     assert not launched

@@ -20,7 +20,7 @@ import fairshard
 from fairshard.checkpoint import run_lock
 from fairshard.checkpoint.memory_folder import memory_left
 from fairshard.checkpoint.run_lock import Owner
-from fairshard.cli import rank
+from fairshard.cli import loop
 from fairshard.cli.main import main
 from fairshard.cli.options import OptionError, TrainOptions
 from fairshard.cli.ranks import Ranks
@@ -104,9 +104,9 @@ def test_a_folder_in_use_is_refused_before_any_rank_starts(run_folder, capfd):
 def test_a_rank_waits_for_two_minutes_on_the_cpu(monkeypatch):
     """The timeout of the process group is 120 s on the CPU, not gloo's 30 minutes; `--timeout` is another."""
     seen = []
-    monkeypatch.setattr(rank.dist, "init_process_group", lambda *args, **kwargs: seen.append(kwargs["timeout"]))
+    monkeypatch.setattr(loop.dist, "init_process_group", lambda *args, **kwargs: seen.append(kwargs["timeout"]))
     for options in (TrainOptions(device="cpu", threads=1), TrainOptions(device="cpu", threads=1, timeout=7.5)):
-        rank._join(options, Ranks(0, 1, 0, 1))
+        loop.join(options, Ranks(0, 1, 0, 1))
     assert seen == [timedelta(seconds=120), timedelta(seconds=7.5)]
 
 

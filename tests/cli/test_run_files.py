@@ -2,17 +2,22 @@
 
 import json
 import math
+import re
 import time
+from dataclasses import asdict, replace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fairshard.cli import launch
-from fairshard.cli.curve import draw_loss, smoothed
 from fairshard.cli.failure import Failure, first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, make_run_folder
-from fairshard.cli.progress import Progress, size_text
+from fairshard.cli.options import TrainOptions
+from fairshard.cli.progress import Progress, summary_lines
+from fairshard.cli.run_log import run_title
+from fairshard.cli.run_picture import draw_run, smoothed
 from fairshard.plan.summary import StateBytes
+from fairshard.utils.size_text import size_text
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -29,6 +34,7 @@ def _metrics(step, seconds=0.5, collectives=10):
         mem_bytes=(1, 2),
         collectives=collectives,
         comm_bytes=collectives * 1000,
+        state_bytes=(3, 4),
     )
 
 
@@ -82,24 +88,66 @@ def test_without_a_terminal_progress_is_some_twenty_lines(capsys):
         progress.validation(1000, 1.25)
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 20
-    assert lines[0].startswith("step   50/1000  loss 2.000, 200 tokens/s, memory 1 B | 2 B, ")
+    text = "step   50/1000  loss 2.000, 200 tokens/s, memory 1 B | 2 B, of it state 3 B | 4 B, "
+    assert re.fullmatch(re.escape(text) + r"\d+ s, \d+ s left", lines[0])
+    assert lines[-1].endswith(" s, 0 s left")
     assert last == "step 1000/1000  validation loss 1.250"
     assert not any(mark in "".join(lines) for mark in "\r\x1b")
 
 
 @pytest.mark.parametrize("num_steps", [1, 49, 50, 500])
 def test_smoothing_takes_the_mean_of_the_neighbours(num_steps):
-    """Each value is the plain mean of those at most a fiftieth of the run away, of fewer near the ends."""
+    """Each value is the mean of as many neighbours on both sides, so it begins and ends where the losses do."""
     losses = [math.sin(step) for step in range(num_steps)]
-    reach = num_steps // 50
-    near = [losses[max(0, step - reach) : step + reach + 1] for step in range(num_steps)]
-    assert smoothed(losses) == pytest.approx([sum(values) / len(values) for values in near])
+    reaches = [min(step, num_steps - 1 - step, num_steps // 50) for step in range(num_steps)]
+    near = [losses[step - reach : step + reach + 1] for step, reach in enumerate(reaches)]
+    means = smoothed(losses)
+    assert means == pytest.approx([sum(values) / len(values) for values in near])
+    assert (means[0], means[-1]) == pytest.approx((losses[0], losses[-1]))
 
 
-def test_the_curve_is_a_png(tmp_path):
-    """The curve is a PNG, even for a run of a single step."""
-    draw_loss(tmp_path / "loss.png", "title", [5.0], {0: 5.5, 1: 5.0})
-    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+@pytest.mark.parametrize("num_steps", [1, 50])
+def test_the_run_is_a_png(num_steps, tmp_path):
+    """The picture is a PNG, even for a run of a single step, or of a resumed one without sizes of state."""
+    totals = StepTotals()
+    for step in range(1, num_steps + 1):
+        totals.add(replace(_metrics(step), state_bytes=(3, 4) if step % 2 else ()))
+    summary = totals.summary(5.0, (7, 8), StateBytes(1, 2, 3), copy_wait_s=0.6)
+    draw_run(tmp_path / "run.png", ("model", "settings " * 40), totals, {0: 5.5, 1: 5.0}, summary)
+    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
+
+
+def test_a_long_run_keeps_some_steps_for_its_picture():
+    """Of 5,000 steps at most 2,000 are kept, evenly spaced from the first; every loss is."""
+    totals = StepTotals()
+    for step in range(1, 5001):
+        totals.add(_metrics(step))
+    kept = [step.step for step in totals.shown]
+    assert kept == list(range(1, 5001, 4))
+    assert len(totals.losses) == 5000
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "words"),
+    [(1.0, "2.000 nats per byte (2.885 bits per byte)"), (4.0, "2.000 nats per token (0.721 bits per byte)"),
+     (None, "2.000 nats per token")],
+)  # fmt: skip
+def test_a_loss_is_in_bits_per_byte_where_bytes_are_known(bytes_per_token, words):
+    """2 nats are 2 / ln 2 = 2.885 bits, over the bytes of a token."""
+    totals = StepTotals()
+    totals.add(_metrics(1))
+    summary = totals.summary(2.0, (7, 8), StateBytes(1, 2, 3), 0.0, bytes_per_token)
+    assert summary_lines(summary, 5.5)[0].split("  ")[1] == f"{words}, from 5.500 at the start"
+
+
+def test_the_title_has_model_and_settings():
+    """Two lines: what was trained, and how."""
+    options = asdict(TrainOptions(accumulate=2, cpu_offload=True))
+    config = {"options": options, "world_size": 2, "device": "cpu", "model": "GPT", "parameters": 1234}
+    assert run_title(config) == (
+        "GPT: 1,234 parameters",
+        "2 ranks on cpu, wrapper, fp32, adamw, cpu-offload, learning rate 0.004, batch 32 in 2 passes",
+    )
 
 
 def _record(monkeypatch, folder, rank, error, expected=False):

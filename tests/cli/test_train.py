@@ -114,7 +114,7 @@ def test_the_trace_shows_one_step_of_both_ranks(finished):
 def test_the_terminal_shows_units_progress_and_summary(finished):
     """A user sees the table of units, the progress and the summary on stdout, and nothing on stderr."""
     result, folder = finished
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
     for words in (
         "2 ranks on cpu over gloo",
         "(root)",

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from fairshard.cli.gpt import GPT, GPTConfig
 from fairshard.cli.options import TrainOptions
-from fairshard.cli.rank import build_model
 from fairshard.cli.ranks import Ranks
+from fairshard.cli.sharded import build_model
 from fairshard.cli.text import Text, even_starts, windows
 from fairshard.cli.trainer import VALIDATION_WINDOWS, Batches, Trainer, TrainingStopped, learning_rate
 from fairshard.optim import ShardedGradScaler
