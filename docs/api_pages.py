@@ -122,6 +122,12 @@ PAGES = (
         },
     ),
     Page(
+        "training_loop",
+        "The training loop of the command line",
+        "The same options: [](../../command_line.md).",
+        {"fairshard.cli.loop": ()},
+    ),
+    Page(
         "testing",
         "For tests",
         "Ranks as reused processes, fake process groups, counters of copies and collectives.",
