@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard import __version__
 from fairshard.checkpoint import Checkpointer, Preempted, Preemption, on_preemption
 from fairshard.checkpoint.preemption import STATUS
 from fairshard.checkpoint.run_lock import release_all
@@ -36,10 +35,11 @@ from fairshard.cli.trace import traced
 from fairshard.cli.trainer import Trainer, TrainingStopped
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel
-from fairshard.plan.summary import UnitRow, unit_lines, unit_table
+from fairshard.planning.summary import UnitRow, unit_lines, unit_table
 from fairshard.utils.device import peak_memory, set_device
 from fairshard.utils.host import visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
+from fairshard.version import __version__
 
 _NOTICE_S = 0.5
 _POLL_S = 0.05
@@ -139,7 +139,7 @@ def _train(
         for step in range(done + 1 if done else 0, options.steps + 1):
             if step > 0:
                 is_traced = step == options.trace
-                with traced(model, folder, step, ranks.rank) if is_traced else contextlib.nullcontext():
+                with traced(model, folder, step) if is_traced else contextlib.nullcontext():
                     metrics = trainer.step(step)
                 if log:
                     log.step(metrics)

@@ -13,7 +13,7 @@ from fairshard.cli.options import RUN_FILES
 from fairshard.cli.progress import Progress, say, summary_lines
 from fairshard.cli.resume import kept_lines
 from fairshard.cli.trace import TRACE_FILES
-from fairshard.plan.summary import StateBytes
+from fairshard.planning.summary import StateBytes
 
 
 class RunLog:

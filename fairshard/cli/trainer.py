@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairshard import FairshardError
 from fairshard.checkpoint import Checkpointer
 from fairshard.checks.histories import compare_ranks
 from fairshard.cli.metrics import StepMetrics
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.text import Bytes, Text, even_starts, windows
+from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.plan.summary import StateBytes, copy_wait_s, state_bytes
+from fairshard.planning.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.device import memory_allocated
 from fairshard.utils.messages import gather_scalars

@@ -14,12 +14,18 @@ A lane has one row for each interval that was open at the same time.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from fairshard.observe.observer import observe
 from fairshard.observe.unit_event import END, UnitEvent
+from fairshard.utils.messages import gather_objects, host_group
 
 LANES = ("compute", "gather", "reduce", "copy", "optimizer")
 
@@ -50,6 +56,33 @@ class Bar:
     fqn: str
     start: float
     end: float
+
+
+@contextmanager
+def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[None]:
+    """Observe ``model`` in the block; rank 0 then writes the timeline of all ranks to each path. **Collective.**
+
+    A path that ends in ``.json`` gets Chrome's trace, any other a picture (`write_trace`, `draw_timeline`); their
+    folder must exist. Ranks may have different clocks: each counts time from when it has heard from all others::
+
+        with fairshard.timeline(model, "step.png", "step.json"):
+            model(inputs).sum().backward()
+
+    Raises:
+        ValueError: ``model`` contains no unit.
+    """
+    group = host_group()
+    gather_objects(None, group)
+    start = time.perf_counter()
+    events: list[UnitEvent] = []
+    with observe(model, events.append):
+        yield
+    by_rank = gather_objects([event._replace(time=event.time - start) for event in events], group)
+    for path in map(Path, paths) if group is None or group.rank() == 0 else ():
+        if path.suffix == ".json":
+            write_trace(path, by_rank)
+        else:
+            draw_timeline(path, by_rank, title)
 
 
 def bars(events: Sequence[UnitEvent]) -> list[Bar]:

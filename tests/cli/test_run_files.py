@@ -12,7 +12,7 @@ from fairshard.cli.curve import draw_loss, smoothed
 from fairshard.cli.failure import Failure, first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, make_run_folder
 from fairshard.cli.progress import Progress, size_text
-from fairshard.plan.summary import StateBytes
+from fairshard.planning.summary import StateBytes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

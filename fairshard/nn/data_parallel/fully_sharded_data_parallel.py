@@ -27,7 +27,6 @@ from fairshard.nn.data_parallel.wrapper.methods import PLACEMENT, explaining, ga
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.nn.data_parallel.wrapper.torch_functions import refuse_torch_functions
-from fairshard.plan.units import auto_wrap_children
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
@@ -208,6 +207,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
         check_not_sharded(module, ignored)
         if auto_wrap_policy is not None:
+            from fairshard.planning.units import auto_wrap_children
+
             others = {
                 "process_group": process_group,
                 "device_mesh": device_mesh,

@@ -20,10 +20,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from fairshard.engine.exec_order import ForwardOrder, Record
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
-from fairshard.plan.bucket_bytes import BucketBytes, SourceBytes
-from fairshard.plan.padding import OwnedBytes, PaddingRow, padding_lines
-from fairshard.plan.summary import UnitRow, unit_lines
-from fairshard.plan.units import PlannedUnit
+from fairshard.planning.bucket_bytes import BucketBytes, SourceBytes
+from fairshard.planning.padding import OwnedBytes, PaddingRow, padding_lines
+from fairshard.planning.summary import UnitRow, unit_lines
+from fairshard.planning.units import PlannedUnit
 from fairshard.settings.config import GradHome
 from fairshard.settings.fsdp1 import BackwardPrefetch
 from fairshard.utils.bucket_plan import is_crowded, pack

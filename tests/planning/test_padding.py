@@ -6,7 +6,7 @@ from torch import nn
 
 from fairshard.nn import RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
-from fairshard.plan.padding import OwnedBytes, PaddingRow, padding_lines
+from fairshard.planning.padding import OwnedBytes, PaddingRow, padding_lines
 from fairshard.settings.placements import Owned
 
 

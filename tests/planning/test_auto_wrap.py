@@ -25,7 +25,7 @@ from fairshard.nn.wrap import (
     size_based_auto_wrap_policy,
     wrap,
 )
-from fairshard.plan.summary import unit_table
+from fairshard.planning.summary import unit_table
 from fairshard.utils.testing import fake_group
 from tests.models import Block, loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks

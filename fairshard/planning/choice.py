@@ -12,7 +12,7 @@ from torch import nn
 
 from fairshard.engine.origin import NOTHING, Ignored
 from fairshard.engine.tree import unit_of
-from fairshard.plan.policies import call_policy
+from fairshard.planning.policies import call_policy
 from fairshard.utils.names import join
 
 # Reads the weights of its children without calling them, so no child can be a unit.

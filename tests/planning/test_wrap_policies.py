@@ -10,8 +10,8 @@ import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
 import fairshard.nn.wrap as ours
-from fairshard.plan.choice import Chooser, ModuleTree
-from fairshard.plan.policies import call_policy
+from fairshard.planning.choice import Chooser, ModuleTree
+from fairshard.planning.policies import call_policy
 from fairshard.setup.ignored import resolve_ignored
 
 

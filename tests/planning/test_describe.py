@@ -19,7 +19,7 @@ from fairshard.nn.wrap import (
     describe,
     size_based_auto_wrap_policy,
 )
-from fairshard.plan.summary import unit_table
+from fairshard.planning.summary import unit_table
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import fake_group, rank_device
 from tests.models import Block as TinyBlock

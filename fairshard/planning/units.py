@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairshard.engine.origin import Ignored
 from fairshard.params.slot import ParamSlot
-from fairshard.plan.choice import Chooser, ModuleTree
-from fairshard.plan.padding import PaddingRow
-from fairshard.plan.policies import wrapper_config
-from fairshard.plan.summary import FlatSizes, UnitRow, unit_lines, unit_row
+from fairshard.planning.choice import Chooser, ModuleTree
+from fairshard.planning.padding import PaddingRow
+from fairshard.planning.policies import wrapper_config
+from fairshard.planning.summary import FlatSizes, UnitRow, unit_lines, unit_row
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.resolve import resolve

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fairshard.plan.summary import FlatSizes
-from fairshard.plan.units import PlannedUnit
+from fairshard.planning.summary import FlatSizes
+from fairshard.planning.units import PlannedUnit
 from fairshard.settings.config import GradHome
 from fairshard.utils.collectives import EXCHANGE_RANKS
 from fairshard.utils.owned_layout import OwnedLayout
