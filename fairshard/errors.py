@@ -27,6 +27,29 @@ The extra bases are the classes that fairscale and FSDP1 raise in the same place
 keep working.
 """
 
+__all__ = [
+    "BackwardOrderError",
+    "CheckpointError",
+    "CollectiveFailedError",
+    "FairshardError",
+    "GradRequiresGradError",
+    "HeldGradientError",
+    "HostMemoryError",
+    "LocalScalingError",
+    "MixedGroupsError",
+    "NonFiniteGradientError",
+    "NotRootError",
+    "OptionsExcludeError",
+    "ParameterShardedError",
+    "PartialGradientError",
+    "RanksDisagreeError",
+    "ShardChangedError",
+    "ShardOptimizerError",
+    "StaleOptimizerError",
+    "StateDictTypesDifferError",
+    "TrainingStateError",
+]
+
 
 class FairshardError(RuntimeError):
     """Base of everything that fairshard raises while running."""

@@ -27,6 +27,8 @@ from fairshard.observe.observer import observe
 from fairshard.observe.unit_event import END, UnitEvent
 from fairshard.utils.messages import gather_objects, host_group
 
+__all__ = ["Bar", "bars", "draw_timeline", "timeline", "write_trace"]
+
 LANES = ("compute", "gather", "reduce", "copy", "optimizer")
 
 _WAITS = {"unshard_wait": "wait for gather", "reduce_wait": "wait for reduce", "copy_wait": "wait for copy"}

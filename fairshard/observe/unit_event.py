@@ -3,6 +3,8 @@
 from enum import Enum
 from typing import NamedTuple
 
+__all__ = ["Phase", "UnitEvent"]
+
 END = "_end"
 """Suffix of the second event of a pair: an event with a duration is reported at its start and at its end."""
 

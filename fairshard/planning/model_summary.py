@@ -21,6 +21,8 @@ from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.table import table
 
+__all__ = ["ModelSummary", "UnitSummary", "summary"]
+
 _COLUMNS = (
     *("unit", "module", "parameters", "shard MB", "gathered MB", "gradient MB"),
     *("sharded", "cut", "weights", "compute", "reduce", "state on"),

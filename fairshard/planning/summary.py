@@ -13,6 +13,18 @@ from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.table import table
 
+__all__ = [
+    "FlatSizes",
+    "StateBytes",
+    "UnitRow",
+    "copy_wait_s",
+    "large_unit_warning",
+    "state_bytes",
+    "unit_lines",
+    "unit_row",
+    "unit_table",
+]
+
 
 @dataclass(frozen=True)
 class FlatSizes:

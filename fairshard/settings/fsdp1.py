@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"]
+
 
 class ShardingStrategy(Enum):
     """Which tensors are sharded over which ranks, and when whole parameters are freed.

@@ -14,6 +14,8 @@ import torch
 
 from fairshard.settings.fsdp1 import MixedPrecision
 
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+__all__ = [
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
 
 class StateDictType(Enum):
     """Form of a state dict."""

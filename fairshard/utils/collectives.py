@@ -33,6 +33,8 @@ from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_nam
 from fairshard.utils.streams import Event, now
 from fairshard.utils.watchdog import explain, explained
 
+__all__ = ["counters", "reset_counters"]
+
 EXCHANGE_RANKS = range(2, 5)
 """Numbers of ranks that exchange rows directly, on gloo."""
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).

@@ -11,8 +11,8 @@ from typing import Any
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``: the first use of a name imports it from module ``homes[name]``.
 
-    A home ``module:other`` has the name as ``other``, and the home ``package.name`` is that module itself. The package names its contents a second time under
-    ``TYPE_CHECKING``, where type checkers and editors look; the tests compare the two.
+    A home ``module:other`` has it as ``other``; the home ``package.name`` is that module itself. The package names its
+    contents a second time under ``TYPE_CHECKING``, where type checkers and editors look; the tests compare the two.
     """
 
     def find(name: str) -> Any:

@@ -42,6 +42,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fairshard.utils.device import device_count, set_device
 from fairshard.utils.dtensor_caches import clear_dtensor_caches
 
+__all__ = ["RankPool", "RanksFailed", "default_pool", "rank_device", "run_ranks"]
+
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
 

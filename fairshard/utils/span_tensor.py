@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # at run time imported where it is used: it is slow to import
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+__all__ = ["SpanTensor"]
+
 
 class SpanTensor(torch.Tensor):
     """The elements ``[start, start + len(run))`` of a flattened tensor of ``shape``.
