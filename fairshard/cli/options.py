@@ -307,7 +307,7 @@ def _add(
 def _check_packages() -> None:
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
-        raise OptionError(f"{' and '.join(missing)} must be installed. Run: pip install 'fairshard[train]'")
+        raise OptionError(f"{' and '.join(missing)} must be installed. Run: pip install 'fairshard[cli]'")
 
 
 def _check_batch(options: TrainOptions, world_size: int) -> None:

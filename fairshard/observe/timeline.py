@@ -133,7 +133,7 @@ def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
 
 
 def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str) -> None:
-    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[train]``)."""
+    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[cli]``)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
