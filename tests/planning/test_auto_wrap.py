@@ -124,7 +124,7 @@ def test_every_argument_reaches_inner_units():
         return kwargs["ignored"]
 
     with fake_group(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fairshard.nn.data_parallel.fully_sharded_data_parallel.auto_wrap_children", remember)
+        patch.setattr("fairshard.planning.units.auto_wrap_children", remember)
         FSDP(nn.Linear(1, 1), auto_wrap_policy=always_wrap_policy)
     own = set(inspect.signature(FSDP).parameters) - {"module", "auto_wrap_policy"}
     # Ignored parameters are passed separately, as one list, and `move_params_to_cpu` as `cpu_offload`.
