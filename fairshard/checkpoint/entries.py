@@ -112,9 +112,27 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
                 "to the class."
             )
     return {
-        key: value.detach() if isinstance(value, Tensor) else _plain(f"model.{key}", value)
+        key: value.detach() if isinstance(value, Tensor) else _wrapped(_plain(f"model.{key}", value))
         for key, value in state.items()
     }
+
+
+def unwrapped(value: Any) -> Any:
+    """The value of the model that was saved as ``value``, see `_wrapped`."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+def _wrapped(value: Any) -> Any:
+    """``value``, in a tuple of one if torch would flatten it with a loss, or if it is such a tuple itself."""
+    is_wrapped = isinstance(value, tuple) and len(value) == 1
+    return value if _survives(value) and not is_wrapped else (value,)
+
+
+def _survives(value: Any) -> bool:
+    """Whether torch can restore ``value`` from its parts: it drops empty dicts, and makes keys strings."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(key, str) and _survives(part) for key, part in value.items())
+    return not isinstance(value, list) or all(map(_survives, value))
 
 
 def aliases_of(params: OptimParams) -> dict[str, str]:

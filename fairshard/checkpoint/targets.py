@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fairshard.checkpoint.contents import model_keys, whole_entry
+from fairshard.checkpoint.entries import unwrapped
 from fairshard.errors import CheckpointError
 from fairshard.state.full_params import spans_of
 from fairshard.state.optim_loading import is_elementwise, zeros_like_shard
@@ -28,10 +30,14 @@ _MOST_NAMES = 4
 
 @dataclass
 class ModelTarget:
-    """The model's part: the key of each name in its state dict, and the values to read into, by key."""
+    """The model's part: the key of each name in its state dict, and the values to read into, by key.
+
+    ``parts``: of an object that was saved in parts, such as a dict of ``get_extra_state``, the path in it of each key.
+    """
 
     keys: dict[str, str]
     values: dict[str, Any]
+    parts: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: str, state: Mapping[str, Any], metadata: Metadata, params: OptimParams) -> ModelTarget:
@@ -45,9 +51,15 @@ class ModelTarget:
         prefix = next((key[: len(key) - len(name)] for name, key in there.items()), "")
         keys: dict[str, str] = {}
         values: dict[str, Any] = {}
+        parts: dict[str, dict[str, tuple[Any, ...]]] = {}
         problems: list[str] = []
         for name, value in state.items():
             key = next((there.get(n) or prefix + n for n in _names_of(name, params) if prefix + n in known), None)
+            own = {} if key is not None or isinstance(value, Tensor) else _parts_of(name, prefix, metadata)
+            if own or (key is None and value == {}):  # an empty dict has no parts
+                parts[name] = own
+                values.update({part: _room_for(known[part], None, None) for part in own})
+                continue
             if key is None:
                 problems.append(f"`{name}` is missing")
                 continue
@@ -59,7 +71,7 @@ class ModelTarget:
                 problems.append(f"`{name}` has shape {tuple(size)} instead of {tuple(value.shape)}")
             keys[name] = key
             values[key] = _room_like(value) if isinstance(value, Tensor) else value
-        used = set(keys.values())
+        used = set(values)
         problems += [f"`{name}` is not in the model" for name, key in there.items() if key not in used]
         if problems:
             more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
@@ -67,11 +79,17 @@ class ModelTarget:
                 f"{folder} must be a checkpoint of this model, but: {', '.join(problems[:_MOST_NAMES])}{more}. "
                 "Build the model that was saved, or choose another checkpoint."
             )
-        return cls(keys, values)
+        return cls(keys, values, parts)
 
     def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The model's state dict, from the ``values`` read."""
-        return {name: values[key] for name, key in self.keys.items()}
+        state = {name: unwrapped(values[key]) for name, key in self.keys.items()}
+        for name, own in self.parts.items():
+            found: dict[str, Any] = {"": {}} if not own else {}
+            for key, path in own.items():
+                set_element(found, ("", *path), values[key])
+            state[name] = found[""]
+        return state
 
 
 @dataclass
@@ -161,6 +179,17 @@ class OptimizerTarget:
             number, setting = path[0], ".".join(map(str, path[1:]))
             by_number.setdefault(number, {} if isinstance(number, int) else {"params": [number]})[setting] = values[key]
         return list(by_number.values())
+
+
+def _parts_of(name: str, prefix: str, metadata: Metadata) -> dict[str, tuple[Any, ...]]:
+    """Keys of the parts of object ``name``, which torch's planner has flattened, and their paths in it."""
+    start, paths = f"{prefix}{name}.", metadata.planner_data or {}
+    found: dict[str, tuple[Any, ...]] = {}
+    for key in metadata.state_dict_metadata:
+        if key.startswith(start):
+            path = tuple(paths.get(key, ()))
+            found[key] = path[path.index(name) + 1 :] if name in path else tuple(key[len(start) :].split("."))
+    return found
 
 
 def _room_like(value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from fairshard.checkpoint.reader import CheckpointReader
 from fairshard.engine.tree import units_below
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.testing import rank_device
 from tests.models import tiny, wrap_tiny
@@ -144,3 +145,59 @@ def _num_owned(model, shape):
         for slot, (_, run) in zip(flat_param.slots, flat_param.runs_of(flat_param.shard), strict=True)
         if slot.shape == shape and len(slot.owners) > 1
     )
+
+
+class _Annotated(nn.Linear):
+    """A module with state of its own, as ``get_extra_state`` returns it."""
+
+    def __init__(self, noted):
+        super().__init__(4, 4)
+        self.noted = noted
+
+    def get_extra_state(self):
+        return self.noted
+
+    def set_extra_state(self, state):
+        self.noted = state
+
+
+NOTED = {
+    "dict": {"name": "a", "scale": torch.arange(3.0), "deep": {"list": [1, {"x": 2}], "none": None}},
+    "empty": {},
+    "numbers": {0: "a", 7: {"inner": []}},
+    "inner": {"history": {}, "rest": [{}, 1]},
+    "list": [1, [2, {"a": 3}]],
+    "tuple": ({"a": 1},),
+    "number": 5,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_extra_state_of_modules_is_restored(shared_folder, is_wrapped):
+    """What ``get_extra_state`` returned is what ``set_extra_state`` gets: dicts too, which torch's planner flattens."""
+    shard = FSDP if is_wrapped else fully_shard
+    model = shard(nn.Sequential(*map(_Annotated, NOTED.values())))
+    save(f"{shared_folder}/noted", model)
+    other = shard(nn.Sequential(*[_Annotated(type(noted)()) for noted in NOTED.values()]))
+    load(f"{shared_folder}/noted", other)
+    inside = other.module if is_wrapped else other
+    restored = {name: module.noted for name, module in zip(NOTED, inside, strict=True)}
+    assert torch.equal(restored["dict"].pop("scale"), torch.arange(3.0))
+    assert restored == {**NOTED, "dict": {key: NOTED["dict"][key] for key in ("name", "deep")}}
+
+
+@on_ranks(1)
+def test_extra_state_that_torch_saved_is_restored(shared_folder):
+    """Dicts that `dcp.save` of a plain module has flattened are read, and plain torch reads ours."""
+    noted = {"name": "a", "deep": {"scale": torch.ones(2)}}
+    plain = nn.Sequential(_Annotated(noted))
+    dcp.save({"model": plain.state_dict()}, checkpoint_id=f"{shared_folder}/theirs")
+    model = FSDP(nn.Sequential(_Annotated({})))
+    load(f"{shared_folder}/theirs", model)
+    assert model.module[0].noted["name"] == "a"
+    save(f"{shared_folder}/ours", model)
+    target = {"model": nn.Sequential(_Annotated({"name": "", "deep": {"scale": torch.zeros(2)}})).state_dict()}
+    dcp.load(target, checkpoint_id=f"{shared_folder}/ours")
+    assert target["model"]["0._extra_state"]["name"] == "a"
+    assert torch.equal(target["model"]["0._extra_state"]["deep"]["scale"], torch.ones(2))
