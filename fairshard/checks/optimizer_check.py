@@ -281,7 +281,7 @@ def check_whole_gradients(optimizer: Optimizer) -> None:
     Raises:
         PartialGradientError: naming the first such shard.
     """
-    for root in list(roots):
+    for root in sorted(roots, key=lambda root: root.number):
         if root.backward is not None and root.backward.is_over:  # it raised, and no forward has run since
             root.reset()
     if not interrupted:

@@ -36,6 +36,7 @@ from fairshard.utils.autograd import NO_BACKWARD, current_task
 
 _MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
+_running: set[Backward] = set()  # keeps models whose backward raised: all ranks clean up, even if some drop the model
 
 _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
@@ -78,6 +79,7 @@ class Backward:
         ``is_restricted``: the backward computes only some gradients, as in ``torch.autograd.grad``.
         """
         self.task = at_end(self.end, self._listings)
+        _running.add(self)
         self._is_restricted = is_restricted
         self._first.begin_backward(self)
         self._add([model.number for model in self._others() if is_reached(model)])
@@ -280,6 +282,7 @@ class Backward:
 
     def end(self) -> None:
         """The graph task is over: execute the remaining steps, wait for all transfers, and become idle."""
+        _running.discard(self)
         self._walk(len(self._plan.schedule.steps))
         self._finish()
         found = self._plan.agree_on_leaves() if self._plan.is_assumed else None
@@ -321,6 +324,7 @@ class Backward:
 
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
+        _running.discard(self)
         for listing in self._listings:
             listing.hide()
         self._listings.clear()

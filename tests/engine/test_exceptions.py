@@ -1,11 +1,13 @@
 """An exception in a pass reaches the user, and the next step is clean, on all ranks or on one that retries."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
+from fairshard.engine.root import roots
 from fairshard.engine.tree import units_below
 from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -206,3 +208,20 @@ def test_wrong_arguments_are_the_modules_own_error():
     with pytest.raises(RuntimeError):
         wrapped(randn(3, 7))
     assert wrapped(randn(3, 4)).shape == (3, 5)
+
+
+@on_ranks(2)
+def test_a_dropped_model_is_cleaned_up_on_all_ranks():
+    """If one rank drops a model whose backward has raised, the step of another model does not wait for that rank."""
+    model = FSDP(nn.Sequential(*[FSDP(layer) for layer in (nn.Linear(4, 4), Fault(), nn.Linear(4, 4))]))
+    model.module[1].module.when = "backward"
+    with pytest.raises(KeyError, match="in backward"):
+        model(randn(2, 4)).sum().backward()
+    if torch.distributed.get_rank() == 0:
+        del model
+        gc.collect()
+    other = FSDP(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert not any(root.in_backward for root in roots)
