@@ -70,7 +70,7 @@ PAGES = (
         "wrap",
         "Wrapping and planning",
         "Guide: [](../../guides/wrapping.md).",
-        {"fairshard.nn.wrap": (), "fairshard.plan.summary": (), "fairshard.planning.summary": ()},
+        {"fairshard.nn.wrap": (), "fairshard.plan.summary": ()},
     ),
     Page(
         "optim",
@@ -143,7 +143,6 @@ WITHOUT_ALL = {
     ),
     "fairshard.observe.timeline": ("draw_timeline", "write_trace"),
     "fairshard.plan.summary": ("unit_table", "UnitRow"),
-    "fairshard.planning.summary": ("unit_table", "UnitRow"),
     "fairshard.integrations.accelerate": ("enable", "disable", "enabled"),
     "fairshard.integrations.lightning": ("FairshardStrategy",),
     "fairshard.integrations.torchtitan": ("enable", "disable", "enabled"),

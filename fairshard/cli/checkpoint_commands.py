@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fairshard.cli.local_path import dangling_link, is_kernel_made, local_path, one_line, printable, problem_with_output
+from fairshard.cli.checks import check_new
+from fairshard.cli.local_path import dangling_link, is_kernel_made, local_path, one_line, printable
 from fairshard.cli.option_error import OptionError
 from fairshard.cli.resume import CHECKPOINTS
 from fairshard.cli.size_argument import size_argument
@@ -110,7 +111,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     if not safetensors and (arguments.max_shard_size is not None or arguments.config is not None):
         raise OptionError("--max-shard-size and --config need --format safetensors: torch's format is one file.")
     checkpoint = _checkpoint_in(arguments.checkpoint)
-    _check_new(arguments.out)
+    check_new(arguments.out)
     if arguments.config is not None and not os.path.isfile(arguments.config / "config.json"):
         raise OptionError(f"--config must be a folder with a config.json, but {arguments.config} has none.")
 
@@ -149,7 +150,7 @@ def _import_fairscale(arguments: argparse.Namespace) -> int:
     for path in arguments.shards:
         if not os.path.isfile(path) or is_kernel_made(path):
             raise OptionError(f"{path} must be a file of fairscale's, but is not a regular file.")
-    _check_new(arguments.out)
+    check_new(arguments.out)
     from fairshard.checkpoint.import_fairscale import import_fairscale
 
     manifest = import_fairscale(arguments.shards, arguments.out)
@@ -201,12 +202,3 @@ def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:
             link = dangling_link(Path(path))
             raise OptionError(f"{path!s} does not exist{f': {link}' if link else ''}.")
 
-
-def _check_new(out: Path) -> None:
-    if os.path.lexists(out):
-        raise OptionError(f"{out} exists, and is never overwritten. Pass a new name, or remove it.")
-    if not os.path.isdir(out.parent):
-        raise OptionError(f"The parent of {out} must be a folder, but is not one. Create it.")
-    problem = problem_with_output(out)
-    if problem is not None:
-        raise OptionError(f"{out} cannot be created: {problem}.")

@@ -108,3 +108,18 @@ def _check_out(out: Path) -> None:
     problem = problem_with_output(out)
     if problem is not None:
         raise OptionError(f"--out {out} cannot be created: {problem}.")
+
+
+def check_new(path: Path, option: str = "") -> None:
+    """Require that ``path``, named after ``option`` in messages, can be made and is not there yet.
+
+    Raises:
+        OptionError: it exists, or cannot be created.
+    """
+    if os.path.lexists(path):
+        raise OptionError(f"{option}{path} exists, and is never overwritten. Pass a new name, or remove it.")
+    if not os.path.isdir(path.parent):
+        raise OptionError(f"The parent of {option}{path} must be a folder, but is not one. Create it.")
+    problem = problem_with_output(path)
+    if problem is not None:
+        raise OptionError(f"{option}{path} cannot be created: {problem}.")

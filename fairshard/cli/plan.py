@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fairshard.cli.checks import check_new
 from fairshard.cli.factory import imported, parts_of
-from fairshard.cli.local_path import local_path, problem_with_output
+from fairshard.cli.local_path import local_path
 from fairshard.cli.option_error import OptionError
 from fairshard.cli.options import COMPUTE_DTYPES, PRECISIONS, TrainOptions
 from fairshard.cli.plan_variants import VARIANTS, Variant, variant_lines, variants_of
@@ -203,13 +203,7 @@ def _check_png(path: Path) -> None:
         raise OptionError("--png needs matplotlib. Run: pip install 'fairshard[train]'")
     if path.suffix.lower() != ".png":
         raise OptionError(f"--png must end in .png, but is {path}.")
-    if os.path.lexists(path):
-        raise OptionError(f"--png {path} exists, and is never overwritten. Pass a new name, or remove it.")
-    if not os.path.isdir(path.parent):
-        raise OptionError(f"The parent of --png {path} must be a folder, but is not one. Create it.")
-    problem = problem_with_output(path)
-    if problem is not None:
-        raise OptionError(f"--png {path} cannot be created: {problem}.")
+    check_new(path, "--png ")
 
 
 def _builder(arguments: argparse.Namespace) -> Callable[[], Any]:
