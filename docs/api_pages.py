@@ -70,7 +70,7 @@ PAGES = (
         "wrap",
         "Wrapping and planning",
         "Guide: [](../../guides/wrapping.md).",
-        {"fairshard.nn.wrap": (), "fairshard.plan.summary": ()},
+        {"fairshard.nn.wrap": (), "fairshard.planning.model_summary": (), "fairshard.planning.summary": ()},
     ),
     Page(
         "optim",
@@ -135,26 +135,6 @@ PAGES = (
     ),
 )
 
-# Public names of modules that have no `__all__`.
-WITHOUT_ALL = {
-    "fairshard.nn.comm_hooks": (
-        *("DefaultState", "LowPrecisionState", "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook"),
-        "bf16_compress_hook",
-    ),
-    "fairshard.observe.timeline": ("draw_timeline", "write_trace"),
-    "fairshard.plan.summary": ("unit_table", "UnitRow"),
-    "fairshard.integrations.accelerate": ("enable", "disable", "enabled"),
-    "fairshard.integrations.lightning": ("FairshardStrategy",),
-    "fairshard.integrations.torchtitan": ("enable", "disable", "enabled"),
-    f"{UTILS}.span_tensor": ("SpanTensor",),
-    f"{UTILS}.reduce_scatter_bucketer": ("ReduceScatterBucketer",),
-    f"{UTILS}.parallel": ("chunk_and_pad", "validate_process_group"),
-    f"{UTILS}.containers": ("apply_to_tensors", "pack_kwargs", "unpack_kwargs", "cast_inputs_to_fp16"),
-    f"{UTILS}.storage": ("alloc_storage_", "free_storage_"),
-    f"{UTILS}.tensors": ("calc_grad_norm",),
-    f"{UTILS}.collectives": ("counters", "reset_counters"),
-}
-
 # Members that torch calls, not users.
 HOOKS = {"forward", "extra_repr", "backward"}
 
@@ -216,12 +196,14 @@ def _imported(name: str) -> ModuleType:
         for node in ast.parse(Path(spec.origin).read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 vars(module)[node.name] = Unimported(ast.get_docstring(node) or "")
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                module.__all__ = ast.literal_eval(node.value)
         return module
 
 
 def public_names(module: ModuleType) -> list[str]:
     """The names that ``module`` offers."""
-    return list(getattr(module, "__all__", WITHOUT_ALL.get(module.__name__, ())))
+    return list(module.__all__)
 
 
 @dataclass(frozen=True)

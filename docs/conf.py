@@ -7,6 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import api_pages
 import drawing
+import notebooks
 
 project = "fairshard"
 author = "The fairshard authors"
@@ -37,3 +38,4 @@ def setup(app):
     app.connect("builder-inited", api_pages.write)
     app.add_directive("drawing", drawing.Drawing)
     app.add_directive("plot", drawing.Plot)
+    app.add_directive("notebook", notebooks.Notebook)

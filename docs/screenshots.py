@@ -21,7 +21,7 @@ HTML = ROOT / "docs" / "_build" / "html"
 WIDTHS = {1440: 900, 400: 800}
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SHOWN = (
-    *("index", "start/ten_minutes", "start/hugging_face", "guides/wrapping", "guides/coming_from/fsdp1"),
+    *("index", "start/notebook", "start/hugging_face", "guides/wrapping", "guides/coming_from/fsdp1"),
     *("reference/api/wrapper", "reference/compatibility", "reference/errors", "how_it_works/schedule"),
     *("how_it_works/layouts", "how_it_works/streams", "notes/benchmarks"),
 )

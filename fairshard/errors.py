@@ -23,13 +23,44 @@ Wrong arguments raise plain ``ValueError`` / ``TypeError``, before any collectiv
     |-- CollectiveFailedError                                 a rank died, hung or ran out of data
     `-- RanksDisagreeError                                    ranks built or ran different models
 
+Each has a section in ``docs/reference/errors.md``, with its cause and cure. A traceback names it below the message, in
+a note (``__notes__``, which Python 3.10 does not print); the message itself can be quoted in another one.
+
 The extra bases are the classes that fairscale and FSDP1 raise in the same places, so that existing ``except`` clauses
 keep working.
 """
 
+__all__ = [
+    "BackwardOrderError",
+    "CheckpointError",
+    "CollectiveFailedError",
+    "FairshardError",
+    "GradRequiresGradError",
+    "HeldGradientError",
+    "HostMemoryError",
+    "LocalScalingError",
+    "MixedGroupsError",
+    "NonFiniteGradientError",
+    "NotRootError",
+    "OptionsExcludeError",
+    "ParameterShardedError",
+    "PartialGradientError",
+    "RanksDisagreeError",
+    "ShardChangedError",
+    "ShardOptimizerError",
+    "StaleOptimizerError",
+    "StateDictTypesDifferError",
+    "TrainingStateError",
+]
+
 
 class FairshardError(RuntimeError):
     """Base of everything that fairshard raises while running."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        known = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        self.__notes__ = [f"Cause and cure: docs/reference/errors.md#{known.__name__.lower()}"]
 
 
 class TrainingStateError(FairshardError, ValueError, AssertionError):

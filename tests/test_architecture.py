@@ -1,6 +1,7 @@
 """The house rules that can be checked by reading the source, and the one that needs a training step."""
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -31,8 +32,8 @@ CORE = [
 
 # Floors, bottom to top: the modules directly below fairshard/. A module imports from its own floor or a lower one.
 FLOORS = [
-    *("errors", "utils", "settings", "params", "engine", "views", "checks", "observe", "join", "setup", "state"),
-    *("plan", "optim", "checkpoint", "nn", "integrations", "cli"),
+    *("errors", "version", "utils", "settings", "params", "engine", "views", "checks", "observe", "join", "setup"),
+    *("state", "planning", "optim", "checkpoint", "nn", "integrations", "cli"),
 ]
 
 # Imports that still point up, by importing module.
@@ -46,7 +47,7 @@ OLD_PATHS = {
     "fairshard.nn.data_parallel.options": "fairshard.settings.fsdp1",
     "fairshard.nn.data_parallel.policies": "fairshard.settings.fsdp2",
     "fairshard.nn.data_parallel.state_dict_config": "fairshard.settings.state_dicts",
-    "fairshard.nn.data_parallel.summary": "fairshard.plan.summary",
+    "fairshard.nn.data_parallel.summary": "fairshard.planning.summary",
     "fairshard.utils.timeline": "fairshard.observe.timeline",
     "fairshard.utils.unit_event": "fairshard.observe.unit_event",
 }
@@ -103,9 +104,31 @@ def module_name(path):
 KNOWN = {module_name(file): file for file in FILES}
 
 
+@functools.cache
+def tree_of(path):
+    """The syntax tree of a file, which no test changes."""
+    return ast.parse(path.read_text())
+
+
+def in_each_file(check):
+    """A test that calls ``check(path)`` for each file of the package, and names all that fail."""
+
+    def test():
+        problems = []
+        for name, path in KNOWN.items():
+            try:
+                check(path)
+            except AssertionError as error:
+                problems.append(f"{name}: {error}")
+        assert not problems, "\n".join(problems)
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
+
+
 def imports(path):
     """``(line, module)`` of every import of a fairshard module, type-only imports included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -118,11 +141,11 @@ def imports(path):
 
 
 def floor_of(name):
-    """Number of the floor of module ``name``; the package itself, with a version and an error, is on the lowest."""
-    return FLOORS.index(name.split(".")[1]) if "." in name else 0
+    """Number of the floor of module ``name``; the package itself, which offers names of all rooms, is the roof."""
+    return FLOORS.index(name.split(".")[1]) if "." in name else len(FLOORS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_imports_point_down(path):
     """A module imports from its own floor and the floors below, never from above, not even for types."""
     name = module_name(path)
@@ -179,7 +202,7 @@ def test_no_room_needs_an_integration():
 def test_only_old_paths_reach_up_by_name():
     """`moved`, which imports a module without an import statement, is called only at old paths."""
     for name, path in KNOWN.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and dotted(node.func) == "moved":
                 assert name in OLD_PATHS, f"{path}:{node.lineno}"
 
@@ -199,11 +222,11 @@ def test_span_imports_nothing():
 def test_utils_do_not_name_modules():
     """Nothing in ``fairshard.utils`` names ``torch.nn.Module``."""
     for path in (PACKAGE / "utils").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             assert not (isinstance(node, ast.Attribute) and node.attr == "Module"), f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_files_are_short(path):
     """No file has more lines than a reader can keep in mind."""
     assert len(path.read_text().splitlines()) <= MAX_LINES
@@ -228,7 +251,7 @@ def dotted(node):
 VENDORS = ("cuda", "hip", "rocm", "nccl", "xpu", "mps", "npu", "hpu")
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_vendors_are_named_in_one_file(path):
     """Only ``utils/device.py`` decides by the vendor of a device; other code asks what the device can do.
 
@@ -237,7 +260,7 @@ def test_vendors_are_named_in_one_file(path):
     if module_name(path) == f"{UTILS}.device":
         return
     allowed = {"NCCL"} if module_name(path) == "fairshard.nn.data_parallel.in_place.comm" else set()  # torch's default
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         words = [getattr(node, name, None) for name in ("id", "attr", "arg", "module", "value", "name")]
         for word in words:
             if isinstance(word, str) and " " not in word and word not in allowed:
@@ -249,21 +272,21 @@ FACTORIES = {f"torch.{name}" for name in ("arange", "empty", "eye", "full", "lin
 FACTORIES |= {f"torch.{name}" for name in ("rand", "randint", "randn", "randperm")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_new_tensors_name_their_device(path):
     """The engine's own tensors are not moved by ``torch.set_default_device``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and dotted(node.func) in FACTORIES:
             names = {keyword.arg for keyword in node.keywords}
             assert "device" in names, f"{path}:{node.lineno}: {dotted(node.func)} without `device`"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_collectives_are_called_in_three_files(path):
     """Collectives and groups of torch.distributed are used in the files of `COMMUNICATING` only, and for tests."""
-    if module_name(path) in (*COMMUNICATING, f"{UTILS}.testing", f"{UTILS}.rank_pool"):
+    if module_name(path) in (*COMMUNICATING, f"{UTILS}.testing", f"{UTILS}.rank_call"):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
             owner = dotted(node.value)
             assert owner not in ("dist", "torch.distributed", "distributed_c10d", "c10d"), f"{path}:{node.lineno}"
@@ -274,7 +297,7 @@ def test_collectives_are_called_in_three_files(path):
 
 def check_does_not_name(path, forbidden):
     """Check that no name, attribute, import or string in the file is one of ``forbidden``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names = {getattr(node, "attr", None), getattr(node, "id", None)}
         if isinstance(node, ast.ImportFrom):
             names |= {alias.name for alias in node.names}
@@ -283,7 +306,7 @@ def check_does_not_name(path, forbidden):
         assert not names & forbidden, f"{path}:{getattr(node, 'lineno', 0)}: {names & forbidden}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_private_autograd_is_used_in_one_file(path):
     """Private names of autograd appear only in ``utils/autograd.py``."""
     if module_name(path) == f"{UTILS}.autograd":
@@ -295,7 +318,7 @@ def test_private_autograd_is_used_in_one_file(path):
 PRIVATE_DYNAMO = {"eval_frame", "set_eval_frame", "set_code_exec_strategy", "skip_code", "_torchdynamo_disable"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_private_names_of_dynamo_are_used_in_one_file(path):
     """Private names of torch's tracer appear only in ``utils/dynamo.py``."""
     if module_name(path) != f"{UTILS}.dynamo":
@@ -307,7 +330,7 @@ TORCHS_MARKS = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 TORCHS_KEYS = {"STATE_KEY", "REGISTRY_KEY", "_module_state_mapping", "_insert_module_state", *TORCHS_MARKS}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_torchs_keys_are_named_in_one_file(path):
     """State and keys that torch's code looks for on modules appear only in ``nn/data_parallel/torch_state.py``."""
     if module_name(path) == "fairshard.nn.data_parallel.torch_state":
@@ -319,10 +342,10 @@ PARAMETER_NAMES = {"p", "param", "parameter", "leaf", "shard", "full", "tensor",
 TENSOR_ATTRIBUTES = {"data", "grad", "grad_dtype", "requires_grad", "_local_tensor", "_spec"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@in_each_file
 def test_no_attributes_are_added_to_parameters(path):
     """Code assigns only torch's own attributes on a parameter: state has one owner."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         targets = []
         if isinstance(node, ast.Assign):
             targets = node.targets
@@ -341,7 +364,7 @@ def test_no_function_takes_a_state_first():
     for path in FILES:
         if module_name(path).endswith(".comm_hooks"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.args.args:
                 first = node.args.args[0].arg
                 assert first not in ("state", "_state"), f"{path}:{node.lineno}: {node.name}({first}, ...)"
@@ -427,7 +450,7 @@ def test_python_is_clean_of_debugging():
     """No ``print`` outside the command line, no ``breakpoint``, no empty ``except``."""
     for path in FILES:
         in_cli = module_name(path).startswith("fairshard.cli")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
                 assert dotted(node.func) != "breakpoint", f"{path}:{node.lineno}"
                 assert in_cli or dotted(node.func) != "print", f"{path}:{node.lineno}"

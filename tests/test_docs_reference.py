@@ -1,8 +1,11 @@
 """The reference has every public name once, no internal one, every error, and the drawings of their script."""
 
+import copy
 import inspect
+import pickle
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,30 @@ def test_every_error_has_an_anchor_a_cause_and_a_cure():
             if cls is not fairshard.errors.FairshardError:
                 assert "**Cause.**" in section
                 assert "**Cure.**" in section
+
+
+def test_a_traceback_names_the_section_of_the_error():
+    """A note below the message names the anchor, in copies too; a message that quotes another has no second one."""
+    text = (DOCS / "reference" / "errors.md").read_text()
+    errors = [error for error in vars(fairshard.errors).values() if inspect.isclass(error)]
+    assert len(errors) > 15
+
+    class Own(fairshard.errors.CheckpointError):
+        """A user's own class, without a section."""
+
+    for kind in (*errors, Own):
+        error = kind("what is wrong")
+        assert str(error) == "what is wrong"
+        (note,) = error.__notes__
+        page, _, anchor = note.rpartition(" ")[2].partition("#")
+        assert (DOCS.parent / page).read_text() == text
+        assert f"\n({anchor})=\n" in text
+        copies = [copy.copy(error)] if kind is Own else [copy.copy(error), pickle.loads(pickle.dumps(error))]
+        assert all(other.__notes__ == [note] and other.args == error.args for other in copies)
+        if sys.version_info >= (3, 11):
+            printed = "".join(traceback.format_exception(fairshard.errors.FairshardError(f"quoted: {error}")))
+            assert printed.endswith("quoted: what is wrong\nCause and cure: docs/reference/errors.md#fairsharderror\n")
+    assert Own("").__notes__ == fairshard.errors.CheckpointError("").__notes__
 
 
 @pytest.mark.parametrize("draw", drawings.PICTURES, ids=lambda draw: draw.__name__)

@@ -158,6 +158,27 @@ def test_two_ranks_save_three_go_on_and_safetensors_come_out(tmp_path):
     assert weights["0.0.weight"].shape == (16, 16)
 
 
+def train_own_model(name, folder):
+    """A rank of ``fairshard train --factory name:build``; its training losses."""
+    from fairshard.cli.loop import TrainOptions, train
+
+    losses = []
+    sizes = {"context": 16, "batch_size": 8, "steps": 6, "save_every": 0, "lr": 1e-2, "warmup": 1}
+    options = TrainOptions(factory=f"{name}:build", data=folder / "text", out=folder / "run", **sizes)
+    train(options, on_step=lambda metrics: losses.append(metrics.loss))
+    return losses
+
+
+def test_a_model_of_your_own_trains_from_the_command_line(tmp_path, monkeypatch):
+    """The module is found by its name; the losses are those of its own function, equal on both ranks, and fall."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    losses, other = run_ranks(2, train_own_model, "own_model", tmp_path, timeout=120.0)
+    assert losses == other
+    assert losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "run" / "run.png").exists()
+
+
 @pytest.mark.full
 def test_the_rank_that_diverges_is_found(tmp_path):
     """Both ranks print the ranks, modules and lines of code that differ: what the page shows."""

@@ -26,6 +26,7 @@ from fairshard.checkpoint.step_folders import StepFolders
 from fairshard.checkpoint.step_names import check_step, step_name
 from fairshard.checkpoint.storage import full_path
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
+from fairshard.utils.keywords import named_keywords
 from fairshard.utils.watchdog import watch
 
 _log = logging.getLogger("fairshard")
@@ -64,6 +65,7 @@ class Checkpointer:
         preemption: asked by `maybe_save` whether to stop; see `on_preemption`.
     """
 
+    @named_keywords("Checkpointer")
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -75,6 +77,8 @@ class Checkpointer:
         memory_folder: str | os.PathLike[str] = MEMORY_FOLDER,
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last), ("memory_every", memory_every)):
+            if value is not None and not isinstance(value, int):
+                raise TypeError(f"`{name}` must be a number of steps, but is {value!r}.")
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
         watch()
@@ -89,6 +93,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: FairshardError | None = None
         self._has_cleaned = False
+        self._is_compared = False
         folder = os.path.abspath(memory_folder)
         self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
@@ -115,7 +120,10 @@ class Checkpointer:
 
         Raises:
             Preempted: on every rank, once the step is saved, if a signal asked for it; see `on_preemption`.
+            ValueError: on every rank, in the first call, if ranks differ in ``every`` or ``memory_every``.
         """
+        if not self._is_compared:
+            self._compare()
         self.lock()
         is_last = self.preemption is not None and self.preemption.is_due()
         if self._memory and step % self._memory.every == 0 and not is_last:
@@ -127,6 +135,19 @@ class Checkpointer:
             self.close()
             raise Preempted(step)
         return True
+
+    def _compare(self) -> None:
+        """Check that all ranks save at the same steps: otherwise one would wait for the others. **Collective.**"""
+        own = {"every": self.every, "memory_every": None if self._memory is None else self._memory.every}
+        found = on_all_ranks(idle_group(), lambda: own)
+        for rank, others in enumerate(found):
+            for name, value in others.items():
+                if value != found[0][name]:
+                    raise ValueError(
+                        f"`{name}` of a Checkpointer must be the same on all ranks, but is {found[0][name]} on rank 0 "
+                        f"and {value} on rank {rank} of {len(found)}. Pass the same number on every rank."
+                    )
+        self._is_compared = True
 
     def save(
         self,

@@ -56,6 +56,18 @@ class Training:
     scaler: Stateful | None = None
     extra: dict[str, Any] | Stateful | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"`model` must be an nn.Module, but is {type(self.model).__name__}. Pass the model itself, not its "
+                "state dict, after the folder or the step."
+            )
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(
+                f"`optimizer` must be an optimizer or None, but is {type(self.optimizer).__name__}. Pass the optimizer "
+                "itself, not its state dict."
+            )
+
 
 def object_entries(training: Training, rank: int) -> dict[str, Any]:
     """Entries other than model and optimizer; this rank's own values are under its `rank_key`.

@@ -27,7 +27,7 @@ from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
 from fairshard.errors import CheckpointError
 from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
-from fairshard.state.optim_loading import ShardedOptimState
+from fairshard.state.optim_loading import ShardedOptimState, check_of_class
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.watchdog import explained
 
@@ -179,6 +179,7 @@ def _read(values: dict[str, Any], reader: CheckpointReader, group: ProcessGroup 
 def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved: dict[str, Any]) -> dict[str, Any]:
     """What ``optimizer.load_state_dict`` takes for the state ``saved`` by name. **Collective.**"""
     made = ShardedOptimState(model, adopts=True).make(saved, params.groups_of(optimizer))
+    check_of_class(made, optimizer)
     return {"param_groups": optimizer.state_dict()["param_groups"], **made}
 
 

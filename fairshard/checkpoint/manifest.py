@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-import fairshard
 from fairshard.checkpoint.storage import MANIFEST, Storage
 from fairshard.errors import CheckpointError
+from fairshard.version import __version__
 
 MAX_MANIFEST_NBYTES = 1 << 23
 """Enough for the files of 50,000 ranks."""
@@ -42,7 +42,7 @@ class Manifest:
     files: dict[str, FileEntry]
     aliases: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(
-        default_factory=lambda: {"fairshard": fairshard.__version__, "torch": torch.__version__}
+        default_factory=lambda: {"fairshard": __version__, "torch": torch.__version__}
     )
 
     def to_json(self) -> str:

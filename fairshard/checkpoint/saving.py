@@ -97,10 +97,11 @@ def save(
         CheckpointError: on every rank, if ``folder`` exists or cannot be written.
         TypeError: on every rank, if a value could not be read back as plain data.
     """
+    training = Training(model, optimizer, scheduler, scaler, extra)
     path = full_path(folder)
     group = idle_group()
     on_all_ranks(group, lambda: _check_free(path) if rank_in(group) == 0 else None)
-    draft = take(Training(model, optimizer, scheduler, scaler, extra), step, None)
+    draft = take(training, step, None)
     try:
         write(draft, path, group)
     finally:

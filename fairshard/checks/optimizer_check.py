@@ -210,13 +210,15 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _stepped_roots(optimizer: Optimizer) -> list[Root]:
-    """The models of which ``optimizer`` holds shards."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return [
-        root
-        for root in list(roots)
-        if any(id(one.shard) in held for unit in root.units for fp in unit.flat_params for one in fp.stepped)
-    ]
+    """The models of which ``optimizer`` holds shards, in the order of its parameters: it is the same on all ranks."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    place = {id(param): index for index, param in enumerate(params)}
+    first = {}
+    for root in list(roots):
+        places = [place.get(id(one.shard)) for unit in root.units for fp in unit.flat_params for one in fp.stepped]
+        if held := [index for index in places if index is not None]:
+            first[root] = min(held)
+    return sorted(first, key=first.__getitem__)
 
 
 def _hiding(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -278,12 +280,15 @@ def _showing_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 def check_whole_gradients(optimizer: Optimizer) -> None:
     """Raise if an exception left a gradient incomplete that ``optimizer`` would use.
 
+    Cleans up after a backward that raised only in models that ``optimizer`` steps: that is **collective**, and some
+    ranks may have dropped another model.
+
     Raises:
         PartialGradientError: naming the first such shard.
     """
-    for root in list(roots):
-        if root.backward is not None and root.backward.is_over:  # it raised, and no forward has run since
-            root.reset()
+    if any(root.in_backward for root in list(roots)):
+        for root in _stepped_roots(optimizer):
+            root.drop_interrupted()
     if not interrupted:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

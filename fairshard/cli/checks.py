@@ -48,7 +48,7 @@ def check_options(options: TrainOptions, world_size: int, local_size: int) -> Te
 def _check_packages(options: TrainOptions) -> None:
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
-        raise OptionError(f"{' and '.join(missing)} must be installed. Run: pip install 'fairshard[train]'")
+        raise OptionError(f"{' and '.join(missing)} must be installed. Run: pip install 'fairshard[cli]'")
     if options.log is not None and importlib.util.find_spec(options.log) is None:
         raise OptionError(f"--log {options.log} needs a package that is not installed. Run: pip install {options.log}")
 

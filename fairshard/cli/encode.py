@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from fairshard.cli.chunks import chunks, too_short
 from fairshard.cli.sharded import TrainingStopped
-from fairshard.cli.text import Piece, Text, TextPlan
+from fairshard.cli.text import Text, TextPlan
 from fairshard.utils.messages import gather_objects, host_group
 
 FOLDER = "tokens"
@@ -39,10 +40,7 @@ def encoded(plan: TextPlan, tokenizer: Any, folder: Path, rank: int, context: in
     train, validation = (np.memmap(folder / f"{side}.bin", dtype, "r") for side in ("train", "validation"))
     for side, tokens in (("train on", train), ("validate on", validation)):
         if len(tokens) < context + 1:
-            raise TrainingStopped(
-                f"a context of {context} needs {context + 1} tokens to {side}, but {plan.source} leaves {len(tokens)}. "
-                "Pass more text or a smaller --context."
-            )
+            raise TrainingStopped(too_short(plan, side, len(tokens), context))
     return Text(train, validation, plan.validation_nbytes / len(validation))
 
 
@@ -54,20 +52,9 @@ def _write(plan: TextPlan, tokenizer: Any, folder: Path) -> Iterator[bool]:
     for side, pieces in (("train", plan.train), ("validation", plan.validation)):
         with (folder / f"{side}.bin").open("wb") as out:
             for piece in pieces:
-                for text in _chunks(piece):
+                for text in chunks(piece, _CHUNK_NBYTES):
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                     out.write(np.asarray(ids, dtype).tobytes())
                     yield False
                 out.write(np.asarray(end, dtype).tobytes())
     (folder / _DONE).write_text(json.dumps({"dtype": dtype}) + "\n", encoding="utf-8")
-
-
-def _chunks(piece: Piece) -> Iterator[str]:
-    """The text of a piece, cut between lines."""
-    with piece.path.open("rb") as file:
-        file.seek(piece.begin)
-        left = piece.end - piece.begin
-        while left > 0 and (lines := file.readlines(min(left, _CHUNK_NBYTES))):
-            chunk = b"".join(lines)[:left]
-            left -= len(chunk)
-            yield chunk.decode("utf-8", errors="replace")

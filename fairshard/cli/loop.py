@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from fairshard import __version__
 from fairshard.checkpoint import Checkpointer, Preempted, Preemption, on_preemption
 from fairshard.cli.checks import check_options
 from fairshard.cli.encode import FOLDER as TOKENS
@@ -42,11 +41,12 @@ from fairshard.cli.trace import traced
 from fairshard.cli.trackers import tracker
 from fairshard.cli.trainer import Trainer
 from fairshard.errors import CheckpointError
-from fairshard.plan.summary import UnitRow, unit_lines, unit_table
+from fairshard.planning.summary import UnitRow, unit_lines, unit_table
 from fairshard.utils.device import peak_memory, set_device
 from fairshard.utils.host import visible_cpus
 from fairshard.utils.messages import gather_objects, gather_scalars, host_group
 from fairshard.utils.size_text import size_text
+from fairshard.version import __version__
 
 __all__ = ["OnStep", "StepMetrics", "TrainOptions", "train"]
 
@@ -136,7 +136,7 @@ def train_steps(
         for step in range(done + 1 if done else 0, options.steps + 1):
             if step > 0:
                 is_traced = step == options.trace
-                with traced(sharded.model, folder, step, ranks.rank, device) if is_traced else contextlib.nullcontext():
+                with traced(sharded.model, folder, step) if is_traced else contextlib.nullcontext():
                     metrics = trainer.step(step)
                 if log:
                     log.step(metrics)

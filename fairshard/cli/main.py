@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-import fairshard
 from fairshard.cli.checkpoint_commands import add_checkpoint_commands
 from fairshard.cli.flags import add_train_arguments
 from fairshard.cli.option_error import OneLineParser, OptionError
 from fairshard.cli.plan import add_plan_command
 from fairshard.cli.resume import chosen_options
+from fairshard.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser; each subcommand sets ``run``, a function of the parsed arguments that returns the exit code."""
     parser = OneLineParser("fairshard", description="ZeRO-3 for PyTorch in plain Python.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"fairshard {fairshard.__version__}")
+    parser.add_argument("--version", action="version", version=f"fairshard {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     train = commands.add_parser(

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import fairshard
-from fairshard.plan.summary import StateBytes
+from fairshard.planning.summary import StateBytes
+from fairshard.version import __version__
 
 _MAX_SHOWN = 2000
 
@@ -181,7 +181,7 @@ def make_run_folder(out: Path | None) -> Path:
 def write_config(path: Path, entries: Mapping[str, Any]) -> None:
     """Write ``config.json``: ``entries``, the start time, and the versions of the software."""
     versions = {
-        "fairshard": fairshard.__version__,
+        "fairshard": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),

@@ -25,7 +25,7 @@ from fairshard.cli.wrapping import POLICIES, check_policy, policy_of
 
 _GPT_FLAGS = ("layers", "dim", "heads", "context", "vocab_size")
 if TYPE_CHECKING:
-    from fairshard.plan.wrap_plan import WrapPlan
+    from fairshard.planning.wrap_plan import WrapPlan
 
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -200,7 +200,7 @@ def _described(
 
 def _check_png(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--png needs matplotlib. Run: pip install 'fairshard[train]'")
+        raise OptionError("--png needs matplotlib. Run: pip install 'fairshard[cli]'")
     if path.suffix.lower() != ".png":
         raise OptionError(f"--png must end in .png, but is {path}.")
     check_new(path, "--png ")

@@ -14,7 +14,7 @@ from fairshard.cli.progress import Progress, say, summary_lines
 from fairshard.cli.resume import kept_lines
 from fairshard.cli.trace import TRACE_FILES
 from fairshard.cli.trackers import Tracker, tracked
-from fairshard.plan.summary import StateBytes
+from fairshard.planning.summary import StateBytes
 
 
 def run_title(config: Mapping[str, Any]) -> tuple[str, str]:

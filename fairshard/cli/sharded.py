@@ -17,7 +17,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fairshard.optim.grad_norm import clip_grad_norm_
-from fairshard.plan.choice import Chooser, ModuleTree
+from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.utils.messages import gather_objects, host_group
 
 

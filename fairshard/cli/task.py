@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairshard.cli.chunks import check_length
 from fairshard.cli.factory import Loss, imported, parts_of
 from fairshard.cli.gpt import GPT, GPTConfig
 from fairshard.cli.option_error import OptionError
@@ -106,6 +107,7 @@ def _checked_hf(options: TrainOptions, plan: TextPlan) -> nn.Module:
                 f"the tokenizer in {options.hf} has token {largest}, but the model has a vocabulary of {vocab_size}. "
                 "Pass the tokenizer of this model."
             )
+        check_length(plan, tokenizer, options.context)
     else:
         cure = "Raise vocab_size in its config." if plan.is_text else "Pass tokens of this model's tokenizer."
         check_tokens(plan, vocab_size, cure)

@@ -21,7 +21,7 @@ from fairshard.cli.ranks import Ranks
 from fairshard.cli.sharded import Sharded, TrainingStopped
 from fairshard.cli.text import Ids, Pieces, Text, even_starts, windows
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.plan.summary import StateBytes, copy_wait_s, state_bytes
+from fairshard.planning.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.device import memory_allocated
 from fairshard.utils.messages import gather_scalars

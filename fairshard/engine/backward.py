@@ -36,7 +36,6 @@ from fairshard.utils.autograd import NO_BACKWARD, current_task
 
 _MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
 
-
 _LAST_MARK, _GATHER, _SEND = Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
 
@@ -219,12 +218,11 @@ class Backward:
         while self._cursor < num_steps:
             cursor = self._cursor
             kind, number, _ = steps[cursor]
-            if kind <= _LAST_MARK:
-                if cursor > passed and stops[cursor] and not is_serving:
-                    break
-                self._cursor = cursor + 1
-                continue
+            if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not is_serving:
+                break
             self._cursor = cursor + 1
+            if kind <= _LAST_MARK:
+                continue
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit, from_part=plan.from_parts[number])
@@ -320,10 +318,12 @@ class Backward:
         return self.task() is None or (current_task() == NO_BACKWARD and self._first.shared.is_on_its_thread)
 
     def abandon(self) -> None:
-        """After an exception: issue the remaining collectives, so that no other rank waits, and drop their results."""
-        for listing in self._listings:
-            listing.hide()
-        self._listings.clear()
+        """After an exception: issue the remaining collectives, and drop their results. **Collective.**
+
+        Ranks may have raised at different steps, or not at all: afterwards all have issued the same collectives.
+        """
+        while self._listings:
+            self._listings.pop().hide()
         for model in self.models:
             model.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
         # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.

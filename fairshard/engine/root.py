@@ -334,7 +334,7 @@ class Root:
         self._wait_for_reads()
 
     def reset(self) -> None:
-        """Clean up after a pass that raised, in all models that it went through."""
+        """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
         backward = self.backward
         reached = [self] if backward is None else [root for root in roots if root.backward is backward]
         with self.shared.at_home(returns=True):
@@ -344,7 +344,7 @@ class Root:
                 root._drop_pass(backward)
 
     def drop_interrupted(self) -> None:
-        """Call `reset` if a backward has raised and was not cleaned up yet."""
+        """Call `reset` if a backward has raised and was not cleaned up yet; called only in uses of this model."""
         if self.backward is not None and self.backward.is_over:
             self.reset()
 

@@ -30,6 +30,8 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import OPTIMIZER_NAME, DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
+__all__ = ["disable", "enable", "enabled"]
+
 PACKAGES = ("accelerate", "transformers", "peft", "trl")
 _LOAD_OPTIMIZER = "load_fsdp_optimizer"
 _OF_MODELS = ("extract_model_from_parallel", "save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer")

@@ -12,6 +12,8 @@ from typing import Any
 from fairshard.integrations.torch_names import reading, require
 from fairshard.nn import FullyShardedDataParallel
 
+__all__ = ["FairshardPrecision", "FairshardStrategy"]
+
 require("lightning", at_least="2.5")
 from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402

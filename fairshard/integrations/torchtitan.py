@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from fairshard.integrations.torch_names import redirect, require, restore
 from fairshard.nn import fully_shard
 
+__all__ = ["disable", "enable", "enabled"]
+
 require("torchtitan", at_least="0.3")
 
 PACKAGES = ("torchtitan",)

@@ -22,6 +22,15 @@ from torch.distributed import ProcessGroup
 from fairshard.utils.collectives import Communicator, communicator, exchange_tag
 from fairshard.utils.messages import default_group
 
+__all__ = [
+    "DefaultState",
+    "LowPrecisionState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "reduce_scatter_hook",
+]
+
 
 class DefaultState:
     """State of the hooks below: the group, and the divisors before and after the sum.

@@ -26,10 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from fairshard.plan.choice import Chooser, ModuleTree
-from fairshard.plan.memory import OPTIMIZERS, plan_memory
-from fairshard.plan.padding import OwnedBytes
-from fairshard.plan.policies import (
+from fairshard.planning.choice import Chooser, ModuleTree
+from fairshard.planning.memory import OPTIMIZERS, plan_memory
+from fairshard.planning.padding import OwnedBytes
+from fairshard.planning.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     _or_policy,
@@ -41,8 +41,8 @@ from fairshard.plan.policies import (
     transformer_auto_wrap_policy,
     wrapper_config,
 )
-from fairshard.plan.units import UnitPlan
-from fairshard.plan.wrap_plan import BucketRow, MemoryTerm, WrapPlan
+from fairshard.planning.units import UnitPlan
+from fairshard.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.lines import PlacementFn
 from fairshard.utils.device import default_device_type

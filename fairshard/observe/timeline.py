@@ -14,12 +14,23 @@ A lane has one row for each interval that was open at the same time.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from fairshard.engine.tree import units_below
+from fairshard.observe.observer import observe
 from fairshard.observe.unit_event import END, UnitEvent
+from fairshard.utils.device import memory_allocated
+from fairshard.utils.messages import gather_objects, host_group
+from fairshard.utils.streams import is_asynchronous
+
+__all__ = ["Bar", "Overlap", "bars", "draw_timeline", "gathered_bytes", "overlap", "timeline", "write_trace"]
 
 LANES = ("compute", "gather", "reduce", "copy", "optimizer")
 
@@ -53,6 +64,54 @@ class Bar:
     fqn: str
     start: float
     end: float
+
+
+@contextmanager
+def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[None]:
+    """Observe ``model`` in the block; rank 0 then writes the timeline of all ranks to each path. **Collective.**
+
+    A path that ends in ``.json`` gets Chrome's trace, any other a picture with the memory of each rank over time: that
+    of tensors on an accelerator, on the CPU that of gathered weights (`write_trace`, `draw_timeline`). Their folders
+    must exist. Ranks may have different clocks: each counts time from when it has heard from all others::
+
+        with fairshard.timeline(model, "step.png", "step.json"):
+            model(inputs).sum().backward()
+
+    Raises:
+        ValueError: ``model`` contains no unit.
+    """
+    group = host_group()
+    gather_objects(None, group)
+    start = time.perf_counter()
+    events: list[UnitEvent] = []
+    memory: list[tuple[float, int]] = []
+    lines = [(fqn, unit, flat_param) for fqn, unit in units_below(model) for flat_param in unit.flat_params]
+
+    def note(event: UnitEvent) -> None:
+        events.append(event)
+        device = lines[0][2].compute_device
+        if is_asynchronous(device):
+            memory.append((event.time - start, memory_allocated(device)))
+
+    with observe(model, note):
+        yield
+    own = [event._replace(time=event.time - start) for event in events]
+    label = "memory of tensors"
+    if not memory:  # a process keeps what it has freed
+        label = "gathered weights"
+        nbytes_of: dict[str, int] = {}
+        for fqn, unit, flat_param in lines:
+            nbytes = flat_param.layout.padded_numel * flat_param.compute_dtype_under(unit.config).itemsize
+            nbytes_of[fqn] = nbytes_of.get(fqn, 0) + nbytes
+        memory = gathered_bytes(own, nbytes_of)
+    by_rank = gather_objects((own, memory), group)
+    for path in map(Path, paths) if group is None or group.rank() == 0 else ():
+        each = [events for events, _ in by_rank]
+        if path.suffix == ".json":
+            write_trace(path, each)
+        else:
+            memories = [memory for _, memory in by_rank]
+            draw_timeline(path, each, title, memories, label, headline=label == "gathered weights")
 
 
 def bars(events: Sequence[UnitEvent]) -> list[Bar]:
@@ -153,7 +212,7 @@ def draw_timeline(
     memory_label: str = "gathered weights",
     headline: bool = True,
 ) -> None:
-    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[train]``).
+    """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[cli]``).
 
     Args:
         memory: ``(time, bytes)`` of each rank, drawn below; see `gathered_bytes`.

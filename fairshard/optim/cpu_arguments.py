@@ -8,9 +8,44 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from fairshard.checks.block_state import block_numel_of, check_blocks
+from fairshard.utils.keywords import check_keywords, keywords_of
+from fairshard.utils.user_line import level_of_user
+
+
+def check_classes(model: Any, optimizer_class: Any) -> None:
+    """Raise unless ``model`` is a module, and ``optimizer_class`` a class.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` must be the sharded module, but is {type(model).__name__}. Pass the model; parameters or param "
+            "groups are passed as `params`."
+        )
+    if not isinstance(optimizer_class, type):
+        raise TypeError(
+            f"`optimizer_class` must be a class, but is an object of {type(optimizer_class).__name__}. Pass "
+            "torch.optim.AdamW and its arguments, as in `CPUOptimizer(model, torch.optim.AdamW, lr=1e-3)`."
+        )
+
+
+def check_optimizer_keywords(optimizer_class: type, given: Mapping[str, Any]) -> None:
+    """Raise if ``optimizer_class`` does not take one of the arguments ``given``.
+
+    Raises:
+        TypeError: with the nearest argument of it or of `CPUOptimizer`.
+    """
+    known = keywords_of(optimizer_class)
+    if known is not None:
+        check_keywords(f"CPUOptimizer (or {optimizer_class.__name__})", given, (known | _OWN) - {"params"})
+
+
+_OWN = {"params", "clip_grad_norm", "clip_mode", "overlap", "state_dtype", "offload_fraction", "num_threads"}
 
 
 def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: torch.dtype | None) -> None:
@@ -29,7 +64,7 @@ def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: t
             "only after the backward, when shards have already been stepped."
         )
     if mode == "speculate" and not overlap:
-        warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=3)
+        warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=level_of_user())
     if state_dtype not in (None, torch.bfloat16):
         raise ValueError(f"`state_dtype` must be torch.bfloat16 or None (fp32), but is {state_dtype}.")
 

@@ -22,7 +22,14 @@ from fairshard.checks.optimizer_check import (
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
-from fairshard.optim.cpu_arguments import check_arguments, check_quantised, check_steps_together, with_fused
+from fairshard.optim.cpu_arguments import (
+    check_arguments,
+    check_classes,
+    check_optimizer_keywords,
+    check_quantised,
+    check_steps_together,
+    with_fused,
+)
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_norm import clip_grad_norm_, exceeds
@@ -86,6 +93,8 @@ class CPUOptimizer(Optimizer):
         num_threads: int | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        check_classes(model, optimizer_class)
+        check_optimizer_keywords(optimizer_class, optimizer_kwargs)
         check_arguments(clip_grad_norm, clip_mode, overlap, state_dtype)
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"`num_threads` must be at least 1, or None for this rank's part, but is {num_threads}.")

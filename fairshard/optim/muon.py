@@ -21,6 +21,7 @@ from fairshard.optim.newton_schulz import DEFAULT_COEFFICIENTS, orthogonalized
 from fairshard.optim.own_part import OwnPart, layout_of, own_parts
 from fairshard.state.mixed_state import is_matrix
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.keywords import named_keywords
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -79,6 +80,7 @@ class Muon(Optimizer):
     finds_parts = True
     """Optimizers with this find the original parameters of shards themselves: they are allowed on all shards."""
 
+    @named_keywords("Muon")
     def __init__(
         self,
         params: Any,
@@ -96,6 +98,11 @@ class Muon(Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"`params` must be parameters or param groups, but is a {type(params).__name__}. Pass "
+                "`model.parameters()`."
+            )
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

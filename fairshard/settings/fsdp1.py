@@ -114,3 +114,18 @@ def adopt(value: Any, cls: type[Option]) -> Any:
         return cls[value.name]
     names = {field.name for field in fields(cls)}
     return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+
+
+_ELSEWHERE = {
+    "MixedPrecisionPolicy": "It is for fully_shard: pass `MixedPrecision(param_dtype=..., reduce_dtype=...)` here.",
+    "CPUOffloadPolicy": "It is for fully_shard: pass `cpu_offload=True` here.",
+    "OffloadPolicy": "It is for fully_shard: leave it out here.",
+    "MixedPrecision": "It is for FullyShardedDataParallel: pass `MixedPrecisionPolicy(param_dtype=..., "
+    "reduce_dtype=...)` here.",
+    "CPUOffload": "It is for FullyShardedDataParallel: pass `CPUOffloadPolicy()` here.",
+}
+
+
+def elsewhere(value: Any) -> str:
+    """What to pass in place of ``value``, if that is an option object of the other API; otherwise empty."""
+    return _ELSEWHERE.get(type(value).__name__, "")

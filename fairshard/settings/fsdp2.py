@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fairshard.settings.fsdp1 import MixedPrecision
+from fairshard.settings.fsdp1 import MixedPrecision, elsewhere
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,5 @@ def adopt_policy(name: str, given: Any, cls: type[Any]) -> Any:
             for own in (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy):
                 if own.__name__ == theirs.__name__ and issubclass(own, cls):
                     return own(**{field.name: getattr(given, field.name) for field in fields(own)})
-    raise TypeError(f"`{name}` must be a {cls.__name__}, but is {given!r}.")
+    how = elsewhere(given) or f"Pass a {cls.__name__} of fairshard.nn or torch.distributed.fsdp."
+    raise TypeError(f"`{name}` must be a {cls.__name__}, but is {given!r}. {how}")

@@ -18,6 +18,7 @@ from fairshard.utils.collectives import Communicator, Communicators, communicato
 from fairshard.utils.device import device_count
 from fairshard.utils.messages import default_group, group_of_one, subgroup
 from fairshard.utils.parallel import check_is_group
+from fairshard.utils.user_line import level_of_user
 from fairshard.utils.watchdog import watch
 
 Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
@@ -149,7 +150,8 @@ def find_groups(
     group = default_group() if process_group is None else process_group
     if strategy is ShardingStrategy.NO_SHARD:
         if reduce_group is not None:
-            warnings.warn("`process_group_reduce_scatter` has no effect with NO_SHARD: leave it out.", stacklevel=3)
+            text = "`process_group_reduce_scatter` has no effect with NO_SHARD: leave it out."
+            warnings.warn(text, stacklevel=level_of_user())
         return UnitGroups(OwnRank(), _saved(group))
     if reduce_group is not None and dist.get_process_group_ranks(reduce_group) != dist.get_process_group_ranks(group):
         raise ValueError(

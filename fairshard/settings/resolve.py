@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fairshard.settings.config import DEFAULTS, ORDER_CHECKS, LateOptions, UnitConfig
-from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt
+from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, adopt, elsewhere
+from fairshard.utils.user_line import level_of_user
 
 
 def resolve(
@@ -56,7 +57,7 @@ def resolve(
     }
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"`{name}` must be True or False, but is {value!r}. {_KEYWORDS}")
+            raise TypeError(f"`{name}` must be True or False, but is {value!r}. {elsewhere(value) or _KEYWORDS}")
     if move_grads_to_cpu is None:
         move_grads_to_cpu = flags["cpu_offload"]
     elif not isinstance(move_grads_to_cpu, bool):
@@ -65,6 +66,11 @@ def resolve(
         raise TypeError(f"`forward_prefetch` must be True, False or None, but is {forward_prefetch!r}.")
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or math.isnan(bucket_cap_mb):
         raise TypeError(f"`bucket_cap_mb` must be a number of megabytes, but is {bucket_cap_mb!r}.")
+    if bucket_cap_mb < 0:
+        raise ValueError(
+            f"`bucket_cap_mb` must be 0 or more, but is {bucket_cap_mb}. Pass 0 to reduce the gradients of each unit "
+            "separately."
+        )
     if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
         raise ValueError(f"`gradient_predivide_factor` must be positive, but is {gradient_predivide_factor!r}.")
     backward_prefetch = adopt(backward_prefetch, BackwardPrefetch)
@@ -119,7 +125,8 @@ def _strategy(strategy: Any, reshard: Any) -> tuple[ShardingStrategy, bool | int
     if not isinstance(reshard, bool) and reshard < 1:
         raise ValueError(f"`reshard_after_forward` must be a bool or a number of ranks, but is {reshard}.")
     if reshard == 1 and not isinstance(reshard, bool):
-        warnings.warn("`reshard_after_forward=1` keeps whole parameters on each rank: it means False.", stacklevel=4)
+        text = "`reshard_after_forward=1` keeps whole parameters on each rank: it means False."
+        warnings.warn(text, stacklevel=level_of_user())
         reshard = False
     if strategy is None:
         return (ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP), reshard
@@ -145,7 +152,8 @@ def _precision(
 ) -> MixedPrecision:
     """Resolve the precision arguments; ``reduce_dtype`` None means the compute dtype."""
     if not isinstance(mixed, (bool, MixedPrecision)):
-        raise TypeError(f"`mixed_precision` must be True, False or a MixedPrecision, but is {mixed!r}. {_KEYWORDS}")
+        how = elsewhere(mixed) or _KEYWORDS
+        raise TypeError(f"`mixed_precision` must be True, False or a MixedPrecision, but is {mixed!r}. {how}")
     if isinstance(mixed, MixedPrecision):
         if compute_dtype is not None or fp32_reduce_scatter or buffer_dtype is not None:
             raise ValueError(
@@ -189,7 +197,7 @@ def _check_precision(precision: MixedPrecision, force_input_to_fp32: bool, is_st
     if precision.param_dtype is None and precision.reduce_dtype is None and precision.keep_low_precision_grads:
         idle.append("`keep_low_precision_grads=True` has no effect without `param_dtype` or `reduce_dtype`")
     for line in idle:
-        warnings.warn(f"{line}. Leave it out.", stacklevel=4)
+        warnings.warn(f"{line}. Leave it out.", stacklevel=level_of_user())
 
 
 def late_options(

@@ -23,6 +23,7 @@ from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
+from fairshard.setup.around import watch_ddp
 from fairshard.utils.names import join
 from fairshard.utils.watchdog import reported
 
@@ -38,11 +39,15 @@ def watch_additions() -> None:
 
 
 def call_on_registration(on_parameter: Callable[..., Any], on_module: Callable[..., Any]) -> None:
-    """From now on, call these functions for each parameter and submodule that a module of this process gets."""
+    """From now on, call these functions for each parameter and submodule that a module of this process gets.
+
+    Also refuses DistributedDataParallel over the ranks of a unit.
+    """
     if on_parameter not in _watching:
         register_module_parameter_registration_hook(on_parameter)
         register_module_module_registration_hook(on_module)
         _watching.add(on_parameter)
+    watch_ddp()
 
 
 def check_added(module: nn.Module, unit: Unit) -> None:

@@ -24,6 +24,7 @@ from fairshard.utils.messages import communicates
 from fairshard.utils.parallel import validate_process_group
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.subclasses import inner_tensors
+from fairshard.utils.user_line import level_of_user
 
 _BUCKET_NBYTES = 250 * 2**20
 _RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of its input
@@ -139,7 +140,7 @@ def _warn_unsynced(module: nn.Module) -> None:
             warnings.warn(
                 f"`sync_module_states=True` has no effect on the inner unit `{fqn}`, which was already cut from each "
                 "rank's own values. Pass it to every wrapper.",
-                stacklevel=5,
+                stacklevel=level_of_user(),
             )
             return
 
@@ -180,7 +181,7 @@ def _device_of(name: str, given: Any) -> torch.device | None:
             warnings.warn(
                 f"`{name}` is an accelerator without a number, so the current one is used, {device}. Pass "
                 "its number to avoid this warning.",
-                stacklevel=4,
+                stacklevel=level_of_user(),
             )
     return device
 

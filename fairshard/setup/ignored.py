@@ -11,6 +11,7 @@ from torch import nn
 from fairshard.engine.origin import Ignored
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.utils.names import join
+from fairshard.utils.user_line import level_of_user
 
 
 def resolve_ignored(
@@ -46,7 +47,7 @@ def resolve_ignored(
         warnings.warn(
             f"The wrapped module ({type(module).__name__}) is itself ignored, so that nothing of it is sharded. Leave "
             "the wrapper out, or ignore parts of the module.",
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
     in_tree = {id(part): part for _, part in walk(module)}
     modules = {id(part): part for root in roots for part in root.modules() if id(part) in in_tree}

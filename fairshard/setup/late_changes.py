@@ -11,6 +11,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
 from fairshard.setup.added_parameters import check_all_known
+from fairshard.utils.names import join
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -61,13 +62,21 @@ def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
     """Raise if ``fn``, which will be applied to all tensors, changes the dtype or device of a unit that has run.
 
     Raises:
-        TypeError: ``fn`` changes one of them.
+        TypeError: ``fn`` changes one of them, or moves flat shards to the meta device, whatever has run.
     """
-    if unit.root is None:
+    if unit.root is None and unit.members is not None:
         return
     for flat_param in unit.flat_params:
         shard = flat_param.shard
         changed = fn(shard.data.new_empty(0))
+        if changed.is_meta and not shard.is_meta and unit.members is None:
+            raise TypeError(
+                f"A wrapped model must keep its values, but `{join(unit.fqn, flat_param.name)}` would go to the meta "
+                "device, which has none, and a shard cannot be initialised again. To build a model without memory, "
+                "make the module on the meta device before wrapping, and pass `param_init_fn`."
+            )
+        if unit.root is None:
+            continue
         if changed.dtype != shard.dtype or changed.device != shard.device:
             raise TypeError(
                 f"Dtype and device must be fixed before the first forward, but `{flat_param.name}` would "

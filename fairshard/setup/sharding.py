@@ -37,6 +37,7 @@ from fairshard.views.shown_whole import ShownWhole
 _OTHER_ENGINES = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",
+    "torch.nn.parallel.distributed",
     "fairscale.nn.data_parallel",
     "deepspeed.runtime",
     "fairshard.nn.flatten_params_wrapper",
@@ -236,8 +237,10 @@ def collect_slots(
             full_name = join(fqn, name)
             other = slot_of(param)
             if other is not None:
+                if (part, name) in other.owners and id(param) not in leaves:
+                    raise ValueError(_outer_first(other.fqn))
                 if shared is None or id(param) in leaves:
-                    raise ValueError(refusal(full_name, other.fqn))
+                    raise ValueError(refusal(full_name, other))
                 shared.note(other, part, name, full_name)
                 continue
             slots.setdefault(id(param), new_slot(param, full_name)).add_owner(part, name)
@@ -256,8 +259,9 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
     for fqn, unit in units_below(module):
         if (unit.members is not None) == (data is None):
             raise ValueError(
-                f"A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but `{fqn}` in "
-                f"this {type(module).__name__} was sharded by the other one. Use one of the two throughout."
+                "A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but "
+                f"`{fqn or 'root'}` in this {type(module).__name__} was sharded by the other one. Use one of the two "
+                "throughout."
             )
         slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
         skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.registered}
@@ -267,12 +271,7 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
             _check_module(fqn, part)
             taken = None if id(part) in inner else sharded_param_of(part)
             if taken is not None:
-                raise ValueError(
-                    f"Inner modules must be sharded before outer ones, but parameter `{taken}` of this module has "
-                    "already been sharded by a unit around or beside it. Call fully_shard or FullyShardedDataParallel "
-                    "on inner modules first, on modules that share parameters together, and use one of the two "
-                    "throughout."
-                )
+                raise ValueError(_outer_first(taken))
         for name, param in part._parameters.items():
             if param is not None and is_lazy(param) and id(param) not in skipped:
                 raise ValueError(
@@ -282,6 +281,14 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
             if param is not None and id(param) not in skipped:
                 _check_subclass(param, join(fqn, name), data is not None)
                 _check_dtensor(param, join(fqn, name), data)
+
+
+def _outer_first(fqn: str) -> str:
+    return (
+        f"Inner modules must be sharded before outer ones, but parameter `{fqn}` of this module has already been "
+        "sharded by a unit around or beside it. Call fully_shard or FullyShardedDataParallel on inner modules first, "
+        "before anything runs, on modules that share parameters together, and use one of the two throughout."
+    )
 
 
 def _check_subclass(param: nn.Parameter, fqn: str, in_place: bool) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState
@@ -79,7 +80,7 @@ class SharedParams:
         """
         for use in self._found:
             if use.is_due:
-                raise ValueError(refusal(join(unit_fqn, use.fqn), use.slot.fqn))
+                raise ValueError(refusal(join(unit_fqn, use.fqn), use.slot))
 
     def find_owners(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Find, among ``units`` of one model, the owners of the parameters that ``unit`` shares.
@@ -122,13 +123,19 @@ class SharedParams:
         return {"owners": (), "_found": self._found, "_appended": self._appended}
 
 
-def refusal(fqn: str, owner_fqn: str) -> str:
-    """The error message for parameter ``fqn``, which a second unit would shard."""
+def refusal(fqn: str, owner: ParamSlot) -> str:
+    """The error message for parameter ``fqn``, which a second unit would shard, and of which ``owner`` is the slot."""
+    how = (
+        "Make the two modules one unit (`fully_shard([first, second])`), or call fully_shard on neither of them, so "
+        "that the unit around both has the parameter."
+        if isinstance(owner.registered, DTensor)
+        else "Put one wrapper around both modules, or wrap neither of them, so that the wrapper around both has the "
+        "parameter; or, if neither is inside the other, wrap both with FullyShardedDataParallel and call "
+        "`append_shared_param(parameter)` on the second."
+    )
     return (
-        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner_fqn}` of a unit that is sharded "
-        "already. Make the two modules one unit (`fully_shard([first, second])`, or one wrapper around both), or make "
-        "neither a unit of its own; or, if neither is inside the other, wrap both with FullyShardedDataParallel and "
-        "call `append_shared_param(parameter)` on the second."
+        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner.fqn}` of a unit that is sharded "
+        f"already. {how}"
     )
 
 

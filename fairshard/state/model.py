@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import attribute_paths, modules_of, paths_of, walk
+from fairshard.engine.tree import attribute_paths, is_wrapper, modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.state.assigned_values import own_tensors_kept
+from fairshard.state.foreign_names import check_names, check_whole
 from fairshard.state.full_params import Showing, is_shown, is_shown_on_first, show, show_spans, with_owners
 from fairshard.utils.names import COMPILED, clean_tensor_name, join
 from fairshard.utils.span_tensor import SpanTensor
@@ -262,15 +263,18 @@ def load_module_state_dict(
     loadings: list[Loading],
     state: Mapping[str, Any],
     load: Callable[[Any], _IncompatibleKeys],
+    strict: bool,
 ) -> _IncompatibleKeys:
-    """Call ``load(state)``; its errors show unwrapped names, and are raised on all ranks. **Collective.**
+    """Call ``load(state)``, or if ``strict``, refuse names of something else.
 
-    After an error all `loadings` are abandoned.
+    **Collective.** Errors show unwrapped names, and are raised on all ranks; then all `loadings` are abandoned.
     """
     assert unit.comm is not None
     error: Exception | None = None
     if not isinstance(state, Mapping):
         error = TypeError(f"`state_dict` must be a dictionary, but is {type(state).__name__}.")
+    elif strict:
+        error = _refusal(wrapper, unit, state)
     raise_together([unit.comm], error)
     ready = _with_metadata(wrapper, state)
     if takes_from_first(unit.state_dict_settings.state_dict_config):
@@ -288,6 +292,20 @@ def load_module_state_dict(
             loading.abandon()
     raise_together([unit.comm], error)
     return keys
+
+
+def _refusal(wrapper: nn.Module, unit: Unit, state: Mapping[str, Any]) -> Exception | None:
+    """The error for a ``state`` that cannot be that of the wrapped module."""
+    wrapped: Any = wrapper
+    while is_wrapper(wrapped):
+        wrapped = wrapped._modules["module"]
+    try:
+        check_names(wrapped, {clean_tensor_name(str(key)): value for key, value in state.items()}, is_flat=True)
+        if unit.state_dict_settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            check_whole(wrapper, state)
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:

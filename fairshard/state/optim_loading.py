@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fairshard.checks.agreement import raise_together
@@ -211,6 +212,27 @@ class ShardedOptimState:
                 )
             made.append({**copy.deepcopy(settings[0]), "params": [keys[param] for param in params]})
         return made
+
+
+_OF_A_CLASS = {"alpha", "betas", "dampening", "etas", "lambd", "lr_decay", "momentum", "rho"}
+"""Hyperparameters that torch's optimizers have always had, each in some classes only."""
+
+
+def check_of_class(made: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Check that ``made``, to be loaded into ``optimizer``, is not the state of an optimizer of another class.
+
+    Raises:
+        ValueError: its hyperparameters lack some that ``optimizer`` would read in its next step.
+    """
+    for index, group in enumerate(made.get("param_groups", ())):
+        missing = sorted((_OF_A_CLASS & optimizer.defaults.keys()) - group.keys())
+        if missing:
+            names = ", ".join(f"`{name}`" for name in missing)
+            raise ValueError(
+                f"State to load into {type(optimizer).__name__} must be of the same optimizer, but saved group {index} "
+                f"has no {names}. It has {', '.join(f'`{name}`' for name in group if name != 'params')}. Build the "
+                "optimizer that was saved, or load only the model."
+            )
 
 
 def zeros_like_shard(flat_param: Stepped, dtype: torch.dtype) -> Tensor:

@@ -29,9 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name, gloo_twin
+from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, Works, backend_name, gloo_twin
 from fairshard.utils.streams import Event, now
 from fairshard.utils.watchdog import explain, explained
+
+__all__ = ["counters", "reset_counters"]
 
 EXCHANGE_RANKS = range(2, 5)
 """Numbers of ranks that exchange rows directly, on gloo."""
@@ -260,7 +262,7 @@ class Communicator(GroupMessages):
     def _exchange_rows(self, exchange: ProcessGroup, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
         """Send row ``i`` to rank ``i``; returns the works, and the rows to sum in rank order."""
         rows = [bucket.new_empty(bucket.size(1)) for _ in range(1, self.world_size)]
-        works: list[Any] = []
+        works = Works(self.unfinished)
         try:
             for step in range(1, self.world_size):
                 source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
@@ -327,7 +329,7 @@ class RowGather:
         exchange = self._exchange
         if exchange is None:
             return Transfer((self._native(self._line, self._own),), self.buffer)
-        works: list[Any] = []
+        works = Works(comm.unfinished)
         try:
             for source, row, target in self._peers:
                 works.append(exchange.recv([row], source, tag))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+__all__ = ["apply_to_tensors", "pack_kwargs", "unpack_kwargs"]
+
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _IS_PYTHON_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _MAX_WALKED = 10_000  # objects and containers of an output that are looked into; a cache has some for each layer

@@ -27,11 +27,34 @@ _PART_NUMEL = 1 << 26
 """Elements of one message of `exchange_runs`."""
 
 
+class Works(list[Any]):
+    """Works of one direct exchange; those that nobody waits for are moved to ``kept`` together with their memory.
+
+    A model whose backward has raised may be dropped while they run. gloo stops reading what a rank sends if the memory
+    for it is gone, so that all later exchanges with that rank would hang.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __del__(self) -> None:
+        if any(not work.is_completed() for work in self):
+            self._kept[:] = [work for work in (*self._kept, *self) if not work.is_completed()]
+
+
 class GroupMessages:
-    """One process group: this rank's place in it, and messages between its ranks."""
+    """One process group: this rank's place in it, and messages between its ranks.
+
+    Attributes:
+        unfinished: works of dropped models, kept as long as the group; see `Works`.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         watch()
+        self.unfinished: list[Any] = []
         self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both forever
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)

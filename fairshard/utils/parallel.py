@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 
 from fairshard.utils.messages import backend_name
 
+__all__ = ["chunk_and_pad", "validate_process_group"]
+
 
 def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:
     """Cut ``tensor``, flattened, into ``num_chunks`` pieces of equal size, the last ones padded with zeros.

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -168,7 +167,7 @@ class RaggedTensor(DTensor):
         """The chunk that this rank reads, or none without rows."""
         return self._own_span().__create_chunk_list__()
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
         """This rank's rows."""
         return self._own_span().__get_tensor_shard__(index)
 

@@ -10,37 +10,38 @@ torch is imported once per worker. Each call gets a new default process group::
 
 If a rank raises, dies or hangs, :meth:`RankPool.run` raises :class:`RanksFailed` with the traceback of each rank that
 raised and the stack of each rank that hung; workers that hung are killed and replaced.
+
+Workers import what they run. What is defined in ``__main__``, as in a notebook, they cannot import: such a call has
+ranks of its own, forked from this process (:mod:`fairshard.utils.forked_rank`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import faulthandler
 import gc
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from fairshard.utils.device import device_count, set_device
-from fairshard.utils.dtensor_caches import clear_dtensor_caches
+from fairshard.utils.forked_rank import ForkedRank, pickle_for_others, prepare_fork
+from fairshard.utils.rank_call import INTERFACE, RankCall, Task, answer, answer_in_fork, leave_group, rank_device
+from fairshard.utils.rank_log import RankLog
+
+__all__ = ["RankPool", "RanksFailed", "default_pool", "rank_device", "run_ranks"]
 
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
@@ -51,16 +52,8 @@ _START_S = 120.0
 _GRACE_S = 5.0
 """Time that the other ranks have to finish after one failed, before they count as hung."""
 
-_MAX_COLLECTIONS = 4
-"""Garbage collections after a call."""
-
 _MAX_THREADS = 120
 """Threads of a worker before it is replaced: each group that is still referenced has three, which poll."""
-
-_RELEASE_S = 0.0 if hasattr(Store, "clone") else 0.005
-"""Time without the GIL before a group is destroyed, for torch < 2.7: there the destructor keeps the GIL while it waits
-for gloo's threads, and one of them may need the GIL to drop its last tensor."""
-
 
 class RanksFailed(AssertionError):
     """At least one rank raised, died or hung; ``failures`` maps each such rank to its traceback or stack."""
@@ -84,6 +77,7 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._store: TCPStore | None = None
         self._num_calls = 0
+        self._pid = os.getpid()
 
     def run(
         self,
@@ -96,30 +90,54 @@ class RankPool:
         """Call ``fn(*args, **kwargs)`` on ranks ``0 .. world_size-1`` and return their results in rank order.
 
         ``fn``, its arguments and its results are pickled, so ``fn`` is a function of a module, or a
-        ``partial`` of one.
+        ``partial`` of one. In a notebook or a script ``fn`` may be any function, lambdas included, if it or one of its
+        arguments is defined there: the ranks are then forks of this process, on one thread each, and what they print
+        is shown when all have finished. Only the results are pickled then.
+
+        Raises:
+            RanksFailed: a rank raised, died, or hung for ``timeout`` seconds.
+            TypeError: ``fn`` or an argument cannot be pickled.
+            RuntimeError: ``fn`` needs forks, but this process has a process group.
         """
         __tracebackhide__ = True  # pytest then shows only the ranks' tracebacks
+        task = (self.around, fn, args, kwargs)
+        body = pickle_for_others(task)
         self._num_calls += 1
-        body = pickle.dumps((self.around, fn, args, kwargs))
+        if body is None:
+            return self._run_forked(world_size, task, timeout)
         self.start(world_size)
         workers = self._workers[:world_size]
         for worker in workers:
             worker.await_start()
         for rank, worker in enumerate(workers):
-            worker.send(_Call(self._num_calls, rank, world_size, self.device, sys.path, body))
-        waiting = _Waiting(workers, timeout)
-        while waiting.receive():
-            pass
-        if waiting.pending:
-            waiting.give_up()
-        for worker in workers:
-            worker.release()
-        if waiting.failures:
-            raise RanksFailed(waiting.failures)
-        return [waiting.results[rank] for rank in range(world_size)]
+            worker.send(self._call(rank, world_size, body))
+        return _results(workers, timeout)
+
+    def _run_forked(self, world_size: int, task: Task, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        prepare_fork()
+        self.start(0)
+        assert self._store is not None
+        port = self._store.port
+        ranks: list[ForkedRank] = []
+        try:
+            for rank in range(world_size):
+                ranks.append(ForkedRank(partial(answer_in_fork, self._call(rank, world_size, task), port)))
+            results = _results(ranks, timeout)
+            for rank, forked in enumerate(ranks):
+                forked.show(rank)
+            return results
+        finally:
+            for forked in ranks:
+                forked.close()
+
+    def _call(self, rank: int, world_size: int, body: bytes | Task) -> RankCall:
+        return RankCall(self._num_calls, rank, world_size, self.device, sys.path, body)
 
     def start(self, world_size: int) -> None:
         """Start missing workers of ``0 .. world_size-1``, without waiting; :meth:`run` calls this."""
+        if self._pid != os.getpid():  # in a fork: the workers are the parent's
+            self._pid, self._workers, self._store = os.getpid(), [], None
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, worker in enumerate(self._workers[:world_size]):
@@ -163,46 +181,25 @@ def default_pool(device: str | None = None) -> RankPool:
     return _default_pool
 
 
-def rank_device() -> torch.device:
-    """The device on which a function under :func:`run_ranks` puts its model."""
-    return torch.device(_rank_device)
-
-
-_rank_device = "cpu"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Message to one worker: one rank of one call; ``body`` is pickled ``(around, fn, args, kwargs)``."""
-
-    number: int
-    rank: int
-    world_size: int
-    device: str
-    path: list[str]
-    body: bytes
-
-
 class _Worker:
     """One process, the pipe to it, and the file with its output."""
 
     def __init__(self, port: int):
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process lives)
+        self.log = RankLog()
         self.pipe, theirs = connection.Pipe()
         environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        environ.setdefault(*INTERFACE)
         main = f"from {__name__} import _serve; _serve({theirs.fileno()}, {port})"
         # Its standard input is a lifeline: nothing is ever written to it, and it closes when this process ends.
         self.process = subprocess.Popen(
             [sys.executable, "-c", main],
             stdin=subprocess.PIPE,
-            stdout=self.log,
+            stdout=self.log.fileno(),
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
             env=environ,
         )
         theirs.close()
-        self._log_start = 0
         self._is_up = False
 
     def num_threads(self) -> int:
@@ -219,9 +216,9 @@ class _Worker:
                 self.pipe.recv_bytes()
             self._is_up = True
 
-    def send(self, call: _Call) -> None:
+    def send(self, call: RankCall) -> None:
         """Start ``call``; later output of the worker belongs to it."""
-        self._log_start = os.fstat(self.log.fileno()).st_size
+        self.log.begin()
         with contextlib.suppress(BrokenPipeError):  # a dead worker is reported when its answer is awaited
             self.pipe.send_bytes(pickle.dumps(call))
 
@@ -229,23 +226,6 @@ class _Worker:
         """Tell the worker to destroy the call's group: all ranks have answered, so no rank is still connecting."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send_bytes(b"")
-
-    def output(self, limit: int = 8000) -> str:
-        """The end of the worker's output since the last :meth:`send`."""
-        size = os.fstat(self.log.fileno()).st_size
-        start = max(self._log_start, size - limit)
-        return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
-
-    def stack(self) -> str:
-        """Every thread's Python stack, written by :mod:`faulthandler` even while the worker hangs in C."""
-        before = os.fstat(self.log.fileno()).st_size
-        self.process.send_signal(signal.SIGUSR1)
-        for _ in range(100):
-            time.sleep(0.01)
-            if os.fstat(self.log.fileno()).st_size > before or self.process.poll() is not None:
-                time.sleep(0.05)
-                break
-        return self.output()
 
     def kill(self) -> None:
         """Kill the process and close its pipe and files."""
@@ -257,13 +237,28 @@ class _Worker:
         self.log.close()
 
 
+def _results(workers: Sequence[_Worker] | Sequence[ForkedRank], timeout: float) -> list[Any]:
+    """Wait for the answers of ``workers``, release them, and return their results in rank order."""
+    __tracebackhide__ = True
+    waiting = _Waiting(workers, timeout)
+    while waiting.receive():
+        pass
+    if waiting.pending:
+        waiting.give_up()
+    for worker in workers:
+        worker.release()
+    if waiting.failures:
+        raise RanksFailed(waiting.failures)
+    return [waiting.results[rank] for rank in range(len(workers))]
+
+
 class _Waiting:
     """The answers to one call, received or still pending until the deadline."""
 
-    def __init__(self, workers: Sequence[_Worker], timeout: float):
+    def __init__(self, workers: Sequence[_Worker] | Sequence[ForkedRank], timeout: float):
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        self.pending = dict(enumerate(workers))
+        self.pending: dict[int, _Worker | ForkedRank] = dict(enumerate(workers))
         self.results: dict[int, Any] = {}
         self.failures: dict[int, str] = {}
 
@@ -284,7 +279,7 @@ class _Waiting:
             if ok:
                 self.results[rank] = value
             else:
-                self.failures[rank] = f"{value}\n{worker.output()}"
+                self.failures[rank] = f"{value}\n{worker.log.text()}"
                 self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
         return bool(ready) and bool(self.pending)
 
@@ -292,7 +287,7 @@ class _Waiting:
         """Report the stacks of the ranks that did not answer, and kill them."""
         cause = "did not finish after another rank failed" if self.failures else f"hung for {self.timeout} s"
         for rank, worker in self.pending.items():
-            self.failures[rank] = f"{cause}; its stack:\n{worker.stack()}"
+            self.failures[rank] = f"{cause}; its stack:\n{worker.log.stack(worker.process)}"
         for worker in self.pending.values():
             worker.process.kill()
             worker.process.wait()
@@ -311,9 +306,9 @@ def _serve(fd: int, port: int) -> None:
     try:
         while True:
             call = pickle.loads(pipe.recv_bytes())
-            pipe.send_bytes(_answer(call, store))
+            pipe.send_bytes(answer(call, store))
             pipe.recv_bytes()  # the release
-            is_free = _leave_group()
+            is_free = leave_group()
             if is_free and num_modules != len(sys.modules):  # imported modules stay: later collections can skip them
                 num_modules = len(sys.modules)
                 gc.freeze()
@@ -322,26 +317,6 @@ def _serve(fd: int, port: int) -> None:
     except BaseException:
         traceback.print_exc()
         _exit(1)
-
-
-def _leave_group() -> bool:
-    """Destroy the default group and the objects that refer to it; returns whether the group is gone.
-
-    Objects that ``gc.freeze`` freezes while the group lives keep it forever, and each group has threads that poll.
-    """
-    if not dist.is_initialized():
-        gc.collect()
-        return True
-    group = weakref.ref(dist.group.WORLD)
-    if _RELEASE_S:
-        time.sleep(_RELEASE_S)
-    dist.destroy_process_group()
-    clear_dtensor_caches(_rank_device)
-    for _ in range(_MAX_COLLECTIONS):  # one collection may leave a cycle for the next
-        gc.collect()
-        if group() is None:
-            return True
-    return False
 
 
 def _exit_with_parent() -> None:
@@ -354,35 +329,3 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _answer(call: _Call, store: TCPStore) -> bytes:
-    """Run one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
-    try:
-        sys.path[:] = call.path
-        around, fn, args, kwargs = pickle.loads(call.body)
-        with around():
-            _join_group(call, store)
-            random.seed(0)
-            torch.manual_seed(0)
-            result = fn(*args, **kwargs)
-        return pickle.dumps((True, result))
-    except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
-
-
-def _join_group(call: _Call, store: TCPStore) -> None:
-    global _rank_device
-    _rank_device = call.device
-    backend = "gloo"
-    if call.device != "cpu":
-        set_device(torch.device(call.device, call.rank % device_count(call.device)))
-        torch.set_default_device(call.device)
-        backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(str(call.number), store),
-        rank=call.rank,
-        world_size=call.world_size,
-        timeout=datetime.timedelta(minutes=10),
-    )

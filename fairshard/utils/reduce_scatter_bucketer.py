@@ -26,6 +26,8 @@ from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memor
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import add_runs
 
+__all__ = ["ReduceScatterBucketer"]
+
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
 

@@ -7,17 +7,21 @@ the three methods at the end: each rank writes its run as boxes, and reads the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from fairshard.errors import ParameterShardedError
 from fairshard.utils.box import Box, boxes_of
 from fairshard.utils.span import Span
+
+if TYPE_CHECKING:  # at run time imported where it is used: it is slow to import, and few programs need it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["SpanTensor"]
 
 
 class SpanTensor(torch.Tensor):
@@ -97,6 +101,9 @@ class SpanTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """Write items of this rank."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.run)
         return [
             WriteItem(
@@ -123,6 +130,8 @@ _ON_VALUES = {"clone", "_to_copy", "zeros_like", "empty_like", "alias", "zero_",
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 

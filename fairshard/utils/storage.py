@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["alloc_storage_", "free_storage_"]
+
 # What torch.utils.dlpack.from_dlpack does after checks for other libraries' tensors, which take longer.
 _to_dlpack: Callable[[Tensor], Any] = torch._C._to_dlpack
 _from_dlpack: Callable[[Any], Tensor] = torch._C._from_dlpack

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+__all__ = ["calc_grad_norm"]
+
 
 def calc_grad_norm(parameters: Iterable[Tensor], p: float) -> Tensor:
     """The ``p``-norm (``math.inf`` allowed) of all gradients of ``parameters`` seen as one vector.

@@ -34,6 +34,7 @@ from tests.checkpoint.saved_steps import (
     trained,
 )
 from tests.models import mlp
+from tests.on_ranks import on_ranks
 
 
 @contextlib.contextmanager
@@ -402,3 +403,14 @@ def test_a_step_that_is_no_number_of_steps(tmp_path, step):
     """A step that is not a whole number is refused: no load would find its checkpoint."""
     with pytest.raises(ValueError, match="must be a number of steps"):
         Checkpointer(tmp_path).save(step, mlp(3, 2))
+
+
+@on_ranks(2, timeout=20)
+@pytest.mark.parametrize("name", ["every", "memory_every"])
+def test_ranks_that_save_at_other_steps_are_told(shared_folder, name):
+    """If ranks differ in when they save, the first `maybe_save` raises on all of them, with both numbers."""
+    rank = dist.get_rank()
+    checkpointer = Checkpointer(shared_folder, **{name: 10 + rank})
+    with pytest.raises(ValueError, match=rf"`{name}` .* is 10 on rank 0 and 11 on rank 1 of 2"):
+        checkpointer.maybe_save(1, nn.Linear(2, 2))
+    assert not os.listdir(shared_folder)

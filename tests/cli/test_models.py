@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.cli.chunks import check_length
 from fairshard.cli.factory import parts_of
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.loop import train
@@ -23,7 +24,7 @@ from fairshard.cli.sharded import TrainingStopped, build_model
 from fairshard.cli.text import Text, plan_text
 from fairshard.cli.trainer import Trainer
 from fairshard.cli.wrapping import blocks
-from fairshard.plan.summary import unit_table
+from fairshard.planning.summary import unit_table
 from tests.cli import own_models
 from tests.cli.test_train import COMMAND, _environment
 from tests.on_ranks import on_ranks
@@ -185,6 +186,35 @@ def test_text_is_cut_by_a_tokenizer_of_the_model(tmp_path):
         encoded(plan, None, tmp_path / "tokens", 0, 2000)
 
 
+class Pairs:
+    """A tokenizer that takes two bytes a token, and counts how often it is called."""
+
+    eos_token_id = 99
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, text, add_special_tokens):
+        self.num_calls += 1
+        return {"input_ids": [0] * (len(text) // 2)}
+
+
+def test_a_text_must_be_long_enough_in_tokens(tmp_path):
+    """Each side needs context + 1 tokens, its end included; a long text is read no further than that."""
+    line = "x" * 19 + "\n"
+    (tmp_path / "text").write_text(line * 10)  # the last tenth, one line, is 10 tokens and the end
+    plan = plan_text(tmp_path / "text", 0, 11)
+    check_length(plan, Pairs(), 10)
+    with pytest.raises(OptionError, match=r"context of 11 needs 12 tokens to validate on, but .*text leaves 11\."):
+        check_length(plan, Pairs(), 11)
+    with pytest.raises(OptionError, match=r"context of 91 needs 92 tokens to train on, but .*text leaves 91\."):
+        check_length(plan, Pairs(), 91)
+    (tmp_path / "long").write_text(line * 100_000)
+    tokenizer = Pairs()
+    check_length(plan_text(tmp_path / "long", 0, 10), tokenizer, 10)
+    assert tokenizer.num_calls == 2
+
+
 BAD = {
     "another kind of model": ({"model_type": "t5"}, "", "must be a causal language model, but"),
     "a vocabulary too small": ({**LLAMA, "vocab_size": 255}, "", "text needs all 256 bytes, but the model has"),
@@ -273,10 +303,9 @@ def test_a_random_llama_from_a_config_to_a_pipeline(tmp_path):
 
 
 def test_the_contract_has_an_example_that_runs(tmp_path):
-    """The example of ``--factory`` in the docs is a module of at most 30 lines whose function builds a model."""
-    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
-    (example,) = [part.split("```")[0] for part in page.split("```python\n")[1:] if "def build" in part]
-    assert len(example.splitlines()) <= 30
+    """The example of ``--factory`` in the docs is a short module whose function builds a model."""
+    example = (Path(__file__).parents[2] / "docs" / "scripts" / "own_model.py").read_text()
+    assert len(example.splitlines()) <= 32
     names = {}
     exec(example, names)
     model, loss = parts_of("example:build", names["build"]())

@@ -225,7 +225,7 @@ def test_a_missing_package_is_bad_input(monkeypatch, launched, capfd):
     """Without the extra ``train`` the command says what to install, and starts nothing."""
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     assert main(["train"]) == 2
-    assert "pip install 'fairshard[train]'" in capfd.readouterr().err
+    assert "pip install 'fairshard[cli]'" in capfd.readouterr().err
     assert not launched
 
 

@@ -205,7 +205,8 @@ def unbroken(tmp_path_factory):
     return of_run, _losses(folder / "run")
 
 
-@pytest.mark.parametrize("signalled", ["first", pytest.param("last", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("signalled", ["first", "last"])
 def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
     """With ``--max-restarts`` a run resumes its newest checkpoint by itself, and ends as an unbroken run does."""
     of_run, expected = unbroken
@@ -449,3 +450,19 @@ def test_a_run_goes_back_to_an_earlier_step_on_fewer_ranks(tmp_path, unbroken):
     _train("--resume-from", "50", "--out", str(again), "--nproc", "1")
     assert _losses(again) == pytest.approx(expected, rel=1e-4)
     assert _losses(again) != expected
+
+
+@pytest.mark.full
+def test_every_model_engine_and_data_stops_restarts_and_resumes(tmp_path):
+    """`fully_shard`, a factory and token files: killed once, then stopped by SIGTERM, a run has the unbroken losses."""
+    words = b"the quick brown fox jumps over the lazy dog\n" * 100
+    (tmp_path / "ids.bin").write_bytes(b"".join(bytes([letter, 0]) for letter in words))
+    parts = f"--tokens {tmp_path}/ids.bin --factory tests.cli.own_models:with_loss --engine fully_shard"
+    of_run = shlex.split(f"{parts} --nproc 2 --context 16 --batch-size 8 --eval-every 15 --steps 60 --save-every 10")
+    _train(*of_run, "--out", str(tmp_path / "whole"))
+    expected = _losses(tmp_path / "whole")
+    test_a_rank_that_dies_is_started_again(tmp_path, (of_run, expected), "last")
+    code, printed = _stop(of_run, tmp_path / "stopped", signal.SIGTERM, "launcher")
+    assert code == 75, printed
+    assert "resumed after step" in _train("--resume", "--out", str(tmp_path / "stopped"))
+    assert _losses(tmp_path / "stopped") == expected

@@ -16,7 +16,7 @@ from fairshard.cli.options import TrainOptions
 from fairshard.cli.progress import Progress, summary_lines
 from fairshard.cli.run_log import run_title
 from fairshard.cli.run_picture import draw_run, smoothed
-from fairshard.plan.summary import StateBytes
+from fairshard.planning.summary import StateBytes
 from fairshard.utils.size_text import size_text
 
 PNG = b"\x89PNG\r\n\x1a\n"

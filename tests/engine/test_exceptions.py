@@ -1,15 +1,21 @@
 """An exception in a pass reaches the user, and the next step is clean, on all ranks or on one that retries."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fairshard.checks import optimizer_check
+from fairshard.engine.root import roots
 from fairshard.engine.tree import units_below
 from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
+from fairshard.utils.collectives import communicator
 from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard
 from tests.models import mlp
@@ -206,3 +212,82 @@ def test_wrong_arguments_are_the_modules_own_error():
     with pytest.raises(RuntimeError):
         wrapped(randn(3, 7))
     assert wrapped(randn(3, 4)).shape == (3, 5)
+
+
+def interrupted(wrap, **kwargs):
+    """A model whose backward has raised on all ranks while gathers and reductions were running."""
+    layers = list(mlp(4, 9, 7, 7, 5))
+    model = wrap(nn.Sequential(layers[0], Fault(), *layers[1:]).to(rank_device()), **kwargs)
+    fault_of(model).when = "backward"
+    with pytest.raises(KeyError, match="in backward"):
+        loss_of(model, 0).backward()
+    return model
+
+
+def sharded_in_place(model, **kwargs):
+    for layer in model.modules():
+        layer.is_unit = isinstance(layer, nn.Linear) or layer is model
+    return shard(model, "fully_shard", **kwargs)
+
+
+def offloaded(model, **kwargs):
+    return wrap_layers(model, cpu_offload=True, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "wrap"), [(2, wrap_layers), (3, wrap_layers), (3, sharded_in_place), (2, offloaded)]
+)
+@on_ranks()
+def test_a_dropped_model_needs_no_rank_any_more(wrap):
+    """If some ranks drop a model whose backward has raised, and others keep it, all train another model."""
+    model = interrupted(wrap, bucket_cap_mb=0)
+    if dist.get_rank() == 0:
+        del model
+        gc.collect()
+    assert [root.in_backward for root in roots] == ([] if dist.get_rank() == 0 else [True])
+    other = wrap(mlp(4, 9, 5))
+    optimizer = sgd(other)
+    plain = mlp(4, 9, 5)
+    of_plain = sgd(plain)
+    for step in range(2):
+        for one, stepped in ((other, optimizer), (plain, of_plain)):
+            loss_of(one, step).backward()
+            if one is plain:
+                average_grads_(plain.parameters())
+            stepped.step()
+            stepped.zero_grad()
+    state = other.state_dict()
+    if wrap is sharded_in_place:
+        state = {name: value.full_tensor() for name, value in state.items()}
+    assert_same_state(state, plain.state_dict())
+
+
+@pytest.mark.cpu_only("works of devices need not be waited for")
+@on_ranks(2)
+def test_works_of_a_dropped_model_end_with_their_group():
+    """What a dropped model had sent and not waited for is kept by its group, and freed when the group is destroyed."""
+    group = dist.new_group()
+    model = interrupted(wrap_layers, bucket_cap_mb=0, process_group=group)
+    comm = communicator(group)
+    assert not comm.unfinished
+    del model
+    gc.collect()
+    assert comm.unfinished
+    reference = weakref.ref(comm)
+    del comm
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert reference() is None
+
+
+@on_ranks(2)
+def test_ranks_clean_up_the_models_of_an_optimizer_in_one_order():
+    """If backwards of two models of one optimizer have raised, its step cleans them up in the same order everywhere."""
+    models = [interrupted(wrap_layers) for _ in range(2)]
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+    ordered = sorted(roots, key=lambda root: root.number, reverse=dist.get_rank() == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_check, "roots", ordered)
+        optimizer.step()
+    assert not any(root.in_backward for root in roots)

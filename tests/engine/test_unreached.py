@@ -160,7 +160,7 @@ def test_what_no_rank_reached_stays_none(door):
     run(door, list(STEPS)[::-1])
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_weight_decay_of_adamw_leaves_what_no_rank_reached(door):
     """AdamW changes parameters that have a gradient, even of zeros; those that no rank reached keep every bit."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.plan.summary import state_bytes
+from fairshard.planning.summary import state_bytes
 from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks

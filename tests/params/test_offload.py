@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fairshard.errors import HostMemoryError
 from fairshard.optim import CPUOptimizer
 from fairshard.params.shard_grad import GradTransfers
-from fairshard.plan.summary import copy_wait_s, state_bytes
+from fairshard.planning.summary import copy_wait_s, state_bytes
 from fairshard.setup import placement as placement_module
 from fairshard.setup.placement import check_host_memory
 from fairshard.utils.streams import Event

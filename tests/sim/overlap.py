@@ -24,7 +24,7 @@ from fairshard.nn import fully_shard
 from fairshard.nn.wrap import ModuleWrapPolicy, WrapPlan, describe
 from fairshard.optim import CPUOptimizer
 from fairshard.params import shard_grad
-from fairshard.plan.memory import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, STAGED, WHOLE_GRADS
+from fairshard.planning.memory import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, STAGED, WHOLE_GRADS
 from tests import sim
 from tests.sim.costs import H100, H100_PCIE, HostCosts, Machine, charge, timed_workers
 from tests.sim.peak import MemoryWatch

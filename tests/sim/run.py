@@ -3,10 +3,10 @@
 import os
 import sys
 
-from fairshard.utils import rank_pool
+from fairshard.utils import rank_call
 from tests.sim.device import loaded
 
-_RANK_POOL = rank_pool.__file__
+_RANK_CALL = rank_call.__file__
 _EAGERNESS = (0.0, 0.05, 0.5, 0.9)
 
 
@@ -87,7 +87,7 @@ def _where(depth=6):
     frame, lines = sys._getframe().f_back, []  # none before it on autograd's threads
     while frame is not None and len(lines) < depth:
         code = frame.f_code
-        if code.co_filename == _RANK_POOL:
+        if code.co_filename == _RANK_CALL:
             break
         if f"{os.sep}torch{os.sep}" not in code.co_filename:
             name = code.co_filename.rpartition("site-packages/")[2]

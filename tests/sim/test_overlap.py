@@ -41,12 +41,12 @@ def _figures(engine, case):
     "name",
     [
         "NVLink, bf16",
-        "NVLink, fp32",
-        "NVLink, bf16, no reshard",
+        in_full("NVLink, fp32"),
+        in_full("NVLink, bf16, no reshard"),
         "PCIe, bf16, 1 sequence",
-        "the same, bucket_cap_mb=12.5",
+        in_full("the same, bucket_cap_mb=12.5"),
         "offload, clipped",
-        "offload, norm below the limit",
+        in_full("offload, norm below the limit"),
     ],
 )
 @on_sim(2)

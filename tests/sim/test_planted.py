@@ -122,6 +122,7 @@ EXCUSED = {
     "cli.meeting:agreed_name:wait": THREAD,
     "engine.reach:_exchange:wait": HOST,
     "params.shard_grad:ShardGrad.discard_flights:wait": PINNED,
+    "utils.forked_rank:ForkedRank.close:wait": THREAD,
     "utils.messages:Poll.answer:wait": HOST,
     "utils.messages:exchange_runs:wait": HOST,
     "utils.rank_pool:_Waiting.give_up:wait": THREAD,

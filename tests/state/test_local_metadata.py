@@ -1,5 +1,7 @@
 """``local_metadata_dict`` and ``consolidate_shard_weights``: fairscale's way from shards to a whole state dict."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -156,7 +158,7 @@ def with_experts(groups, name):
         expected.update({f"{name(number)}.{key}": value for key, value in Expert(number).state_dict().items()})
         if dist.get_rank() in ranks:
             parts[name(number)] = FSDP(Expert(number), process_group=group)
-    return FSDP(nn.ModuleDict(parts)), expected
+    return FSDP(nn.Sequential(OrderedDict(parts))), expected
 
 
 @on_ranks(3)

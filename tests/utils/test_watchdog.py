@@ -1,5 +1,6 @@
 """When a collective fails, each rank reports its place through the store, and the error compares the places."""
 
+import datetime
 import re
 import threading
 import time
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from fairshard.checkpoint import agreement
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
 from fairshard.utils import watchdog
 from fairshard.utils.positions import BACKGROUND, BEGINS_BACKWARD, BEGINS_FORWARD, Place, background, first_difference
@@ -291,3 +293,17 @@ def test_only_failures_of_a_collective_are_explained():
     for error in (RanksDisagreeError("told"), ValueError("wrong")):
         with pytest.raises(type(error), match=str(error)):
             fails_with(error)
+
+
+@on_ranks(2)
+def test_once_an_exchange_of_a_save_has_failed_the_next_in_its_group_do_not_wait():
+    """The other rank may never come: a process that has told of the failure can leave."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=100))
+    failure = mock.patch.object(agreement, "gather_objects", side_effect=CollectiveFailedError("rank 1 has left"))
+    with failure, pytest.raises(CollectiveFailedError, match="rank 1 has left"):
+        agreement.on_all_ranks(group, bool)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed ?out"):
+            dist.barrier(group)
+        reach("rank 0 has given up")
+    until("rank 0 has given up")

@@ -1,31 +1,77 @@
 """The two entry points of the engine: `FullyShardedDataParallel` and `fully_shard`."""
 
-from fairshard.engine.training_state import TrainingState
-from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
-from fairshard.nn.data_parallel.fully_shard import fully_shard
-from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from fairshard.nn.data_parallel.in_place.module import FSDPModule, UnshardHandle, share_comm_ctx
-from fairshard.nn.data_parallel.wrapper.attributes import get_fsdp_instances
-from fairshard.observe.observer import Observation, observe
-from fairshard.observe.unit_event import Phase, UnitEvent
-from fairshard.settings.data_mesh import DataParallelMeshDims, ShardPlacementResult
-from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fairshard.settings.placements import Owned, RowBlocks
-from fairshard.settings.state_dicts import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from fairshard.state.optim_keys import OptimStateKeyType
-from fairshard.utils.names import clean_tensor_name
+from typing import TYPE_CHECKING
+
+from fairshard.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    from fairshard.engine.training_state import TrainingState
+    from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
+    from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+    from fairshard.nn.data_parallel.in_place.fully_shard import fully_shard
+    from fairshard.nn.data_parallel.in_place.module import FSDPModule, UnshardHandle, share_comm_ctx
+    from fairshard.nn.data_parallel.wrapper.attributes import get_fsdp_instances
+    from fairshard.observe.observer import Observation, observe
+    from fairshard.observe.unit_event import Phase, UnitEvent
+    from fairshard.settings.data_mesh import DataParallelMeshDims, ShardPlacementResult
+    from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+    from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from fairshard.settings.placements import Owned, RowBlocks
+    from fairshard.settings.state_dicts import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        OptimStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+    from fairshard.state.optim_keys import OptimStateKeyType
+    from fairshard.utils.names import clean_tensor_name
+
+_HOMES = {
+    "BackwardPrefetch": "fairshard.settings.fsdp1",
+    "CPUOffload": "fairshard.settings.fsdp1",
+    "CPUOffloadPolicy": "fairshard.settings.fsdp2",
+    "DataParallelMeshDims": "fairshard.settings.data_mesh",
+    "FSDPModule": "fairshard.nn.data_parallel.in_place.module",
+    "FullOptimStateDictConfig": "fairshard.settings.state_dicts",
+    "FullStateDictConfig": "fairshard.settings.state_dicts",
+    "FullyShardedDataParallel": "fairshard.nn.data_parallel.fully_sharded_data_parallel",
+    "LocalOptimStateDictConfig": "fairshard.settings.state_dicts",
+    "LocalStateDictConfig": "fairshard.settings.state_dicts",
+    "MixedPrecision": "fairshard.settings.fsdp1",
+    "MixedPrecisionPolicy": "fairshard.settings.fsdp2",
+    "Observation": "fairshard.observe.observer",
+    "OffloadPolicy": "fairshard.settings.fsdp2",
+    "OptimStateDictConfig": "fairshard.settings.state_dicts",
+    "OptimStateKeyType": "fairshard.state.optim_keys",
+    "Owned": "fairshard.settings.placements",
+    "Phase": "fairshard.observe.unit_event",
+    "RowBlocks": "fairshard.settings.placements",
+    "ShardPlacementResult": "fairshard.settings.data_mesh",
+    "ShardedOptimStateDictConfig": "fairshard.settings.state_dicts",
+    "ShardedStateDictConfig": "fairshard.settings.state_dicts",
+    "ShardingStrategy": "fairshard.settings.fsdp1",
+    "StateDictConfig": "fairshard.settings.state_dicts",
+    "StateDictSettings": "fairshard.settings.state_dicts",
+    "StateDictType": "fairshard.settings.state_dicts",
+    "TrainingState": "fairshard.engine.training_state",
+    "UnitEvent": "fairshard.observe.unit_event",
+    "UnshardHandle": "fairshard.nn.data_parallel.in_place.module",
+    "clean_tensor_name": "fairshard.utils.names",
+    "fully_shard": "fairshard.nn.data_parallel.in_place.fully_shard",
+    "get_fsdp_instances": "fairshard.nn.data_parallel.wrapper.attributes",
+    "observe": "fairshard.observe.observer",
+    "register_forward_method": "fairshard.nn.data_parallel.forward_methods",
+    "register_fsdp_forward_method": "fairshard.nn.data_parallel.forward_methods",
+    "share_comm_ctx": "fairshard.nn.data_parallel.in_place.module",
+}
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOMES)
 
 __all__ = [
     "BackwardPrefetch",

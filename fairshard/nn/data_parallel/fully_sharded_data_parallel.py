@@ -18,6 +18,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import ParameterShardedError, TrainingStateError
+from fairshard.nn.data_parallel.other_door import check_wrappable, wrapper_keywords
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import mark_managed
 from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, option_of
@@ -27,7 +28,6 @@ from fairshard.nn.data_parallel.wrapper.methods import PLACEMENT, explaining, ga
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.nn.data_parallel.wrapper.torch_functions import refuse_torch_functions
-from fairshard.plan.units import auto_wrap_children
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
@@ -76,7 +76,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         move_grads_to_cpu: copy reduced gradients to host memory, where the optimizer steps a master copy of the
             shards; the value of ``cpu_offload`` if None. False with ``cpu_offload`` keeps them on the compute device
             for `fairshard.optim.CPUOptimizer` to fetch.
-        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0 or less
+        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0
             reduces the gradients of each unit separately. The value of the outermost wrapper applies.
         device_mesh: instead of ``process_group``; 2-D (replicas, shards) for hybrid strategies.
         process_group_reduce_scatter: a second group of the same ranks, for gradients.
@@ -125,6 +125,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     Source: fairscale's class of the same name; the algorithm is ZeRO-3, Rajbhandari et al. 2020.
     """
 
+    @wrapper_keywords
     def __init__(
         self,
         module: nn.Module,
@@ -169,8 +170,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         placement_fn: PlacementFn | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
+        check_wrappable(module)
         first = next(module.parameters(), None)
         late = late_options(
             disable_reshard_on_root=disable_reshard_on_root,
@@ -208,6 +208,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
         check_not_sharded(module, ignored)
         if auto_wrap_policy is not None:
+            from fairshard.planning.units import auto_wrap_children
+
             others = {
                 "process_group": process_group,
                 "device_mesh": device_mesh,

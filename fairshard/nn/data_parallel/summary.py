@@ -1,5 +1,5 @@
-"""The old path of `fairshard.plan.summary`."""
+"""The old path of `fairshard.planning.summary`."""
 
 from fairshard.utils.moved import moved
 
-__getattr__ = moved(__name__, "fairshard.plan.summary")
+__getattr__ = moved(__name__, "fairshard.planning.summary")

@@ -120,7 +120,7 @@ def test_modules_that_are_refused():
         refused(ValueError, "Inner modules.*`0.weight`.*use one of the two", wrapper.module[0], whole=False)
         refused(ValueError, "not by both, but `0`", nn.Sequential(wrapper), whole=False)
         wrapper(randn(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match="not by both, but ``"):
+    with pytest.raises(ValueError, match="not by both, but `root`"):
         FSDP(sharded)
     with pytest.raises(ValueError, match="not by both, but `0`"):
         FSDP(nn.Sequential(sharded))

@@ -139,7 +139,7 @@ SPMD = {  # shape and names of the mesh, dimensions to shard and to replicate ov
 
 @beside_torch
 @on_ranks(4)
-@pytest.mark.parametrize("case", ["fsdp", "flattened", in_full("replicas"), in_full("hsdp")])
+@pytest.mark.parametrize("case", ["fsdp", in_full("flattened"), in_full("replicas"), in_full("hsdp")])
 def test_parameters_on_the_whole_mesh_train_like_torch(case):
     """With ``dp_mesh_dims`` parameters that are DTensors on the whole mesh train as with PyTorch's function."""
     torch_dims = getattr(torch_fsdp, "DataParallelMeshDims", None)

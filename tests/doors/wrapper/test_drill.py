@@ -22,6 +22,7 @@ def drill(*args):
 
 
 @pytest.mark.cpu_only("starts processes of its own, on gloo")
+@pytest.mark.full
 def test_each_fault_once():
     """The other ranks name the rank with a fault, even if it is rank 0, and the run resumes from its checkpoint."""
     faults = [fault for fault in FAULTS if fault != "stopped in a save"]  # see tests/doors/test_alone.py

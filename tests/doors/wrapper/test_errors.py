@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -118,7 +119,7 @@ DIFFERENCES = {
     "shape": lambda rank: FSDP(mlp(4, 9 + rank, 5)),
     "same size, other shape": lambda rank: FSDP(nn.Linear(4, 6) if rank else nn.Linear(6, 4, bias=False)),
     "one layer more": lambda rank: FSDP(mlp(*[4] * (3 + rank))),
-    "name": lambda rank: FSDP(nn.ModuleDict({f"layer{rank}": nn.Linear(4, 4)})),
+    "name": lambda rank: FSDP(nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(4, 4)}))),
     "order": lambda rank: FSDP(nn.Sequential(*[nn.Linear(4, 2), nn.Linear(4, 3)][:: 1 - 2 * rank])),
     "wrapping": lambda rank: (wrap_each if rank else FSDP)(mlp(4, 4)),
     "flatten": lambda rank: FSDP(mlp(4, 4), flatten_parameters=bool(rank)),

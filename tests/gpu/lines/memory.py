@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
-from fairshard.plan.memory import ON_WAY
+from fairshard.planning.memory import ON_WAY
 from fairshard.utils.rank_pool import RankPool
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import SIMULATED, Missed, NotHere, on_host, on_ranks

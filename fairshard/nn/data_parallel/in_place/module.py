@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,11 +23,14 @@ from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations
+from fairshard.nn.data_parallel.other_door import check_not_of_wrapper
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import check_mesh
+from fairshard.setup.around import refuse_torchs_sharding
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion, refuse_sharing
+from fairshard.state.foreign_names import check_names
 from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
 from fairshard.views.shown_dtensors import ShownDTensors
@@ -250,6 +254,30 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                     shown.follow_mesh(mesh)
 
     # ---- nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what `fully_shard` has in place of attributes of `FullyShardedDataParallel`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            check_not_of_wrapper(self, name)
+            raise
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, as ``nn.Module`` yields them."""
+        if kwargs.get("recurse") is False:
+            refuse_torchs_sharding(self._fairshard_unit, sys._getframe(1))
+        return super().named_parameters(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole values, or DTensors, as ``nn.Module`` does; returns missing and unexpected keys.
+
+        Raises:
+            RuntimeError: ``state_dict`` does not fit.
+        """
+        if strict and isinstance(state_dict, Mapping):
+            check_names(self, state_dict, is_flat=False)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, those of DTensors where `parameters` yields whole ones too."""

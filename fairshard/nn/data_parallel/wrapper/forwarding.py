@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fairshard.nn.data_parallel.other_door import check_not_of_in_place
+
 _NOTHING = object()
 
 
@@ -20,7 +22,11 @@ class Forwarding(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-        return self._find_inside(name)
+        try:
+            return self._find_inside(name)
+        except AttributeError:
+            check_not_of_in_place(name)
+            raise
 
     def _find_inside(self, name: str) -> Any:
         """The module's attribute ``name``, or its replacement."""

@@ -17,7 +17,7 @@ from fairshard.state.forms import common_settings
 from fairshard.state.local import LAYOUT_KEY, check_layout, layout_bytes
 from fairshard.state.optim_gathering import GatheredOptimState
 from fairshard.state.optim_keys import OptimStateKeyType, rekey
-from fairshard.state.optim_loading import ShardedOptimState, Source
+from fairshard.state.optim_loading import ShardedOptimState, Source, check_of_class
 from fairshard.state.optim_params import OptimParams
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
@@ -95,6 +95,7 @@ class OptimStateMethods(UnitAttributes):
             source = Source.FIRST_RANK if from_first else Source.EVERY_RANK
             made = ShardedOptimState(model, source).make(optim_state_dict, groups, keys)
         _check_not_lost(made, optim)
+        check_of_class(made, optim)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -123,7 +124,7 @@ class OptimStateMethods(UnitAttributes):
     ) -> dict[str, Any]:
         """Convert whole state, passed on every rank, for ``optim.load_state_dict``."""
         groups = OptimParams(model).groups_of(optim, optim_input)
-        return ShardedOptimState(model).make(full_optim_state_dict, groups)
+        return _fitting(ShardedOptimState(model).make(full_optim_state_dict, groups), optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -136,7 +137,7 @@ class OptimStateMethods(UnitAttributes):
         """Like `shard_full_optim_state_dict`, but with state from rank 0; arguments of other ranks are ignored."""
         _check_group(model, group)
         groups = OptimParams(model).groups_of(optim, optim_input)
-        return ShardedOptimState(model, Source.FIRST_RANK).make(full_optim_state_dict, groups)
+        return _fitting(ShardedOptimState(model, Source.FIRST_RANK).make(full_optim_state_dict, groups), optim)
 
     # ---- sharded
 
@@ -229,6 +230,12 @@ def _look_at_input(model: nn.Module, optim_input: Any) -> None:
     """Check ``optim_input``, which is otherwise ignored because the optimizer has its own groups."""
     if optim_input is not None:
         OptimParams(model).groups_of(None, optim_input)
+
+
+def _fitting(made: dict[str, Any], optim: Optimizer | None) -> dict[str, Any]:
+    if optim is not None:
+        check_of_class(made, optim)
+    return made
 
 
 def _check_not_lost(made: Mapping[str, Any], optim: Optimizer) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.checks.histories import compare_ranks
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
@@ -24,7 +23,6 @@ from fairshard.settings.state_dicts import (
 from fairshard.setup.claim import claim, roots_below
 from fairshard.state import forms
 from fairshard.state.assigned_values import is_assigned
-from fairshard.state.fairscale_shards import consolidate
 from fairshard.state.forms import common_settings
 from fairshard.state.full_params import Showing, is_shown, summon
 from fairshard.state.local import add_local_state_dict, load_local_state_dict, local_metadata, local_state_dict
@@ -68,6 +66,8 @@ class StateMethods(UnitAttributes):
             return add_local_state_dict(self, destination, prefix, settings.state_dict_config.offload_to_cpu)
         whole = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         if whole and self._gathers(unit for _, unit in units_below(self)):
+            from fairshard.checks.histories import compare_ranks
+
             compare_ranks(self)
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
@@ -92,7 +92,9 @@ class StateMethods(UnitAttributes):
             return load_local_state_dict(self, state_dict, strict)
         loadings = [part._fairshard_loading for _, part in walk(self) if isinstance(part, StateMethods)]
         load = super().load_state_dict
-        return load_module_state_dict(self, self._unit, loadings, state_dict, lambda state: load(state, strict, assign))
+        return load_module_state_dict(
+            self, self._unit, loadings, state_dict, lambda state: load(state, strict, assign), strict
+        )
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's shards and buffers; they load only into the same wrapping, rank and world size.
@@ -131,6 +133,8 @@ class StateMethods(UnitAttributes):
             ValueError: the numbers of weights and descriptions differ.
             CheckpointError: they are not the shards of all ranks of one model, in order, or values differ.
         """
+        from fairshard.state.fairscale_shards import consolidate
+
         state, buffers = consolidate(shard_weights, shard_metadata, strict)
         return {name: state[name] for name in state if with_module_buffers or name not in buffers}
 

@@ -12,6 +12,7 @@ from types import FrameType
 from fairshard.engine.unit import Unit
 from fairshard.errors import ParameterShardedError
 from fairshard.settings.state_dicts import StateDictType
+from fairshard.setup.around import refuse_torchs_sharding
 
 _WHERE = "torch.distributed.checkpoint.state_dict"
 _SAVES = {"get_state_dict", "get_model_state_dict", "get_optimizer_state_dict"}
@@ -26,7 +27,9 @@ def refuse_torch_functions(unit: Unit, caller: FrameType | None) -> None:
 
     Raises:
         ParameterShardedError: the result would hold this rank's shards in place of whole values.
+        ValueError: it is torch's ``fully_shard``.
     """
+    refuse_torchs_sharding(unit, caller)
     while caller is not None and caller.f_globals.get("__name__") == _WHERE:
         name = caller.f_code.co_name
         if name in _SAVES | _LOADS:

@@ -1,0 +1,253 @@
+"""``fully_shard`` shards a module in place, with PyTorch's names and defaults; parameters become DTensors."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any, overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fairshard.checks.optimizer_check import watch_optimizers
+from fairshard.engine.members import Members
+from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
+from fairshard.engine.unit import Unit
+from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch_scalars
+from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
+from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
+from fairshard.nn.data_parallel.in_place.registration import watch_registrations
+from fairshard.nn.data_parallel.other_door import in_place_keywords, lacks_forward
+from fairshard.nn.data_parallel.torch_state import mark_managed, register
+from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
+from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
+from fairshard.settings.groups import find_groups
+from fairshard.settings.mesh import default_mesh
+from fairshard.settings.resolve import resolve
+from fairshard.settings.state_dicts import StateDictType, resolve_settings
+from fairshard.setup.construction import make_ready, resolve_construction
+from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.lines import loads_in
+from fairshard.setup.sharding import check_not_sharded, shard_rows
+from fairshard.utils.device import current_device
+from fairshard.utils.user_line import level_of_user
+
+_AS_IS, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Placement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    bucket_cap_mb: float = ...,
+    order_check: str = ...,
+    nan_check: bool = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Placement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    bucket_cap_mb: float = ...,
+    order_check: str = ...,
+    nan_check: bool = ...,
+) -> list[FSDPModule]: ...
+
+
+@in_place_keywords
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Placement | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_IS,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    bucket_cap_mb: float = 25,
+    order_check: str = "sampled",
+    nan_check: bool = False,
+) -> Any:
+    """Shard ``module`` in place: parameters, gradients and optimizer state; returns ``module``.
+
+    Each parameter becomes a DTensor under its own name, with some of its rows on each rank. Optimizers, gradient
+    clipping, ``torch.distributed.checkpoint`` and its state dict functions work unchanged. Parameters are gathered
+    before the module computes, and freed afterwards. Call ``fully_shard`` on inner modules first, and on the whole
+    model last: an outer call shards every parameter that no inner call has sharded.
+
+    >>> import torch
+    >>> from fairshard.nn import fully_shard
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+    >>> for layer in model:
+    ...     _ = fully_shard(layer)
+    >>> model = fully_shard(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> model(torch.ones(4, 8)).mean().backward()
+    >>> optimizer.step()
+
+    Args:
+        module: the module to shard. A list is one unit: gathered at the first call of any of its modules, freed when
+            all of them have been called.
+        mesh: 1-D: the ranks to shard over; 2-D: the first dimension holds replicas, the second shards. All ranks if
+            None.
+        reshard_after_forward: free the whole parameters between forward and backward. A divisor of the number of ranks
+            keeps them sharded over that many ranks. None means False for the outermost module, and True for others.
+        shard_placement_fn: maps a parameter to the dimension to shard, as a ``Shard``; None means the first dimension.
+            The size of any other dimension must be divisible by the number of ranks. A ``RowBlocks`` cuts between
+            blocks of rows only; ranks may have unequal numbers of them. An ``Owned`` puts all of it on one rank. A
+            ``ShardPlacementResult`` also names other ranks: modules all of whose parameters are on other ranks become
+            units of their own.
+        mp_policy: dtypes of compute, gradients and outputs.
+        offload_policy: whether shards, gradients and optimizer state are kept in host memory.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: the data-parallel dimensions of ``mesh``, if that is the mesh on which all parameters are
+            DTensors already, replicated over these dimensions.
+        bucket_cap_mb: gradients are collected up to this many MB (over all ranks) before they are reduced; 0
+            reduces the gradients of each unit separately. The value of the outermost module applies.
+        order_check: accepted (``"sampled"``, ``"always"``, ``"off"``); ranks are always compared at the start of each
+            backward.
+        nan_check: after each backward, raise on all ranks if a gradient is not finite, naming it and its rank.
+
+    Raises:
+        ValueError: there is no process group, the arguments contradict each other, or the module is already sharded
+            or has no forward.
+        TypeError: an argument has the wrong type, or a parameter has a dtype that cannot be sharded.
+
+    Source: PyTorch's function of the same name; the algorithm is ZeRO-3, Rajbhandari et al. 2020.
+    """
+    modules = _modules_of(module)
+    policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
+    offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"`shard_placement_fn` must be a function of a parameter, but is {shard_placement_fn!r}.")
+    data = DataMesh.of(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    mesh = data.mesh
+    config = _config(
+        reshard_after_forward,
+        data,
+        mixed_precision=policy.precision,
+        cpu_offload=offloads,
+        bucket_cap_mb=bucket_cap_mb,
+        order_check=order_check,
+        nan_check=nan_check,
+    )
+    tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    for _, inner in units_below(tree):
+        inner.listing.end_rest()
+    if shard_placement_fn is not None:
+        options = {"shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        options |= {"reshard_after_forward": reshard_after_forward, "ignored_params": ignored_params}
+        options |= {"bucket_cap_mb": bucket_cap_mb, "order_check": order_check, "nan_check": nan_check}
+        for part, where in modules_elsewhere(tree, shard_placement_fn, data).items():
+            again: Any = fully_shard  # mypy finds no overload for keywords from a dict
+            again(part, **options, **where)
+    groups = find_groups(config.sharding_strategy, None, mesh, None)
+    device = current_device() if mesh.device_type != "cpu" else None
+    how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
+    ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
+    check_not_sharded(tree, ignored, data)
+    origin = make_ready(tree, how, ignored, groups.spanning())
+    placement_of, loads = placing(shard_placement_fn, data), partial(loads_in, groups.shard)
+    flat_params = shard_rows(tree, config, data, origin, placement_of, loads, mp_policy)
+    unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
+    unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
+    for member in modules:
+        vars(member)[UNIT_ATTRIBUTE] = unit  # not setattr: a compiled module would set it on the module inside
+        member.__class__ = sharded_class(type(member))
+        register(member, unit)
+        for managed in modules_of(member):
+            mark_managed(managed)
+        serve_state_dicts(unit, modules_of(member))
+    watch_optimizers(flat_params, config)
+    watch_scalars(param for flat_param in flat_params for param in flat_param.registered)
+    watch_registrations()
+    for fqn, inner in units_below(tree):
+        inner.place(fqn)
+        inner.is_inner = inner is not unit
+    return module
+
+
+def _modules_of(given: Any) -> list[nn.Module]:
+    modules = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not modules:
+        raise ValueError("`module` must be a module or a list of modules, but the list is empty.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "`module` must be an nn.Module or a list of them, but holds an object of type "
+                f"{type(module).__name__}."
+            )
+        if unit_of(module) is not None:
+            how = "by FullyShardedDataParallel" if is_wrapper(module) else "by fully_shard"
+            raise ValueError(
+                f"A module must not be sharded twice, but this {type(module).__name__} has been sharded already {how}. "
+                "Leave this call out, and use one of the two throughout."
+            )
+        if lacks_forward(module):
+            raise ValueError(
+                f"A sharded module must have a forward, but a {type(module).__name__} has none. "
+                "Call fully_shard on the modules in it, or on `list(...)` of them to make them one unit."
+            )
+    if len(set(map(id, modules))) < len(modules):
+        raise ValueError("`module` must hold each module once, but holds one more than once.")
+    return modules
+
+
+def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
+    num_ranks = data.num_shards
+    if reshard is not None and not isinstance(reshard, int):
+        raise ValueError(f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.")
+    if data.whole is not None and isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise ValueError(
+            f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or "
+            "leave `dp_mesh_dims` out and pass the data-parallel mesh."
+        )
+    keeps_root = reshard is None
+    reshard = True if reshard is None else reshard
+    if not isinstance(reshard, bool):
+        if not 0 < reshard <= num_ranks or num_ranks % reshard:
+            raise ValueError(
+                f"`reshard_after_forward` must be a bool or divide the number of ranks, {num_ranks}, but is {reshard}."
+            )
+        if reshard == 1:
+            warnings.warn(
+                "`reshard_after_forward=1` keeps whole parameters on each rank, as False does. Pass False, or a "
+                "larger number.",
+                stacklevel=level_of_user(),
+            )
+        reshard = False if reshard == 1 else True if reshard == num_ranks else reshard
+    strategy = None
+    if not data.shards:
+        strategy, reshard = ShardingStrategy.NO_SHARD, True
+    elif data.replicates:
+        strategy = ShardingStrategy.HYBRID_SHARD if reshard is not False else ShardingStrategy._HYBRID_SHARD_ZERO2
+        reshard = True if reshard is False else reshard
+    return resolve(
+        reshard_after_forward=reshard,
+        sharding_strategy=strategy,
+        fp32_reduce_scatter=False,
+        flatten_parameters=True,
+        compute_dtype=None,
+        move_grads_to_cpu=None,
+        late=LateOptions(disable_reshard_on_root=keeps_root, keeps_across_passes=True),
+        **settings,
+    )

@@ -1,0 +1,117 @@
+"""One rank's part of a call of :class:`~fairshard.utils.rank_pool.RankPool`, in the process of that rank."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import pickle
+import random
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from fairshard.utils.device import device_count, set_device
+from fairshard.utils.dtensor_caches import clear_dtensor_caches
+
+__all__ = ["INTERFACE", "RankCall", "Task", "answer", "answer_in_fork", "leave_group", "rank_device"]
+
+Task = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""``(around, fn, args, kwargs)``"""
+
+INTERFACE = ("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+"""Environment variable and value: gloo's ranks of one machine meet on the loopback interface."""
+
+_MAX_COLLECTIONS = 4
+"""Garbage collections after a call."""
+
+_RELEASE_S = 0.0 if hasattr(Store, "clone") else 0.005
+"""Time without the GIL before a group is destroyed, for torch < 2.7: there the destructor keeps the GIL while it waits
+for gloo's threads, and one of them may need the GIL to drop its last tensor."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """Message to one worker: one rank of one call; ``body`` is ``(around, fn, args, kwargs)``, pickled for a worker."""
+
+    number: int
+    rank: int
+    world_size: int
+    device: str
+    path: list[str]
+    body: bytes | Task
+
+
+def rank_device() -> torch.device:
+    """The device on which a function under :func:`run_ranks` puts its model."""
+    return torch.device(_rank_device)
+
+
+_rank_device = "cpu"
+
+
+def answer(call: RankCall, store: TCPStore) -> bytes:
+    """Run one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
+    try:
+        sys.path[:] = call.path
+        around, fn, args, kwargs = pickle.loads(call.body) if isinstance(call.body, bytes) else call.body
+        with around():
+            _join_group(call, store)
+            random.seed(0)
+            torch.manual_seed(0)
+            result = fn(*args, **kwargs)
+        return pickle.dumps((True, result))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def answer_in_fork(call: RankCall, port: int) -> bytes:
+    """:func:`answer` in a fork, which makes its own connection to the pool's store at ``port``."""
+    os.environ.setdefault(*INTERFACE)
+    return answer(call, TCPStore("127.0.0.1", port, is_master=False))
+
+
+def leave_group() -> bool:
+    """Destroy the default group and the objects that refer to it; returns whether the group is gone.
+
+    Objects that ``gc.freeze`` freezes while the group lives keep it forever, and each group has threads that poll.
+    """
+    if not dist.is_initialized():
+        gc.collect()
+        return True
+    group = weakref.ref(dist.group.WORLD)
+    if _RELEASE_S:
+        time.sleep(_RELEASE_S)
+    dist.destroy_process_group()
+    clear_dtensor_caches(_rank_device)
+    for _ in range(_MAX_COLLECTIONS):  # one collection may leave a cycle for the next
+        gc.collect()
+        if group() is None:
+            return True
+    return False
+
+
+def _join_group(call: RankCall, store: TCPStore) -> None:
+    global _rank_device
+    _rank_device = call.device
+    backend = "gloo"
+    if call.device != "cpu":
+        set_device(torch.device(call.device, call.rank % device_count(call.device)))
+        torch.set_default_device(call.device)
+        backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(str(call.number), store),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=datetime.timedelta(minutes=10),
+    )
