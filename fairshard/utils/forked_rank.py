@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from fairshard.utils.rank_log import RankLog
 
-__all__ = ["ForkedRank", "pickle_for_others", "prepare_fork"]
-
 
 def pickle_for_others(task: tuple[Any, ...]) -> bytes | None:
     """``task`` pickled for a process that imports its functions, or ``None`` if only a fork can run it.

@@ -23,8 +23,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fairshard.utils.device import device_count, set_device
 from fairshard.utils.dtensor_caches import clear_dtensor_caches
 
-__all__ = ["INTERFACE", "RankCall", "Task", "answer", "answer_in_fork", "leave_group", "rank_device"]
-
 Task = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """``(around, fn, args, kwargs)``"""
 

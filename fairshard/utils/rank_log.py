@@ -8,8 +8,6 @@ import tempfile
 import time
 from typing import Protocol
 
-__all__ = ["RankLog"]
-
 
 class _Process(Protocol):
     def poll(self) -> int | None: ...

@@ -38,10 +38,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from fairshard.utils.forked_rank import ForkedRank, pickle_for_others, prepare_fork
-from fairshard.utils.rank_call import INTERFACE, RankCall, Task, answer, answer_in_fork, leave_group, rank_device
+from fairshard.utils.rank_call import INTERFACE, RankCall, Task, answer, answer_in_fork, leave_group
 from fairshard.utils.rank_log import RankLog
-
-__all__ = ["RankPool", "RanksFailed", "default_pool", "rank_device", "run_ranks"]
 
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""

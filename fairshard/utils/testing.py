@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairshard.utils.rank_pool import RankPool, RanksFailed, default_pool, rank_device, run_ranks
+from fairshard.utils.rank_call import rank_device
+from fairshard.utils.rank_pool import RankPool, RanksFailed, default_pool, run_ranks
 
 __all__ = [
     "CollectiveCounter",
