@@ -137,7 +137,7 @@ def test_a_failure_in_training_is_exit_1_and_one_line(tmp_path, data):
 
 def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
     """SIGINT to the whole group, as a terminal sends it, gives exit code 130, one message, no traceback, no orphan."""
-    command = [*COMMAND, *TINY, "--nproc", "2", "--data", data, "--steps", "100000"]
+    command = [*COMMAND, *TINY, "--nproc", "2", "--data", data, "--steps", "100000", "--eval-every", "5"]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,

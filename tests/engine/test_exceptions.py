@@ -240,11 +240,13 @@ def offloaded(model, **kwargs):
 @on_ranks()
 def test_a_dropped_model_needs_no_rank_any_more(wrap):
     """If some ranks drop a model whose backward has raised, and others keep it, all train another model."""
+    earlier = list(roots)  # of other tests of this process: torch's caches may keep their models
     model = interrupted(wrap, bucket_cap_mb=0)
     if dist.get_rank() == 0:
         del model
         gc.collect()
-    assert [root.in_backward for root in roots] == ([] if dist.get_rank() == 0 else [True])
+    interrupted_here = [root.in_backward for root in roots if root not in earlier]
+    assert interrupted_here == ([] if dist.get_rank() == 0 else [True])
     other = wrap(mlp(4, 9, 5))
     optimizer = sgd(other)
     plain = mlp(4, 9, 5)
