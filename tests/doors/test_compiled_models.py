@@ -103,7 +103,7 @@ def rounded(losses):
 
 @on_ranks(2, timeout=180.0)  # the first import of the compiler takes a while
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("way", ["module", "in place", in_full("outer"), "function"])
+@pytest.mark.parametrize("way", ["module", in_full("in place"), in_full("outer"), "function"])
 def test_blocks_are_compiled_once_and_train_alike(door, way):
     """Losses and weights are those of the uncompiled model; equal blocks share one graph; step 3 compiles nothing."""
     twin = stack(door)
@@ -232,7 +232,7 @@ def fullgraph(way, model):
 
 @on_ranks(2)
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("way", ["module", "in place", "function"])
+@pytest.mark.parametrize("way", ["module", in_full("in place"), in_full("function")])
 def test_a_whole_graph_is_refused(door, way):
     """``fullgraph=True`` raises on all ranks, names the cure, gathers nothing inside, and the model still works."""
     model, x = stack(door), randn(5, 4)

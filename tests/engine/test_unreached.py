@@ -150,7 +150,7 @@ def run(door, steps, mode=None, make=decaying, **kwargs):
             assert torch.equal(found, initial[name]), name
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_what_no_rank_reached_stays_none(door):
     """After any kind of step, a parameter that no rank reached in any pass has None, every other has the mean."""
@@ -191,7 +191,7 @@ def test_with_parameters_in_host_memory(door, mode):
 WIDER = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("door", BY_PARAM)
 def test_sums_that_are_kept_in_a_wider_dtype(door):
     """``no_sync`` keeps a unit's bf16 gradients in one fp32 tensor; parameters that no rank reached still have None."""
@@ -206,6 +206,7 @@ def test_sums_that_are_kept_in_a_wider_dtype(door):
         wrapped.zero_grad()
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("mode", [None, "reentrant", "not_reentrant"])
 @pytest.mark.parametrize("cpu_offload", [False, True])

@@ -3,10 +3,11 @@
 import pytest
 
 from tests.engine.test_contract import PASSES, check
+from tests.on_ranks import in_full
 from tests.sim.ranks import on_sim
 
 
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("seed", [in_full(None), 1])
 @pytest.mark.parametrize("name", PASSES)
 @on_sim(2)
 def test_all_ranks_issue_the_same(name, seed):

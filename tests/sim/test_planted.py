@@ -138,7 +138,16 @@ EXCUSED = {
 """Sites that no cell needs, and why they are there."""
 
 SITES = {name.removeprefix("fairshard."): name for name in sites()}
-PLANTS = [(name, *(cell.split("@") if "@" in cell else (cell, "2"))) for name, cell in CAUGHT.items()]
+FIRST_OF_FILES = {name.partition(":")[0]: name for name in reversed(CAUGHT)}.values()
+
+
+def plant(site, cell):
+    """The parameters of the test of ``site`` in ``cell``; `make test` plants one site of each file."""
+    name, _, world_size = cell.partition("@")
+    parameters = (site, name, int(world_size or 2))
+    return pytest.param(*parameters, id=site, marks=[] if site in FIRST_OF_FILES else pytest.mark.full)
+
+
 PART_WAYS = ("join.join:Join._count:wait", "join.join:Join._exchange:wait")
 """Sites without which ranks do different things; all of them stop at their first race."""
 HANGS = {"optim.cpu_optimizer:CPUOptimizer._agree:wait": "speculate"}
@@ -153,10 +162,7 @@ def test_every_site_is_in_the_table():
     assert not CAUGHT.keys() & EXCUSED.keys(), "these are in both tables"
 
 
-@pytest.mark.parametrize(
-    ("site", "name", "world_size"),
-    [pytest.param(site, name, int(world_size), id=site) for site, name, world_size in PLANTS],
-)
+@pytest.mark.parametrize(("site", "name", "world_size"), [plant(*each) for each in CAUGHT.items()])
 @on_sim(timeout=120.0)
 def test_without_it_there_is_a_race(site, name, shared_folder):
     """The cell is right with the site, and has a race or gives other numbers without it."""

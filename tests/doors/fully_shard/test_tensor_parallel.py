@@ -293,8 +293,9 @@ def figures_of_compiled(order, backend):
     return figures
 
 
-@on_ranks(2, in_full(4), timeout=180.0)
-@pytest.mark.parametrize("order", ["before", in_full("after"), in_full("module")])
+@pytest.mark.full
+@on_ranks(2, 4, timeout=180.0)
+@pytest.mark.parametrize("order", COMPILED)
 def test_compiled_sequence_parallel_blocks_train_like_others(order):
     """Losses and norms are those without the compiler: no gradient before the blocks is lost.
 
@@ -362,6 +363,7 @@ class Experts(nn.Module):
 
 
 @beside_torch
+@pytest.mark.full
 @on_ranks(4)
 def test_modules_over_other_ranks_equal_torch():
     """With ``ShardPlacementResult`` experts are sharded over the ranks that hold the same ones, the rest over all."""
