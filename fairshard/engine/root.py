@@ -59,8 +59,7 @@ class Root:
         self.last = Last()
         self.backward: Backward | None = None
         self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
-        self.has_begun = False
-        self.is_last_backward = True
+        self.has_begun, self.is_last_backward = False, True
         self.num_interrupted = 0
         self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
@@ -296,11 +295,13 @@ class Root:
         for unit in self.units:
             unit.end_backward(keep=not self.is_last_backward and not backward.lists(unit))
         self.backward = None
-        is_common = True
-        if self.join is None:
-            self.finish_grads()
-        else:
-            is_common = self.join.end_backward(ends_step)
+        try:
+            is_common = self.join is None or self.join.end_backward(ends_step)
+            if self.join is None:
+                self.finish_grads()
+        except BaseException:  # of a user's hook on gradients
+            self.backward = backward  # so that `reset` follows
+            raise
         self.order_check.end_backward(ends_step, is_common)
         if ends_step and self.nan_check.is_on:
             self.nan_check.end_backward()
@@ -330,7 +331,8 @@ class Root:
         with self.shared.at_home(returns=True):
             self.shared.bucketer.flush()
         if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
-            self._land_grads()
+            for flat_param in (each for unit in self.units for each in unit.flat_params):
+                flat_param.grad.land()
         self._wait_for_reads()
 
     def reset(self) -> None:
@@ -353,9 +355,8 @@ class Root:
         self.num_interrupted += backward is not None
         self.shared.depth = 0
         self.shared.bucketer.reset()
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                flat_param.grad.discard_flights()
+        for flat_param in (each for unit in self.units for each in unit.flat_params):
+            flat_param.grad.discard_flights()
         self._wait_for_reads()
         for unit in self.units:
             unit.reset()
@@ -363,11 +364,6 @@ class Root:
         self.nan_check.forget()
 
     # ---- memory, state
-
-    def _land_grads(self) -> None:
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                flat_param.grad.land()
 
     def _wait_for_reads(self) -> None:
         """Make the host wait until the device has read the shards in host memory; after that they may change."""

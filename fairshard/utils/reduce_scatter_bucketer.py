@@ -22,6 +22,7 @@ from torch import Tensor
 from fairshard.utils.bucket_plan import PlannedSource, is_crowded, pack
 from fairshard.utils.chunk_bucket import ChunkReducer
 from fairshard.utils.collectives import Chain, Communicators, Transfer, exchange_tag
+from fairshard.utils.first_error import FirstError
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import add_runs
@@ -180,6 +181,7 @@ class ReduceScatterBucketer(ChunkReducer):
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
         self.due: Bucket | None = None  # complete; sent after the next gather
         self.drops = False  # send zeros instead of gradients, and drop the sums
+        self._error = FirstError()  # of a user's hook; later sums are dropped
 
     def plan(self, order: Sequence[GradSource]) -> None:
         """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
@@ -239,18 +241,19 @@ class ReduceScatterBucketer(ChunkReducer):
         self.drain()
 
     def drain(self) -> None:
-        """Send all waiting planned buckets, full or not, and wait for all sums."""
+        """Send all waiting planned buckets, full or not, and wait for all sums; raise what a hook raised."""
         self.send_due()
         for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
             if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
                 self.launch(bucket)
         while self._flying:
             self._land()
+        self._error.raise_kept(self.drops)
 
     def reset(self) -> None:
         """Drop the buckets of an interrupted backward, after waiting for those in flight."""
         self._chunks.clear()
-        self.due = None
+        self.due = self._error.kept = None
         while self._flying:
             bucket, transfer, done = self._flying.popleft()
             transfer.wait()
@@ -285,8 +288,9 @@ class ReduceScatterBucketer(ChunkReducer):
         """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""
         reduced = transfer.wait()
         assert reduced is not None
-        if not self.drops:
-            bucket.deliver(reduced)
+        if not self.drops and self._error.kept is None:
+            with self._error:
+                bucket.deliver(reduced)
 
     def _has_ended(self) -> bool:
         """Whether the oldest bucket in flight is reduced: on an accelerator, whether its stream is that far."""

@@ -14,6 +14,7 @@ from fairshard.engine.root import roots
 from fairshard.engine.tree import units_below
 from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.collectives import communicator
 from fairshard.utils.testing import rank_device
@@ -293,3 +294,27 @@ def test_ranks_clean_up_the_models_of_an_optimizer_in_one_order():
         patch.setattr(optimizer_check, "roots", ordered)
         optimizer.step()
     assert not any(root.in_backward for root in roots)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [wrap_layers, fully_shard])
+@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+def test_a_hook_on_a_gradient_that_raises_leaves_nothing_behind(wrap, bucket_cap_mb):
+    """The backward raises its error once all is sent; after `zero_grad` the next one gives its own gradients only."""
+    model, expected = (wrap(mlp(4, 9, 7, 5), bucket_cap_mb=bucket_cap_mb) for _ in range(2))
+
+    def fail(param):
+        raise KeyError("mine")
+
+    handle = list(model.parameters())[-1].register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        loss_of(model, 0).backward()
+    handle.remove()
+    optimizer = sgd(model)
+    with pytest.raises(PartialGradientError):
+        optimizer.step()
+    optimizer.zero_grad()
+    for each in (model, expected):
+        loss_of(each, 1).backward()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert param.grad.equal(other.grad)
