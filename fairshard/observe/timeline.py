@@ -47,7 +47,7 @@ _COLORS = {
     "copy to host": "#7a6a5c",
     "optimizer step": "#4a4a4a",
 }
-_RANKS = ("#3f6fb5", "#e0a63b", "#5d9c8b", "#c8553d")
+_RANKS = ("#3f6fb5", "#e0a63b", "#5d9c8b", "#c8553d", "#9b7bb8", "#7a6a5c", "#2e2e2e", "#d98cb3")
 _COMMUNICATION = ("gather", "reduce", "copy")
 _INCHES = 10.0
 _LETTER = 0.0078  # of the whole width, per letter: a bar too narrow for its name has a shorter one, or none
@@ -161,7 +161,7 @@ def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds with a gather, reduction or copy on its way, and those of them in which the rank waited for it."""
+    """Seconds with a gather, reduction or copy under way, and those of them in which the rank waited for it."""
 
     on_way: float
     waited: float
@@ -244,19 +244,14 @@ def draw_timeline(
             axes.broken_barh([(start, width)], (height - 0.42, 0.84), facecolor=color, edgecolor=edge, linewidth=0.4)
             name = "" if bar.kind in _WAITS.values() else _fitting(bar.fqn, width / span)
             if name:
-                axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=8.5, color="white")
+                ink = "black" if bar.kind == "gather" else "white"
+                axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=8.5, color=ink)
     axes.set_yticks(list(heights.values()), [_row_label(place) for place in heights], fontsize=10)
     axes.set_ylim(bottom + 0.7, -0.7)
-    axes.set_xlim(0, span or 1)
-    for rank, points in enumerate(memory if has_memory else ()):
-        times, sizes = [1e3 * time for time, _ in points], [nbytes / 1e6 for _, nbytes in points]
-        line = {"color": _RANKS[rank % len(_RANKS)], "linewidth": 1.8, "alpha": 0.85, "label": f"rank {rank}"}
-        below[0].step(times, sizes, where="post", **line)
-        below[0].set_ylabel("MB", fontsize=10)
-        below[0].set_ylim(bottom=0)
-        below[0].set_title(memory_label, loc="left", fontsize=11)
-        below[0].legend(frameon=False, fontsize=9, loc="upper right", ncols=4)
-        below[0].grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_xlim(0, 1.01 * span or 1)  # room for the last bar, which is thin
+    axes.tick_params(axis="y", length=0)
+    if has_memory:
+        _draw_memory(below[0], memory, memory_label)
     last = below[0] if below else axes
     last.set_xlabel("ms", fontsize=10)
     for each in (axes, *below):
@@ -266,10 +261,8 @@ def draw_timeline(
         hidden = min(found, key=lambda each: each.hidden)
         rank = [overlap(one) for one in shown].index(hidden)
         figure.suptitle(f"{hidden.hidden:.0%} of communication hidden", x=0.01, ha="left", fontsize=17, weight="bold")
-        title += (
-            f"\nrank {rank} waited {1e3 * hidden.waited:.3g} of {1e3 * hidden.on_way:.3g} ms with a gather, reduction "
-            "or copy on its way"
-        )
+        waited, on_way = _ms_text(hidden.waited), _ms_text(hidden.on_way)
+        title += f"\nrank {rank} waited {waited} ms of the {on_way} ms with a gather, reduction or copy under way"
     axes.set_title(title, loc="left", fontsize=11)
     seen = {bar.kind for one in shown for bar in one}
     kinds = [kind for kind in _COLORS if kind in seen and kind not in _WAITS.values()]
@@ -278,6 +271,27 @@ def draw_timeline(
         patches.append(Patch(color=_COLORS[_WAITS["unshard_wait"]], label="wait"))
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=10)
     figure.savefig(path)
+
+
+def _draw_memory(axes: Any, memory: Sequence[Sequence[tuple[float, int]]], label: str) -> None:
+    """Memory over time: of every rank, or of the first and the last where there are more than colors."""
+    picked = range(len(memory)) if len(memory) <= len(_RANKS) else (0, len(memory) - 1)
+    for rank, color in zip(picked, _RANKS, strict=False):
+        times, sizes = [1e3 * time for time, _ in memory[rank]], [nbytes / 1e6 for _, nbytes in memory[rank]]
+        axes.step(times, sizes, where="post", color=color, linewidth=1.8, alpha=0.85, label=f"rank {rank}")
+    axes.set_ylabel("MB", fontsize=10)
+    axes.set_ylim(bottom=0)
+    axes.set_title(label, loc="left", fontsize=11)
+    # Beside the title: inside, it would cover the lines.
+    axes.legend(
+        frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(_RANKS), borderaxespad=0.2
+    )
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+
+
+def _ms_text(seconds: float) -> str:
+    """Seconds as milliseconds: 1,234 or 1.23."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def _fitting(fqn: str, share: float) -> str:
