@@ -19,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     parser = build_parser()
     try:
-        arguments = parser.parse_args(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            command = " ".join(filter(None, ("fairshard", arguments.command)))
+            raise OptionError(f"unrecognized arguments: {' '.join(unknown)}. See {command} --help.")
         if arguments.run is None:
             parser.print_help()
             return 0
@@ -40,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser("fairshard", description="ZeRO-3 for PyTorch in plain Python.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fairshard {__version__}")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     train = commands.add_parser(
         "train",
         help="train a language model: a GPT on bytes, one of transformers, or your own",

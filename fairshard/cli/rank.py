@@ -21,6 +21,7 @@ from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.sharded import TrainingStopped
 from fairshard.cli.text import TextPlan
+from fairshard.errors import CheckpointError
 
 _NOTICE_S = 0.5
 _POLL_S = 0.05
@@ -51,7 +52,7 @@ def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool)
         threading.Thread(target=_leave_with_launcher, args=(STATUS,), daemon=True).start()
         dist.destroy_process_group()
     except Exception as error:
-        expected = isinstance(error, TrainingStopped)
+        expected = isinstance(error, (TrainingStopped, CheckpointError))
         record_failure(error, ranks.rank, expected)
         if not quiet:
             print(f"fairshard train: error (rank {ranks.rank}): {describe(error, expected)}", file=sys.stderr)

@@ -45,7 +45,9 @@ def resumed_options(given: TrainOptions, steps: int | None = None) -> TrainOptio
     """
     folder = given.out or _newest_run()
     saved = _longer(_read_options(folder), steps, folder)
-    if given.resume_from is None and _is_finished(folder / METRICS, saved.steps):
+    if given.resume_from is not None:
+        _check_saved(given.resume_from, folder)
+    elif _is_finished(folder / METRICS, saved.steps):
         raise OptionError(
             f"the run in {folder} has finished: there is nothing to resume. Pass --steps above {saved.steps} to go on "
             "beyond, or start a new run."
@@ -157,6 +159,16 @@ def _is_finished(path: Path, steps: int) -> bool:
     if not lines or not lines[-1].startswith('{"summary"'):
         return False
     return max((entry["step"] for entry in kept_lines(path, steps)), default=0) >= steps
+
+
+def _check_saved(step: int, folder: Path) -> None:
+    from fairshard.checkpoint.step_names import STEP, step_name, step_of  # here because it imports the engine
+
+    if (folder / CHECKPOINTS / step_name(step)).is_dir():
+        return
+    found = sorted((folder / CHECKPOINTS).glob("step-*"))
+    steps = ", ".join(str(step_of(path.name)) for path in found if STEP.fullmatch(path.name)) or "none"
+    raise OptionError(f"--resume-from must be a step with a checkpoint, but the run in {folder} has {steps}.")
 
 
 def _newest_run() -> Path:

@@ -100,7 +100,7 @@ BAD = {
     "no shards": ("import-fairscale out", "the following arguments are required"),
     "no such shard": ("import-fairscale shard_0.pt out", "shard_0.pt does not exist"),
     "import into what exists": ("import-fairscale latest config", "config exists"),
-    "flag unknown": ("inspect . --yaml", "unrecognized arguments: --yaml"),
+    "flag unknown": ("inspect . --yaml", "unrecognized arguments: --yaml. See fairshard inspect --help."),
 }
 
 

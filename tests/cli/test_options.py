@@ -82,7 +82,7 @@ BAD = {
     "tracker unknown": ("--log mlflow", "--log: invalid choice: 'mlflow'"),
     "tracker missing": ("--log trackio", "--log trackio needs a package that is not installed"),
     "sample negative": ("--sample -1", "--sample must be at least 0"),
-    "flag unknown": ("--bogus", "unrecognized arguments: --bogus"),
+    "flag unknown": ("--bogus", "unrecognized arguments: --bogus. See fairshard train --help."),
     "flag abbreviated": ("--step 5", "unrecognized arguments: --step"),
     **{
         f"{flag} zero": (f"--{flag} 0", f"--{flag} must be at least 1")

@@ -63,7 +63,13 @@ def test_a_run_that_has_finished_is_resumed_to_go_on_beyond(run_folder, capfd):
         assert "has finished: there is nothing to resume. Pass --steps above 40" in capfd.readouterr().err
     assert main(["train", "--resume", "--steps", "39", "--out", str(run_folder)]) == 2
     assert "--steps is 40 in the run" in capfd.readouterr().err
+    assert main(["train", "--resume-from", "20", "--out", str(run_folder)]) == 2
+    assert capfd.readouterr().err.endswith(f"a step with a checkpoint, but the run in {run_folder} has none.\n")
+    for name in ("step-00000020", "step-00000040", "step-x"):
+        (run_folder / "checkpoints" / name).mkdir(parents=True)
     assert resumed_options(TrainOptions(out=run_folder, resume_from=20)).resume_from == 20
+    with pytest.raises(OptionError, match=r"but the run in .* has 20, 40\."):
+        resumed_options(TrainOptions(out=run_folder, resume_from=30))
     longer = resumed_options(TrainOptions(out=run_folder, resume=True), 450)
     assert (longer.steps, longer.lr_steps, longer.warmup_steps) == (450, 40, 20)
 

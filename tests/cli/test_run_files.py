@@ -3,19 +3,24 @@
 import json
 import math
 import re
+import sys
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fairshard.cli import launch
+from fairshard.cli import launch, rank
 from fairshard.cli.failure import Failure, first_failure, record_failure
 from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, make_run_folder
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.progress import Progress, summary_lines
+from fairshard.cli.ranks import Ranks
 from fairshard.cli.run_log import run_title
 from fairshard.cli.run_picture import draw_run, smoothed
+from fairshard.errors import CheckpointError
 from fairshard.planning.summary import StateBytes
 from fairshard.utils.size_text import size_text
 
@@ -93,6 +98,22 @@ def test_without_a_terminal_progress_is_some_twenty_lines(capsys):
     assert lines[-1].endswith(" s, 0 s left")
     assert last == "step 1000/1000  validation loss 1.250"
     assert not any(mark in "".join(lines) for mark in "\r\x1b")
+
+
+def test_a_damaged_checkpoint_needs_no_traceback(tmp_path, monkeypatch):
+    """What is wrong with a checkpoint is told in a line; other errors have their traceback."""
+    path = tmp_path / "0" / "error.json"
+    path.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setattr(rank, "_NOTICE_S", 0)
+    monkeypatch.setattr(rank.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(rank, "on_preemption", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(rank, "_leave", sys.exit)
+    for error, shown in ((CheckpointError("damaged"), ""), (RuntimeError("bug"), "Traceback")):
+        monkeypatch.setattr(rank, "join", Mock(side_effect=error))
+        with pytest.raises(SystemExit, match="1"):
+            rank.train_rank(TrainOptions(), Ranks(0, 2, 0, 2), None, quiet=True)
+        assert first_failure([path]).trace[:9] == shown
 
 
 @pytest.mark.parametrize("num_steps", [1, 49, 50, 500])
