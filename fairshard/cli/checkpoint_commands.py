@@ -100,7 +100,8 @@ def _or_one_line(command: Callable[[argparse.Namespace], int]) -> Callable[[argp
         try:
             return command(arguments)
         except CheckpointError as error:
-            print(f"fairshard: error: {one_line(str(error))}", file=sys.stderr)
+            text = str(error).replace("allow_unverified=True", "--allow-unverified")
+            print(f"fairshard: error: {one_line(text)}", file=sys.stderr)
             return 1
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fairshard.planning.wrap_plan import WrapPlan
 from fairshard.utils.size_text import size_text
 
 _COLORS = ("#3f6fb5", "#e0a63b", "#5d9c8b", "#c8553d", "#9b7bb8", "#7a6a5c", "#86a8d6", "#d9a79a", "#a9c9be", "#bdbdbd")
+_HEADLINE, _LABEL = 74, 30  # letters of a line
 _QUIET = "#6b6b6b"
 _PLAIN: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}, "zorder": 4}
 _OVER: dict[str, Any] = {**_PLAIN, "ha": "center", "va": "center"}
@@ -47,7 +49,8 @@ def draw_plans(
     axes.tick_params(labelsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{title}; without activations", loc="left", fontsize=11, color=_QUIET)
-    figure.suptitle(_headline(names, plans, device_nbytes), x=0.01, ha="left", fontsize=15, fontweight="bold")
+    headline = textwrap.fill(_headline(names, plans, device_nbytes), _HEADLINE)
+    figure.suptitle(headline, x=0.01, ha="left", fontsize=15, fontweight="bold")
     figure.savefig(path)
 
 
@@ -58,7 +61,7 @@ def _headline(names: Sequence[str], plans: Sequence[WrapPlan], device_nbytes: in
             return f"{peak} at the worst moment, {plans[0].peak_at}"
         return f"Fits in {size_text(device_nbytes)}: {_fits(plans[0], device_nbytes)}, {peak} at the worst moment"
     least = min(range(len(plans)), key=lambda index: plans[index].peak_nbytes)
-    text = f"{names[least]} needs least: {size_text(plans[least].peak_nbytes)}"
+    text = f"{names[least].replace(',', ', ')} needs least: {size_text(plans[least].peak_nbytes)}"
     if device_nbytes is None:
         return text
     num_fitting = sum(plan.peak_nbytes <= device_nbytes for plan in plans)
@@ -102,4 +105,13 @@ def _draw_several(axes: Any, names: Sequence[str], plans: Sequence[WrapPlan], ri
             plan.peak_nbytes + 0.008 * right, row, size_text(plan.peak_nbytes), va="center", fontsize=12,
             fontweight="bold", **_PLAIN,
         )  # fmt: skip
-    axes.set_yticks(range(len(plans)), names)
+    axes.set_yticks(range(len(plans)), [_broken(name) for name in names])
+
+
+def _broken(name: str) -> str:
+    """The name of a wrapping on at most three lines: the policy, which may name many classes, and the placement."""
+    policy, at, placement = name.partition("@")
+    lines = textwrap.wrap(policy.replace(",", ", "), _LABEL, max_lines=2 if at else 3, placeholder=" ...")
+    if not lines[1:]:
+        return name
+    return "\n".join([*lines, at + placement] if at else lines)

@@ -151,6 +151,15 @@ def test_a_damaged_checkpoint_is_exit_1_and_names_the_file(damage, command, root
     assert sorted(root.rglob("*")) == before
 
 
+def test_a_lost_manifest_names_the_flag_that_reads_on(root, capfd, monkeypatch):
+    """The cure is the command's flag, not the argument of a function; with it the weights are read."""
+    monkeypatch.setattr("fairshard.checkpoint.reader.is_marked", lambda known: True)
+    (root / "step-00000100" / "fairshard.json").unlink()
+    code, _, err = run("consolidate . out.pt", capfd)
+    assert (code, err.endswith("to read this one unchecked, pass --allow-unverified.\n")) == (1, True)
+    assert run("consolidate . out.pt --allow-unverified", capfd)[0] == 0
+
+
 def test_inspect_prints_a_table(root, capfd):
     """A summary; with ``--all`` every tensor with its tie, objects, files, and totals, in aligned columns."""
     code, short, err = run("inspect .", capfd)

@@ -7,10 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from fairshard.cli.metrics import StepMetrics, StepTotals
+from fairshard.cli.plan_picture import draw_plans
 from fairshard.cli.run_picture import draw_run
 from fairshard.observe.timeline import draw_timeline
 from fairshard.observe.unit_event import Phase, UnitEvent
 from fairshard.planning.summary import StateBytes
+from fairshard.planning.wrap_plan import MemoryTerm, WrapPlan
 
 
 @pytest.fixture
@@ -77,3 +79,20 @@ def test_words_of_a_timeline(num_ranks, drawn, tmp_path):
     words = [text.get_text() for text in drawn[0].findobj(Text)]
     assert any("rank 0 waited 200 ms of the 400 ms with" in text for text in words)
     assert sum(text.startswith("rank") and text[5:].isdigit() for text in words) == (2 if num_ranks > 8 else num_ranks)
+
+
+@pytest.mark.parametrize("device_nbytes", [None, 2 * 10**9, 7 * 10**9, 80 * 10**9])
+@pytest.mark.parametrize("num_plans", [1, 4])
+def test_words_of_plans(num_plans, device_nbytes, drawn, tmp_path):
+    """One plan or several, policies of many classes, and a limit below, near and far from the peak."""
+    names = ["none", "blocks@row-blocks:128", "size:1e8", "class:" + ",".join(["LlamaDecoderLayer"] * 8) + "@owned"]
+    parts = ("gathered units", "shards", "gradients on their way to the host")
+    plans = [
+        WrapPlan(
+            8, "cuda", (), (), tuple(MemoryTerm(part, (9 - index) * 222_222_222) for part in parts),
+            "in the backward of model.decoder.layers.31.block_sparse_moe.experts",
+        )
+        for index in range(num_plans)
+    ]  # fmt: skip
+    draw_plans(tmp_path / "plan.png", "llama, 1,209,339,904 parameters", names[:num_plans], plans, device_nbytes)
+    assert faults(drawn[0]) == ([], [])
