@@ -44,11 +44,11 @@ def train(model, optimizer, clips):
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 model = build(cpu_offload=True)
-optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=1e-2, clip_grad_norm=0.5)  # clips first, then steps
+optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=1e-3, clip_grad_norm=0.5)  # clips first, then steps
 offloaded = train(model, optimizer, clips=False)
 
 model = build()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 assert train(model, optimizer, clips=True) == offloaded  # offload changes no bit
 print(f"rank {dist.get_rank()}: losses {offloaded}")
 dist.destroy_process_group()
