@@ -63,7 +63,7 @@ def browser() -> str:
 
 
 def run(*arguments: str, mode: str = "light", seconds: float = 60.0) -> str:
-    """What the browser prints."""
+    """The output of the browser."""
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if mode == "dark" else []
     command = [browser(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *dark, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds).stdout

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError)}
 _BUSY = "fairshard: busy"
-"""What a rank sends while it is at work, so that the others neither time out nor wait for a rank that is stopped."""
+"""Message of a rank that is at work, so that the others neither time out nor wait for a rank that is stopped."""
 _BUSY_EVERY_S = 0.2
 _LOOKS_EVERY_S = 0.2
 _ENDS_WITHIN_S = 6.0  # of a writer, once a collective has failed
@@ -65,7 +65,7 @@ def done_on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> T:
 
 
 class _Outcome(Generic[T]):
-    """What a function has returned, or raised."""
+    """The result of a function, or the exception that it raised."""
 
     value: T | None = None
     error: Exception | None = None

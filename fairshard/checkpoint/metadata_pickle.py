@@ -22,7 +22,7 @@ from fairshard.checkpoint.pickle_limits import LIMITS, Budget, Limits, Make, Nam
 from fairshard.checkpoint.plain_pickle import read_pickle
 
 MARK = "fairshard"
-"""What our saves write into ``Metadata.storage_meta.modules``: these metadata belong to a folder with a manifest."""
+"""Our mark in ``Metadata.storage_meta.modules``: these metadata belong to a folder with a manifest."""
 
 _MAX_DIMS = 64
 _MAX_PATH_LENGTH = 4096

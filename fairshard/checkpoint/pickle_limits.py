@@ -1,4 +1,4 @@
-"""What a pickle may name, need and hold; see ``plain_pickle.py``."""
+"""Limits of a pickle: what it may name, need and hold; see ``plain_pickle.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_EQUAL_HASHES = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pickle may need: a depth, and ``base + per_byte * n`` bytes of memory for its first ``n`` bytes.
+    """Resources that a pickle may need: a depth, and ``base + per_byte * n`` bytes of memory for its first ``n`` bytes.
 
     Memory is that of all values and of the memo. A walk over the value may meet ``base_parts + parts_per_byte * n``
     parts, and at most ``stack + n / bytes_per_slot`` values may wait on the stack. The defaults are a little
@@ -101,7 +101,7 @@ Make = Callable[[tuple[Any, ...], Budget], Any]
 
 @dataclass(frozen=True)
 class Names:
-    """What a pickle may name: constants, functions and classes by ``(module, name)``; ``what`` is for messages.
+    """Names that a pickle may use: constants, functions and classes by ``(module, name)``; ``what`` is for messages.
 
     ``calls`` take the tuple of arguments. An object made by one gets its state from the function of its class in
     ``builds``, once; objects of ``stateful`` classes must get one. ``keys`` are classes of objects that dicts may have

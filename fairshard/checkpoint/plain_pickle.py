@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from fairshard.checkpoint.pickle_limits import LIMITS, MAPPINGS, MUTABLE, Call, Keys, Limits, Names, Pickled, measure
 
-# What each takes, in bytes, a little rounded up; lists, the memo and dicts grow in steps.
+# Memory of each, in bytes, a little rounded up; lists, the memo and dicts grow in steps.
 _LIST, _DICT, _TUPLE, _SLOT, _ITEM, _PAIR = 80, 64, 56, 8, 12, 44
 _APPEND = 56  # more than two bytes allow: lists of one item have more around it, and others come in batches
 _TEXT, _INT, _BYTES, _CALL, _OBJECT, _SHARED, _BATCH = 56, 32, 40, 64, 64, 192, 64
@@ -209,7 +209,7 @@ class _Run:
             self._budget.left -= _SHARED
 
     def _pop_items(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """The objects pushed since the last mark."""
         begin = self._marks.pop()
         items = self._stack[begin:]
         del self._stack[begin:]

@@ -90,7 +90,7 @@ class _Described:
 
 
 def _described(args: tuple[Any, ...], budget: Budget) -> _Described:
-    """What a pickle says of a tensor.
+    """The description of a tensor in a pickle.
 
     Raises:
         UnpicklingError: the tensor is not all of its storage, in order.

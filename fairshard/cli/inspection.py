@@ -12,7 +12,7 @@ from fairshard.utils.table import table
 
 
 def summary_lines(contents: Contents) -> list[str]:
-    """What matters about a checkpoint: parameters, optimizer, step, size, and whether it is sound."""
+    """The summary of a checkpoint: parameters, optimizer, step, size, and whether it is sound."""
     keys = contents.model
     own = [entry for entry in contents.tensors if entry.key in keys and entry.tied_to is None]
     state = [entry for entry in contents.tensors if entry.key not in keys and is_optimizer(entry.key)]

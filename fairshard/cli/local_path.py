@@ -57,7 +57,7 @@ def problem_with_output(out: Path) -> str | None:
 
 
 def dangling_link(path: Path) -> str | None:
-    """What a link without a target says; None for anything else."""
+    """The error text for a link whose target does not exist; None for anything else."""
     if os.path.islink(path) and not os.path.exists(path):
         return f"it is a link to {os.readlink(path)}, which does not exist"
     return None

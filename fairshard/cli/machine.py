@@ -1,4 +1,4 @@
-"""What a run of ``fairshard train`` needs of this machine at least, before any rank starts."""
+"""The least that a run of ``fairshard train`` needs of this machine, checked before any rank starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT_PER_BLOCK = 12  # times the width: what backward needs of a token in a blo
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides how much memory a rank takes: the model, its batch, and whether the host holds them."""
+    """The causes of a rank's memory: the model, its batch, and whether the host holds them."""
 
     layers: int
     dim: int
@@ -53,7 +53,7 @@ def least_nbytes(sizes: Sizes, world_size: int, text_nbytes: int) -> int:
 
 
 def shortage(needed: int) -> str | None:
-    """What to say if the machine has less free memory than ``needed`` bytes; None if it has enough."""
+    """The error text if the machine has less free memory than ``needed`` bytes; None if it has enough."""
     try:
         free = free_host_memory()
     except (OSError, KeyError):  # not Linux

@@ -46,7 +46,7 @@ class OrderListener(Training, Protocol):
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
 
     def recorded(self, state: dict[str, str]) -> Any:
-        """What this rank has run, for an error; ``state``: what else must be the same on all ranks."""
+        """The units that this rank has run, for an error; ``state``: what else must be the same on all ranks."""
 
     def raise_difference(self, state: dict[str, str]) -> NoReturn:
         """Raise, because ranks have run different things; ``state`` describes this rank in words. **Collective.**"""

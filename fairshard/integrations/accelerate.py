@@ -36,7 +36,7 @@ PACKAGES = ("accelerate", "transformers", "peft", "trl")
 _LOAD_OPTIMIZER = "load_fsdp_optimizer"
 _OF_MODELS = ("extract_model_from_parallel", "save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer")
 
-# What `enable` has replaced: class or module, name, original; None if a base class has the original.
+# Replaced by `enable`: class or module, name, original; None if a base class has the original.
 _replaced: list[tuple[Any, str, Any]] = []
 
 

@@ -225,7 +225,7 @@ class Muon(Optimizer):
 
 
 class _Plan:
-    """What a step does, as long as the parameters and their layouts stay the same.
+    """The work of a step, as long as the parameters and their layouts stay the same.
 
     Attributes:
         matrices, others: for each param group the parts that are matrices or stacks of them, and all other parts.
@@ -308,7 +308,7 @@ def _placed(value: Tensor) -> tuple[tuple[int, ...], Any]:
 
 
 def _key_of(param_groups: list[dict[str, Any]]) -> list[Any]:
-    """What a `_Plan` depends on; the plan keeps the objects alive that are compared by their ids."""
+    """The inputs of a `_Plan`; the plan keeps the objects alive that are compared by their ids."""
     return [
         (group["use_muon"], [(id(param), id(layout_of(param))) for param in group["params"]]) for group in param_groups
     ]

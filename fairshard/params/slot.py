@@ -245,7 +245,7 @@ class ParamSlot:
 
     @property
     def empty(self) -> Tensor:
-        """What the leaf shows while sharded: no elements, in the dtype and on the device of what it showed last."""
+        """Data of the leaf while it is sharded: no elements, in the dtype and on the device of what it showed last."""
         if self._empty is None:
             self._empty = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
         return self._empty

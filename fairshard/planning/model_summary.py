@@ -1,4 +1,4 @@
-"""What a sharded model consists of: its units, their sizes, how they are cut and in what they compute."""
+"""The units of a sharded model: their sizes, how they are cut, and the dtype in which they compute."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ class OwnedBytes:
 
     @staticmethod
     def of(loads: Sequence[int]) -> OwnedBytes | None:
-        """What ranks that own ``loads`` own; None if that is nothing."""
+        """Of ranks that own ``loads``; None if these are all 0."""
         return OwnedBytes(min(loads), sum(loads), max(loads), len(loads)) if any(loads) else None
 
     @property
     def excess(self) -> float:
-        """What the rank with most owns above the mean, as a fraction of it."""
+        """The largest share above the mean, as a fraction of the mean."""
         return self.most * self.world_size / self.total - 1
 
     def lines(self) -> list[str]:

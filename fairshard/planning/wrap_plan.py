@@ -1,4 +1,4 @@
-"""What a wrapping will cost: units, buckets and the terms of the peak, as data and as text."""
+"""The cost of a wrapping: units, buckets and the terms of the peak, as data and as text."""
 
 from __future__ import annotations
 

@@ -127,5 +127,5 @@ _ELSEWHERE = {
 
 
 def elsewhere(value: Any) -> str:
-    """What to pass in place of ``value``, if that is an option object of the other API; otherwise empty."""
+    """The argument to pass in place of ``value``, if that is an option object of the other API; otherwise empty."""
     return _ELSEWHERE.get(type(value).__name__, "")

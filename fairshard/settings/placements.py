@@ -1,4 +1,4 @@
-"""What must not be cut of a parameter: its rows, blocks of them, or the whole."""
+"""Parts of a parameter that must not be cut: rows, blocks of rows, or the whole."""
 
 from __future__ import annotations
 

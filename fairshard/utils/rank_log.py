@@ -1,4 +1,4 @@
-"""What the process of a rank prints, in a file that its parent reads."""
+"""The output of a rank's process, in a file that its parent reads."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _keep_versions: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter"
 
 @dataclass(frozen=True)
 class Whole:
-    """The parameter ``fqn`` as `fsdp_pre_all_gather` is told about it; ``mesh`` has the ranks that it is cut among."""
+    """The parameter ``fqn`` as `fsdp_pre_all_gather` sees it; ``mesh`` has the ranks that it is cut among."""
 
     fqn: str
     mesh: DeviceMesh

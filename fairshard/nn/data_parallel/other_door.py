@@ -1,4 +1,4 @@
-"""What users of `FullyShardedDataParallel` and `fully_shard` pass or call that belongs to the other of the two."""
+"""Errors for arguments and methods of `FullyShardedDataParallel` used with `fully_shard`, and the other way round."""
 
 from __future__ import annotations
 
