@@ -140,3 +140,21 @@ def test_messages_on_the_page_of_errors_are_in_the_source():
     joined = re.sub(r'"\s*f?"', "", source)
     for words in quoted:
         assert words.partition("=...")[0] in joined, words
+
+
+# Files of other projects that the docs name.
+OF_OTHERS = {"zero_to_fp32.py", "torchtitan/train.py", "test/distributed/_composable/fsdp/test_fully_shard_comm.py"}
+
+
+def test_files_and_tests_that_the_docs_name_exist():
+    """Each Python file in backticks is one of this repository, and each test has a function of its name."""
+    root = DOCS.parent
+    files = [path for folder in ("fairshard", "tests", "benchmarks", "docs") for path in root.glob(f"{folder}/**/*.py")]
+    paths = {f"/{path.relative_to(root).as_posix()}" for path in files}
+    tests = "".join(path.read_text() for path in files if path.is_relative_to(root / "tests"))
+    pages = [page for page in DOCS.rglob("*.md") if "_build" not in page.parts and "changelog.d" not in page.parts]
+    for page in [*pages, *root.glob("*.md")]:
+        for path, test in re.findall(r"`((?:\w+/)*\w+\.py)?(?:\.\.\.)?(?:::(\w+))?`", page.read_text()):
+            known = not path or path in OF_OTHERS or any(name.endswith(f"/{path}") for name in paths)
+            assert known, f"{page.name} names {path}"
+            assert f"def {test}" in tests, f"{page.name} names {path}::{test}"
