@@ -235,7 +235,8 @@ def _begin(
     if options.resume:
         write_steps(replace(options, out=folder))
     follower = None if options.log is None else tracker(options.log, folder, config, done)
-    return RunLog(folder, config, done if options.resume else None, text.bytes_per_token, follower)
+    kept = done if options.resume else None
+    return RunLog(folder, config, kept, text.bytes_per_token, follower, sharded.task.has_own_loss)
 
 
 def _say_stopped(preemption: Preemption, step: int, folder: Path) -> None:

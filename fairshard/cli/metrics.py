@@ -52,7 +52,8 @@ class Summary:
 
     ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` are rank 0's shards, gradients and optimizer state in
     each kind of memory; ``copy_wait_s`` is its time per step spent waiting for copies between host and device.
-    ``bits_per_byte`` is the validation loss in other units; None if it is not known how many bytes a token stands for.
+    ``bits_per_byte`` is the validation loss in other units; None if it is not known how many bytes a token stands for,
+    or if the run ``has_own_loss``, whose units are not known.
     """
 
     val_loss: float
@@ -65,6 +66,7 @@ class Summary:
     pageable_bytes: int
     copy_wait_s: float
     bits_per_byte: float | None = None
+    has_own_loss: bool = False
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
@@ -107,9 +109,11 @@ class StepTotals:
         places: StateBytes,
         copy_wait_s: float,
         bytes_per_token: float | None = 1.0,
+        has_own_loss: bool = False,
     ) -> Summary:
         """Summarize the run; ``copy_wait_s`` is of all steps."""
         number = len(self.losses)
+        known = None if has_own_loss else bytes_per_token
         return Summary(
             val_loss=val_loss,
             tokens_per_s=self._tokens / self._seconds,
@@ -120,7 +124,8 @@ class StepTotals:
             pinned_bytes=places.pinned,
             pageable_bytes=places.pageable,
             copy_wait_s=copy_wait_s / number,
-            bits_per_byte=None if bytes_per_token is None else bits_per_byte(val_loss, bytes_per_token),
+            bits_per_byte=None if known is None else bits_per_byte(val_loss, known),
+            has_own_loss=has_own_loss,
         )
 
 

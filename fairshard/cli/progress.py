@@ -36,7 +36,12 @@ def summary_lines(summary: Summary, first_val_loss: float) -> list[str]:
 
 
 def loss_text(summary: Summary) -> str:
-    """The last validation loss in nats, and in bits per byte if the bytes of a token are known."""
+    """The last validation loss in nats, and in bits per byte if the bytes of a token are known.
+
+    The user's own loss has no units: it need not be a cross-entropy.
+    """
+    if summary.has_own_loss:
+        return f"{summary.val_loss:.3f}"
     if summary.bits_per_byte is None:
         return f"{summary.val_loss:.3f} nats per token"
     unit = "byte" if summary.bits_per_byte == bits_per_byte(summary.val_loss, 1.0) else "token"

@@ -43,10 +43,12 @@ class RunLog:
         done: int | None = None,
         bytes_per_token: float | None = 1.0,
         tracker: Tracker | None = None,
+        has_own_loss: bool = False,
     ) -> None:
         self._folder = folder
         self._title = run_title(config)
         self._bytes_per_token = bytes_per_token
+        self._has_own_loss = has_own_loss
         self._tracker = tracker
         self._totals = StepTotals()
         self._validations: dict[int, float] = {}
@@ -80,7 +82,7 @@ class RunLog:
         self._file.validation(step, val_loss)
         self._progress.validation(step, val_loss)
         if self._tracker is not None:
-            bits = self._bytes_per_token
+            bits = None if self._has_own_loss else self._bytes_per_token
             more = {} if bits is None else {"validation/bits_per_byte": bits_per_byte(val_loss, bits)}
             self._tracker.log(step, {"validation/loss": val_loss, **more})
 
@@ -93,7 +95,8 @@ class RunLog:
         from fairshard.cli.run_picture import draw_run  # here because matplotlib takes a second to import
 
         first, *_, last = self._validations.values()
-        summary = self._totals.summary(last, peak_bytes, places, copy_wait_s, self._bytes_per_token)
+        units = self._bytes_per_token, self._has_own_loss
+        summary = self._totals.summary(last, peak_bytes, places, copy_wait_s, *units)
         self._file.summary(summary)
         self._stack.close()
         draw_run(self._folder / PICTURE, self._title, self._totals, self._validations, summary)

@@ -28,6 +28,7 @@ class Task:
     """A plain model, its loss, and a name for the log.
 
     ``vocab_size`` is None if it is unknown. ``random`` are the names of weights that the folder of ``--hf`` lacks.
+    ``has_own_loss``: the loss is the user's, in unknown units; otherwise it is in nats per token.
     """
 
     model: nn.Module
@@ -35,6 +36,7 @@ class Task:
     name: str
     vocab_size: int | None = None
     random: tuple[str, ...] = ()
+    has_own_loss: bool = False
 
 
 def logits_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
@@ -59,7 +61,8 @@ def make_task(options: TrainOptions) -> Task:
     torch.manual_seed(options.seed)
     if options.factory is not None:
         made, loss = parts_of(options.factory, imported(options.factory)())
-        return Task(made, loss or next_token_loss, f"{type(made).__name__} of {options.factory}")
+        name = f"{type(made).__name__} of {options.factory}"
+        return Task(made, loss or next_token_loss, name, has_own_loss=loss is not None)
     if options.hf is not None:
         return _hf_task(options)
     config = GPTConfig(options.layers, options.dim, options.heads, options.context, options.vocab_size)

@@ -21,6 +21,7 @@ from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.sample import sample
 from fairshard.cli.sharded import TrainingStopped, build_model
+from fairshard.cli.task import make_task
 from fairshard.cli.text import Text, plan_text
 from fairshard.cli.trainer import Trainer
 from fairshard.cli.wrapping import blocks
@@ -78,6 +79,9 @@ def test_a_users_model_trains_with_its_own_loss(door):
     plain = own_models.Bytes()
     trainer = _trainer(options)
     assert [row.fqn for row in unit_table(trainer.model)] == ["", "layers.0", "layers.1"]
+    own, given = (make_task(replace(options, factory=factory)) for factory in (options.factory, None))
+    assert own.has_own_loss  # the log must not call it nats
+    assert not given.has_own_loss
     batch = np.concatenate(_trainer(options)._batches.next())
     every = [None, None]
     dist.all_gather_object(every, batch)

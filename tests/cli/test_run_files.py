@@ -149,15 +149,15 @@ def test_a_long_run_keeps_some_steps_for_its_picture():
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_token", "words"),
-    [(1.0, "2.000 nats per byte (2.885 bits per byte)"), (4.0, "2.000 nats per token (0.721 bits per byte)"),
-     (None, "2.000 nats per token")],
+    ("units", "words"),
+    [((1.0,), "2.000 nats per byte (2.885 bits per byte)"), ((4.0,), "2.000 nats per token (0.721 bits per byte)"),
+     ((None,), "2.000 nats per token"), ((1.0, True), "2.000"), ((None, True), "2.000")],
 )  # fmt: skip
-def test_a_loss_is_in_bits_per_byte_where_bytes_are_known(bytes_per_token, words):
-    """2 nats are 2 / ln 2 = 2.885 bits, over the bytes of a token."""
+def test_a_loss_is_in_bits_per_byte_where_bytes_are_known(units, words):
+    """2 nats are 2 / ln 2 = 2.885 bits, over the bytes of a token; a loss of the user's own has no units."""
     totals = StepTotals()
     totals.add(_metrics(1))
-    summary = totals.summary(2.0, (7, 8), StateBytes(1, 2, 3), 0.0, bytes_per_token)
+    summary = totals.summary(2.0, (7, 8), StateBytes(1, 2, 3), 0.0, *units)
     assert summary_lines(summary, 5.5)[0].split("  ")[1] == f"{words}, from 5.500 at the start"
 
 
