@@ -117,9 +117,8 @@ def _describe_place(unit: Unit, comm: Communicator) -> list[str]:
 def _describe(unit: Unit) -> list[str]:
     config = unit.config
     place = f"unit `{unit.fqn or 'root'}`"
-    settings = ", ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
     ahead = {"forward": unit.prefetch.forward, "backward": unit.prefetch.backward}
-    lines = [f"{place} with {settings}"]
+    lines = [f"{place} with {field.name}={getattr(config, field.name)}" for field in fields(config)]
     if unit.members is not None:
         lines.append(f"{place} of {len(unit.members.modules)} modules, outputs in {unit.members.output_dtype}")
     lines += [f"{place}, gathered ahead in {name}: {[u.fqn for u in units]}" for name, units in ahead.items() if units]

@@ -149,6 +149,14 @@ def test_the_first_difference_is_named():
 
 
 @on_ranks(2)
+def test_the_setting_that_differs_is_named_alone():
+    """The message has the setting of both ranks, and none of those that are equal."""
+    model = DIFFERENCES["bucket"](dist.get_rank())
+    with pytest.raises(RanksDisagreeError, match=r"0 has unit `root` with bucket_cap_mb=0; .* bucket_cap_mb=1\. "):
+        model(randn(3, 4))
+
+
+@on_ranks(2)
 def test_ranks_that_differ_raise_in_a_state_dict_too():
     """When ranks differ, the first collective raises, even if it is a state dict's."""
     model = FSDP(mlp(4, 9 + dist.get_rank(), 5))
