@@ -120,8 +120,14 @@ class Checkpointer:
 
         Raises:
             Preempted: on every rank, once the step is saved, if a signal asked for it; see `on_preemption`.
+            TypeError: ``step`` is no number.
             ValueError: on every rank, in the first call, if ranks differ in ``every`` or ``memory_every``.
         """
+        if not hasattr(step, "__index__"):
+            raise TypeError(
+                f"`step` must be a number of steps, but is {type(step).__name__}. Call `maybe_save(step, model, "
+                "optimizer)`."
+            )
         if not self._is_compared:
             self._compare()
         self.lock()

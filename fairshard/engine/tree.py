@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -52,6 +52,32 @@ def is_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is a wrapper around the module that was sharded, its child ``module``."""
     unit = unit_of(module)
     return unit is not None and unit.members is None
+
+
+def units_to(be_used: str, model: Any, cure: str) -> list[Unit]:
+    """The units of ``model``, which must have some ``be_used`` ("to be observed"); otherwise the error has ``cure``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``model`` contains no unit.
+    """
+    check_module(model)
+    units = [unit for _, unit in units_below(model)]
+    if not units:
+        raise ValueError(
+            f"`model` must contain sharded modules {be_used}, but {type(model).__name__} has none. {cure}"
+        )
+    return units
+
+
+def check_module(model: Any) -> None:
+    """Check that ``model`` is a module.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, but is {type(model).__name__}. Pass the model first.")
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:

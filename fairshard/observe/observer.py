@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fairshard.engine.root import Root
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
 from fairshard.observe.method_tap import Around, tap
 from fairshard.observe.unit_event import END, Phase, UnitEvent
@@ -60,17 +60,12 @@ def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
     [('unshard', ''), ('unshard', '0'), ('unshard', '0'), ('post_backward', '0'), ('post_backward', '')]
 
     Raises:
-        TypeError: ``fn`` cannot be called.
+        TypeError: ``model`` is no module, or ``fn`` cannot be called.
         ValueError: ``model`` contains no unit.
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a function of one event, but is a {type(fn).__name__}.")
-    units = [unit for _, unit in units_below(model)]
-    if not units:
-        raise ValueError(
-            f"`model` must contain sharded modules to be observed, but {type(model).__name__} has none. Shard it first."
-        )
-    return Observation(units, fn)
+    return Observation(units_to("to be observed", model, "Shard it first."), fn)
 
 
 class Observation:

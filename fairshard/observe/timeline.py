@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import units_below, units_to
 from fairshard.observe.observer import observe
 from fairshard.observe.unit_event import END, UnitEvent
 from fairshard.utils.device import memory_allocated
@@ -78,10 +78,14 @@ def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[
             model(inputs).sum().backward()
 
     Raises:
-        ValueError: ``model`` contains no unit.
+        TypeError: ``model`` is no module.
+        ValueError: ``model`` contains no unit; on every rank, if a folder does not exist on rank 0.
     """
+    units_to("to be observed", model, "Shard it first.")
     group = host_group()
-    gather_objects(None, group)
+    missing = gather_objects([str(Path(path).parent) for path in paths if not Path(path).parent.is_dir()], group)[0]
+    if missing:
+        raise ValueError(f"The folder of a timeline must exist, but {missing[0]} does not (rank 0). Make it first.")
     start = time.perf_counter()
     events: list[UnitEvent] = []
     memory: list[tuple[float, int]] = []

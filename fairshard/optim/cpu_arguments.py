@@ -52,8 +52,10 @@ def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: t
     """Raise if arguments are out of range or contradict each other; warn if one has no effect.
 
     Raises:
-        ValueError: naming the argument.
+        TypeError, ValueError: naming the argument.
     """
+    if clip is not None and not hasattr(clip, "__float__"):
+        raise TypeError(f"`clip_grad_norm` must be the largest norm, a number, or None, but is {clip!r}. Pass 1.0.")
     if clip is not None and not clip > 0:
         raise ValueError(f"`clip_grad_norm` must be positive or None, but is {clip}.")
     if mode not in ("wait", "speculate"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fairshard.engine.tree import is_wrapper, unit_of, units_below, walk
+from fairshard.engine.tree import is_wrapper, unit_of, units_to, walk
 from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
 from fairshard.planning.summary import UnitRow, large_unit_warning, unit_table
@@ -97,14 +97,11 @@ def summary(model: nn.Module) -> ModelSummary:
     [('', 'Sequential', 0), ('0', 'Linear', 72), ('1', 'Linear', 72)]
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``model`` contains no unit.
     """
-    units = [unit for _, unit in units_below(model)]
-    if not units:
-        raise ValueError(
-            f"`model` must contain sharded modules to have a summary, but {type(model).__name__} has none. Shard it "
-            "first, or call fairshard.plan for what sharding it would give."
-        )
+    cure = "Shard it first, or call fairshard.plan for what sharding it would give."
+    units = units_to("to have a summary", model, cure)
     classes: dict[Unit, list[str]] = {}
     for _, part in walk(model):
         if (unit := unit_of(part)) is not None:

@@ -36,6 +36,8 @@ def size_based_auto_wrap_policy(
     its children without calling them) and never wraps ``exclude_wrap_modules`` (default: ``ModuleList`` and
     ``ModuleDict``, which are never called).
     """
+    if not isinstance(min_num_params, (int, float)):
+        raise TypeError(f"`min_num_params` must be a number of elements, but is {min_num_params!r}. Pass 1e7, say.")
     own: Any = size_based_auto_wrap_policy
     leaves = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     excluded = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
@@ -174,7 +176,7 @@ def call_policy(
     """Call a policy function by keyword, with the names in its signature.
 
     Raises:
-        TypeError: its signature cannot be read, or arguments of a policy are missing from it.
+        TypeError: its signature cannot be read, arguments of a policy are missing from it, or it needs others.
     """
     arguments: dict[str, Any] = {"module": module, "recurse": recurse, "is_root": is_root}
     arguments.update(dict.fromkeys(_NUMEL_NAMES, numel))
@@ -194,5 +196,13 @@ def call_policy(
             "A policy must take `module`, `recurse` and `nonwrapped_numel` (or `unwrapped_params`) by these names, but "
             f"{policy!r} takes ({', '.join(p.name for p in parameters)}). Pass CustomPolicy or ModuleWrapPolicy to "
             "decide by the module alone."
+        )
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    unset = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds and p.name not in wanted]
+    if unset:
+        name = getattr(policy, "__name__", repr(policy))
+        raise TypeError(
+            f"A policy must need no arguments but those of every policy, but {name} also needs `{unset[0]}`. Pass "
+            f"functools.partial({name}, {unset[0]}=...)."
         )
     return bool(policy(**{name: arguments[name] for name in wanted}))

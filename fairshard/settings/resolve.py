@@ -131,7 +131,11 @@ def _strategy(strategy: Any, reshard: Any) -> tuple[ShardingStrategy, bool | int
     if strategy is None:
         return (ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP), reshard
     if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"`sharding_strategy` must be a ShardingStrategy or None, but is {strategy!r}.")
+        known = strategy if strategy in ShardingStrategy.__members__ else "FULL_SHARD"
+        raise TypeError(
+            f"`sharding_strategy` must be a ShardingStrategy or None, but is {strategy!r}. Pass "
+            f"`ShardingStrategy.{known}` of fairshard.nn."
+        )
     if strategy.reshards_after_forward:
         if reshard is False:
             raise ValueError(

@@ -98,7 +98,8 @@ def resolve_settings(state_dict_type: Any, state_dict_config: Any, optim_state_d
     wanted = StateDictType.__members__.get(getattr(state_dict_type, "name", ""))
     if wanted is None:
         names = ", ".join(f"StateDictType.{name}" for name in StateDictType.__members__)
-        raise TypeError(f"`state_dict_type` must be one of {names}, but is {state_dict_type!r}.")
+        given = repr(state_dict_type) if isinstance(state_dict_type, (str, int)) else type(state_dict_type).__name__
+        raise TypeError(f"`state_dict_type` must be one of {names}, but is {given}. It comes after the model.")
     of_model, of_optim = _CONFIGS[wanted]
     return StateDictSettings(
         wanted,

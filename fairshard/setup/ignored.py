@@ -81,7 +81,8 @@ def _items(name: str, given: Any, *kinds: type) -> list[Any]:
     for item in items:
         if not isinstance(item, kinds):
             raise TypeError(
-                f"`{name}` must be an iterable of {wanted}, but holds an object of type {type(item).__name__}."
+                f"`{name}` must be an iterable of {wanted}, but holds an object of type {type(item).__name__}. Pass "
+                "them themselves, not their names."
             )
     return items
 

@@ -272,7 +272,9 @@ def load_module_state_dict(
     assert unit.comm is not None
     error: Exception | None = None
     if not isinstance(state, Mapping):
-        error = TypeError(f"`state_dict` must be a dictionary, but is {type(state).__name__}.")
+        error = TypeError(
+            f"`state_dict` must be a dictionary, but is {type(state).__name__}. Read a file with torch.load(path)."
+        )
     elif strict:
         error = _refusal(wrapper, unit, state)
     raise_together([unit.comm], error)

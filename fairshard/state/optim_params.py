@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.engine.tree import units_below, walk
+from fairshard.engine.tree import check_module, units_below, walk
 from fairshard.setup.claim import roots_below
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.names import clean_tensor_name, join
@@ -49,6 +49,7 @@ class OptimParams:
     """
 
     def __init__(self, model: nn.Module, is_local: bool = False) -> None:
+        check_module(model)
         self.model = model
         self.roots = [] if is_local else roots_below(model)
         self._places: dict[str, int] = {}  # index of each name in the unwrapped model

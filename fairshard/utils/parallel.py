@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -46,8 +47,14 @@ def check_is_group(process_group: Any, name: str = "process_group") -> None:
     """Check that ``process_group``, the argument ``name``, is a process group of this rank.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is no group.
+        ValueError: this rank is not in it.
     """
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"`{name}` must hold this rank, but rank {dist.get_rank()} is not in it. Shard on the ranks of the group "
+            "only, or make groups that hold every rank, and pass each rank its own."
+        )
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(
             f"`{name}` must be a torch.distributed.ProcessGroup that this rank belongs to, but is "

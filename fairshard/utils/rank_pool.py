@@ -94,10 +94,16 @@ class RankPool:
 
         Raises:
             RanksFailed: a rank raised, died, or hung for ``timeout`` seconds.
-            TypeError: ``fn`` or an argument cannot be pickled.
+            TypeError: ``fn`` is no function, ``world_size`` no number, or an argument cannot be pickled.
+            ValueError: ``world_size`` is below 1.
             RuntimeError: ``fn`` needs forks, but this process has a process group.
         """
         __tracebackhide__ = True  # pytest then shows only the ranks' tracebacks
+        if not isinstance(world_size, int) or not callable(fn):
+            given = f"{type(world_size).__name__} and {type(fn).__name__}"
+            raise TypeError(f"Ranks need their number and a function, but are given {given}. Call `run_ranks(2, fn)`.")
+        if world_size < 1:
+            raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
         task = (self.around, fn, args, kwargs)
         body = pickle_for_others(task)
         self._num_calls += 1

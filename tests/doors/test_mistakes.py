@@ -1,6 +1,7 @@
 """Mistakes in arguments and in what is sharded: each error says what is wrong, where, and what to do."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch.optim import AdamW
 from fairshard import Checkpointer, fully_shard
 from fairshard import FullyShardedDataParallel as FSDP
 from fairshard.nn import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+from fairshard.nn.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fairshard.optim import CPUOptimizer, Muon
-from fairshard.utils.testing import fake_group
+from fairshard.utils.testing import fake_group, run_ranks
 from tests.doors.mistakes import BATCH, check, layer, loss_of, two
 from tests.on_ranks import on_ranks
 
@@ -94,6 +96,11 @@ MISTAKES = {
         ("fully_shard has no argument `sharding_strategy`", "`reshard_after_forward`", "FullyShardedDataParallel"),
         lambda: fully_shard(layer(), sharding_strategy="FULL_SHARD"),
     ),
+    "CPUOptimizer: a string for a norm": (
+        TypeError,
+        ("`clip_grad_norm` must be the largest norm, a number, or None, but is '1'", "Pass 1.0"),
+        lambda: CPUOptimizer(FSDP(layer(), cpu_offload=True), AdamW, clip_grad_norm="1"),
+    ),
     "CPUOptimizer of parameters": (
         TypeError,
         ("`model` must be the sharded module, but is generator", "passed as `params`"),
@@ -153,6 +160,41 @@ MISTAKES = {
         TypeError,
         ("`mp_policy` must be a MixedPrecisionPolicy, but is torch.bfloat16", "Pass a MixedPrecisionPolicy"),
         lambda: fully_shard(layer(), mp_policy=BF16),
+    ),
+    "wrapper: a strategy's name": (
+        TypeError,
+        ("`sharding_strategy` must be a ShardingStrategy", "is 'NO_SHARD'", "Pass `ShardingStrategy.NO_SHARD` of"),
+        lambda: FSDP(layer(), sharding_strategy="NO_SHARD"),
+    ),
+    "wrapper: a group without this rank": (
+        ValueError,
+        ("`process_group` must hold this rank, but rank 0 is not in it", "pass each rank its own"),
+        lambda: FSDP(layer(), process_group=torch.distributed.GroupMember.NON_GROUP_MEMBER),
+    ),
+    "wrapper: ignored modules by name": (
+        TypeError,
+        ("`ignored_modules` must be an iterable of nn.Modules", "type str", "not their names"),
+        lambda: FSDP(two(), ignored_modules=["0"]),
+    ),
+    "policy without its classes": (
+        TypeError,
+        ("transformer_auto_wrap_policy also needs `transformer_layer_cls`", "functools.partial(transformer_auto_wrap"),
+        lambda: FSDP(two(), auto_wrap_policy=transformer_auto_wrap_policy),
+    ),
+    "policy of a size as text": (
+        TypeError,
+        ("`min_num_params` must be a number of elements, but is '1e7'", "Pass 1e7"),
+        lambda: FSDP(two(), auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params="1e7")),
+    ),
+    "run_ranks: function first": (
+        TypeError,
+        ("Ranks need their number and a function, but are given function and int", "Call `run_ranks(2, fn)`"),
+        lambda: run_ranks(layer, 2),
+    ),
+    "run_ranks without ranks": (
+        ValueError,
+        ("`world_size` must be at least 1, but is 0",),
+        lambda: run_ranks(0, layer),
     ),
     "wrapper: a ModuleList": (
         ValueError,

@@ -19,6 +19,7 @@ from fairshard.errors import (
     StaleOptimizerError,
     TrainingStateError,
 )
+from fairshard.nn import StateDictType, observe
 from tests.doors.mistakes import BATCH, check, layer, loss_of, two
 from tests.on_ranks import on_ranks
 
@@ -104,6 +105,11 @@ def load_a_deeper_model():
         fairshard.checkpoint.load(f"{folder}/saved", FSDP(nn.Sequential(layer())))
 
 
+def draw(timeline):
+    with timeline:
+        raise AssertionError("a mistake must be noticed before the block runs")
+
+
 def sync_inner():
     with inner().module[0].no_sync():
         pass
@@ -176,6 +182,11 @@ MISTAKES = {
         ("`every` must be a number of steps, but is '10'",),
         lambda: fairshard.Checkpointer("nowhere", every="10"),
     ),
+    "Checkpointer: the step last": (
+        TypeError,
+        ("`step` must be a number of steps, but is Sequential", "Call `maybe_save(step, model, optimizer)`"),
+        lambda: fairshard.Checkpointer("nowhere").maybe_save(two(), None, 1),
+    ),
     "wrapper: checkpoint of another optimizer": (
         ValueError,
         ("to load into AdamW must be of the same optimizer", "group 0 has no `betas`", "`momentum`", "was saved"),
@@ -190,6 +201,46 @@ MISTAKES = {
         ValueError,
         ("to load into SGD must be of the same optimizer", "group 0 has no `dampening`, `momentum`", "was saved"),
         convert_the_state_of_adam,
+    ),
+    "optimizer state: the optimizer first": (
+        TypeError,
+        ("`model` must be an nn.Module, but is SGD", "Pass the model first"),
+        lambda: FSDP.full_optim_state_dict(SGD(layer().parameters()), FSDP(layer())),
+    ),
+    "state dict type: the type first": (
+        TypeError,
+        ("`state_dict_type` must be one of", "is FullyShardedDataParallel. It comes after the model"),
+        lambda: FSDP.set_state_dict_type(StateDictType.FULL_STATE_DICT, FSDP(layer())),
+    ),
+    "state dict: its path": (
+        TypeError,
+        ("`state_dict` must be a dictionary, but is str", "torch.load(path)"),
+        lambda: FSDP(layer()).load_state_dict("model.pt"),
+    ),
+    "summary of an optimizer": (
+        TypeError,
+        ("`model` must be an nn.Module, but is SGD", "Pass the model first"),
+        lambda: fairshard.summary(SGD(layer().parameters())),
+    ),
+    "observe: the function first": (
+        TypeError,
+        ("`model` must be an nn.Module, but is builtin_function_or_method", "Pass the model first"),
+        lambda: observe(print, print),
+    ),
+    "timeline: the path first": (
+        TypeError,
+        ("`model` must be an nn.Module, but is str", "Pass the model first"),
+        lambda: draw(fairshard.timeline("step.png", FSDP(layer()))),
+    ),
+    "timeline into no folder": (
+        ValueError,
+        ("The folder of a timeline must exist, but nowhere does not", "Make it first"),
+        lambda: draw(fairshard.timeline(FSDP(layer()), "nowhere/step.png")),
+    ),
+    "clipping with torch's arguments": (
+        TypeError,
+        ("`max_norm` of clip_grad_norm_ must be a number, but is a generator", "`model.clip_grad_norm_(max_norm)`"),
+        lambda: FSDP(layer()).clip_grad_norm_((param for param in ()), 1.0),
     ),
     "optimizer before the wrapper": (
         StaleOptimizerError,

@@ -54,10 +54,11 @@ class GradMethods(StateMethods):
         Raises:
             MixedGroupsError: inner wrappers use different process groups.
             NotRootError: this is an inner wrapper.
+            TypeError: ``max_norm`` or ``norm_type`` is no number.
         """
         root = self._require_root("clip_grad_norm_")
         root.assert_idle("clip_grad_norm_")
-        limits = float(max_norm), float(norm_type)
+        limits = _number("max_norm", max_norm), _number("norm_type", norm_type)
         with nullcontext() if root.join is None else root.join.announced_call("clip_grad_norm_", *limits):
             return clip_grad_norm_(root.units, *limits)
 
@@ -147,3 +148,13 @@ def _check_returned(returned: Any, wanted: Tensor, name: str) -> None:
             f"A communication hook must leave the mean in `{name}`, its last argument, and return None, but returned "
             f"{type(returned).__name__}. Copy the mean there (`{name}.copy_(...)`), and wait for asynchronous work."
         )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` of clip_grad_norm_ must be a number, but is a {type(value).__name__}. The method knows the "
+            "parameters, unlike torch's function: call `model.clip_grad_norm_(max_norm)`."
+        ) from error

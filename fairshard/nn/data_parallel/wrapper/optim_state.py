@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import check_module, units_below
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
 from fairshard.settings.state_dicts import FullOptimStateDictConfig, StateDictType
 from fairshard.state.forms import common_settings
@@ -250,6 +250,7 @@ def _check_not_lost(made: Mapping[str, Any], optim: Optimizer) -> None:
 
 
 def _check_group(model: nn.Module, group: ProcessGroup | None) -> None:
+    check_module(model)
     for fqn, unit in units_below(model):
         if group is not None and unit.group.resolve() is not group:
             raise ValueError(
