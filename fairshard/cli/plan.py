@@ -20,7 +20,7 @@ from fairshard.cli.local_path import local_path
 from fairshard.cli.option_error import OptionError
 from fairshard.cli.options import COMPUTE_DTYPES, PRECISIONS, TrainOptions
 from fairshard.cli.plan_variants import VARIANTS, Variant, variant_lines, variants_of
-from fairshard.cli.size_argument import size_argument
+from fairshard.cli.size_argument import memory_argument
 from fairshard.cli.wrapping import POLICIES, check_policy, policy_of
 
 _GPT_FLAGS = ("layers", "dim", "heads", "context", "vocab_size")
@@ -86,7 +86,7 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     wrapping.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     wrapping.add_argument("--device", default="auto", metavar="TYPE", help=_DEVICE)
     limit = "memory of a device, such as 80GB: say whether the peak fits"
-    parser.add_argument("--device-memory", type=size_argument, metavar="SIZE", help=limit)
+    parser.add_argument("--device-memory", type=memory_argument, metavar="SIZE", help=limit)
     parser.add_argument("--png", type=local_path, metavar="FILE", help="draw the terms of the peak into a new file")
     parser.add_argument(
         "--compare", nargs="*", metavar="POLICY[@PLACEMENT]", help="show these wrappings side by side instead of one; "

@@ -162,6 +162,7 @@ BAD = {
     "factory of something else": ("--world-size 2 --factory planned_models:two", "must return a module, but"),
     "factory that fails": ("--world-size 2 --factory planned_models:fails", "RuntimeError: two lines"),
     "hf without a config": ("--world-size 2 --hf nowhere", "a folder with a config.json, but nowhere has none"),
+    "limit without a unit": ("--world-size 2 --device-memory 80", "1 MB or more, but '80' is 80 B; write 80GB"),
     "limit that is no size": ("--world-size 2 --device-memory much", "a size must be a number with kB, MB, GB"),
     "picture of another type": ("--world-size 2 --png plan.svg", "--png must end in .png, but is plan.svg"),
     "picture that exists": ("--world-size 2 --png seen.png", "seen.png exists, and is never overwritten"),
