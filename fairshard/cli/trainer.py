@@ -220,8 +220,26 @@ class Trainer:
         return math.fsum(entry[0] for entry in by_rank) / VALIDATION_WINDOWS
 
     def _loss(self, batch: NDArray[np.int64]) -> Tensor:
-        """Mean loss over ``[rows, context + 1]``."""
-        return self._sharded.task.loss(self.model, torch.from_numpy(batch).to(self._device))
+        """Mean loss over ``[rows, context + 1]``.
+
+        Raises:
+            TrainingStopped: the user's own loss is no 0-d tensor, or without a gradient.
+        """
+        task = self._sharded.task
+        loss = task.loss(self.model, torch.from_numpy(batch).to(self._device))
+        problem = ""
+        if not isinstance(loss, Tensor):
+            problem = f"is {type(loss).__name__}"
+        elif loss.dim():
+            problem = f"has the shape {list(loss.shape)}"
+        elif torch.is_grad_enabled() and not loss.requires_grad:
+            problem = "does not depend on a trained parameter"
+        if task.has_own_loss and problem:
+            raise TrainingStopped(
+                f"the loss of --factory {self._options.factory} must be a tensor without dimensions, the mean over the "
+                f"rows, that has a gradient, but {problem}."
+            )
+        return loss
 
     def _backward(self) -> float:
         """Accumulate the gradient of this rank's part of the next batch; return its part of the loss.

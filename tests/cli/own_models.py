@@ -34,6 +34,21 @@ def with_loss():
     return Bytes(), own_loss
 
 
+def with_a_loss_for_each_row():
+    """A loss that forgets the mean over the rows."""
+    return Bytes(), lambda model, tokens: model(tokens).mean((1, 2))
+
+
+def with_a_number():
+    """A loss that is no tensor."""
+    return Bytes(), lambda model, tokens: own_loss(model, tokens).item()
+
+
+def without_the_model():
+    """A loss that forgets the model."""
+    return Bytes(), lambda model, tokens: tokens.float().mean()
+
+
 def unlike():
     """Weights that differ from rank to rank."""
     model = Bytes()

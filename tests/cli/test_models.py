@@ -89,6 +89,19 @@ def test_a_users_model_trains_with_its_own_loss(door):
     assert trainer.step(1).loss == pytest.approx(expected, rel=1e-5)
 
 
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [("with_a_loss_for_each_row", r"has the shape \[12\]"), ("with_a_number", "is float"),
+     ("without_the_model", "does not depend on a trained parameter")],
+)  # fmt: skip
+def test_a_loss_that_cannot_be_trained_is_refused(factory, says):
+    """The error names the factory, says what its loss must be, and what it is."""
+    trainer = _trainer(replace(SMALL, layers=4, dim=128, heads=4, factory=f"tests.cli.own_models:{factory}"))
+    with pytest.raises(TrainingStopped, match=rf"--factory tests.cli.own_models:{factory} must be .*, but {says}\."):
+        trainer.step(1)
+
+
 @on_ranks(2)
 def test_a_factory_must_build_the_same_weights_on_every_rank():
     """Both ranks raise, with the name of the parameter that differs."""
