@@ -29,6 +29,7 @@ from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_loading import ShardedOptimState, check_of_class
 from fairshard.state.optim_params import OptimParams
+from fairshard.utils.user_line import level_of_user
 from fairshard.utils.watchdog import explained
 
 VERIFY = ("reading", "before")
@@ -337,5 +338,5 @@ class Loading:
             warnings.warn(
                 f"{self._folder} was saved by another number of ranks: the state of random number generators is "
                 "not restored, and `extra` comes from rank 0.",
-                stacklevel=4,
+                stacklevel=level_of_user(),
             )

@@ -35,6 +35,7 @@ from fairshard.checkpoint.pickle_limits import LIMITS, Limits
 from fairshard.checkpoint.plain_objects import read_object
 from fairshard.checkpoint.storage import MANIFEST, Storage, is_remote, open_regular, read_at_most, storage_of
 from fairshard.errors import CheckpointError
+from fairshard.utils.user_line import level_of_user
 
 METADATA = ".metadata"
 MAX_METADATA_NBYTES = 1 << 30
@@ -116,7 +117,7 @@ class CheckpointReader(FileSystemReader):
                 )
             if warns:
                 text = f"{self._folder} has no {MANIFEST}: its files are not compared with checksums."
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, stacklevel=level_of_user())
             return
         unknown = {place.relative_path for place in known.storage_data.values()} - self.manifest.files.keys()
         if unknown:

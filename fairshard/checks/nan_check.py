@@ -14,6 +14,7 @@ from fairshard.errors import NonFiniteGradientError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.dtensors import memory_of
+from fairshard.utils.user_line import level_of_user
 
 _MAX_NAMED = 4
 
@@ -75,7 +76,7 @@ class NanCheck:
             f"The gradient norm is {norm.item()}, because of the reduced gradients of {found}: the rank is the one "
             "that keeps that part. This is sometimes normal with scaled fp16 gradients, whose scaler skips the step; "
             "otherwise `nan_check=True` names the rank of origin. This warning appears once.",
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
 
     def _gather(self, own: list[str]) -> str:

@@ -19,6 +19,7 @@ from fairshard.state.mixed_state import keys_of
 from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.dtensors import memory_of
+from fairshard.utils.user_line import level_of_user
 
 States = dict[nn.Parameter, dict[str, Any]]
 
@@ -45,7 +46,7 @@ class GatheredOptimState:
         if self._others:
             warnings.warn(
                 f"Optimizer state {list(self._others)} belongs to no parameter of the model: it is copied unchanged.",
-                stacklevel=4,
+                stacklevel=level_of_user(),
             )
 
     def check(self) -> GatheredOptimState:

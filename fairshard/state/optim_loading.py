@@ -25,6 +25,7 @@ from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
 from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.sharded_tensors import gathered
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import Stepped
 
 # State that torch's optimizers keep as one value per parameter, in 0-dim tensors.
@@ -98,7 +99,8 @@ class ShardedOptimState:
                     state[keys[named.param]] = self._state_of(named, entries, given)
         for key in values["state"].keys() - known:
             warnings.warn(
-                f"Optimizer state `{key}` belongs to no parameter of the model: it is copied unchanged.", stacklevel=3
+                f"Optimizer state `{key}` belongs to no parameter of the model: it is copied unchanged.",
+                stacklevel=level_of_user(),
             )
             state[key] = copy.deepcopy(values["state"][key])
         made: dict[str, Any] = {"state": state}

@@ -15,6 +15,7 @@ from fairshard.engine.tree import check_module, units_below, walk
 from fairshard.setup.claim import roots_below
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.names import clean_tensor_name, join
+from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import Stepped
 
 Groups = list[list[nn.Parameter]]
@@ -137,7 +138,7 @@ def _groups_of_input(optim_input: Any) -> Groups:
     warnings.warn(
         "`optim_input` is deprecated: pass `optim`, whose param groups cannot be wrong.",
         FutureWarning,
-        stacklevel=5,
+        stacklevel=level_of_user(),
     )
     if isinstance(optim_input, (Tensor, dict, str)) or not isinstance(optim_input, Iterable):
         raise TypeError(

@@ -459,8 +459,9 @@ def test_a_checkpoint_of_plain_torch_is_read_with_a_warning(tmp_path):
     """Plain DCP folders have no manifest and no mark; so do ours of earlier versions, without their manifest."""
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     save_alone(tmp_path / "saved", {"model": model.state_dict()})
-    with pytest.warns(UserWarning, match="has no fairshard.json: its files are not compared"):
+    with pytest.warns(UserWarning, match="has no fairshard.json: its files are not compared") as caught:
         load(tmp_path / "saved", other)
+    assert {warning.filename for warning in caught} == {__file__}  # the line of the user's call
     assert other.weight.equal(model.weight)
     assert not read_contents(tmp_path / "saved").problems
 

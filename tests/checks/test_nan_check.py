@@ -102,7 +102,9 @@ def test_clipping_warns_once_and_names_the_parameters():
             warnings.simplefilter("always")
             norm = model.clip_grad_norm_(1.0)
         assert torch.isnan(norm)
-        said = [str(entry.message) for entry in caught if "gradient norm" in str(entry.message)]
+        found = [entry for entry in caught if "gradient norm" in str(entry.message)]
+        assert {entry.filename for entry in found} <= {__file__}  # the line of the user's call
+        said = [str(entry.message) for entry in found]
         assert len(said) == (attempt == 0)
         assert all("`0.weight`" in text and "rank 0" in text and "`2." not in text for text in said)
         optimizer.zero_grad()
