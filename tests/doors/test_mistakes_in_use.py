@@ -110,6 +110,12 @@ def draw(timeline):
         raise AssertionError("a mistake must be noticed before the block runs")
 
 
+def join_an_optimizer():
+    model = FSDP(layer())
+    with model.join(SGD(model.parameters(), lr=0.1)):
+        pass
+
+
 def sync_inner():
     with inner().module[0].no_sync():
         pass
@@ -291,6 +297,11 @@ MISTAKES = {
         NotRootError,
         ("`clip_grad_norm_` must be called on the outermost wrapper", "`0`", "on the model that wraps this one"),
         lambda: inner().module[0].clip_grad_norm_(1.0),
+    ),
+    "join of an optimizer": (
+        TypeError,
+        ("`divide_by_initial_world_size` must be True or False, but is SGD", "as `stateful=[...]`"),
+        join_an_optimizer,
     ),
     "no_sync of an inner wrapper": (
         NotRootError,

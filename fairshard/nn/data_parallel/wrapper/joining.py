@@ -45,9 +45,14 @@ class JoinMethods(StateMethods):
         Raises:
             NotRootError: this is an inner wrapper.
             ValueError: the units use several process groups.
-            TypeError: an object in ``stateful`` has no state.
+            TypeError: an object in ``stateful`` has no state, or was passed as another argument.
             FairshardError: on all ranks, if one raised, or if a rank that is done cannot follow.
         """
+        if not isinstance(divide_by_initial_world_size, bool):
+            raise TypeError(
+                "`divide_by_initial_world_size` must be True or False, but is "
+                f"{type(divide_by_initial_world_size).__name__}. Pass optimizers and schedulers as `stateful=[...]`."
+            )
         if not enable:
             yield
             return
