@@ -42,9 +42,9 @@ class Plot(Directive):
         words = " ".join(self.content)
         source = Path(str(self.state.document.current_source))
         up = "../" * (len(source.resolve().relative_to(STATIC.parent).parts) - 1)
-        found: list[nodes.Node] = []
+        found = nodes.container(classes=["plot-scrolls"])
         for mode in ("light", "dark"):
             image = nodes.image(uri=f"{up}_static/plots/{self.arguments[0]}-{mode}.svg", alt=words)
             image["classes"] += [f"only-{mode}", "plot"]
-            found.append(image)
-        return [*found, nodes.caption("", words, classes=["plot-caption"])] if words else found
+            found += image
+        return [found, nodes.caption("", words, classes=["plot-caption"])] if words else [found]
