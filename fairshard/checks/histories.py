@@ -26,7 +26,7 @@ Histories = dict[str, tuple[int, ...]]
 
 def histories(module: nn.Module) -> Histories:
     """The histories of the models in ``module`` that have run."""
-    return {_key(root, comm): root.history(comm) for root in _roots(module) for comm in _real(root)}
+    return {_key(fqn, comm): root.history(comm) for root, fqn in _roots(module).items() for comm in _real(root)}
 
 
 def check_histories(module: nn.Module, every: Sequence[Histories], group: dist.ProcessGroup | None) -> None:
@@ -37,7 +37,7 @@ def check_histories(module: nn.Module, every: Sequence[Histories], group: dist.P
     """
     for key in sorted({key for one in every for key in one}):
         if len({one[key] for one in every if key in one}) > 1:
-            mine = {_key(root, comm): root for root in _roots(module) for comm in _real(root)}
+            mine = {_key(fqn, comm): root for root, fqn in _roots(module).items() for comm in _real(root)}
             root = mine.get(key)
             own = root and (dist.get_rank(), root.order_check.recorded(root.state))
             entries: list[Any] = gather_objects(own, group)
@@ -62,18 +62,22 @@ def compare_ranks(module: nn.Module) -> None:
 _HOST = torch.device("cpu")
 
 
-def _roots(module: nn.Module) -> list[Root]:
-    """The models in ``module`` that have run, and are not in ``join``, which has its own order."""
-    found = dict.fromkeys(unit.root for _, part in walk(module) if (unit := unit_of(part)) is not None)
-    return [root for root in found if isinstance(root, Root) and root.join is None]
+def _roots(module: nn.Module) -> dict[Root, str]:
+    """The models in ``module`` that have run, and are not in ``join``, which has its own order; with their names."""
+    found: dict[Root, str] = {}
+    for fqn, part in walk(module):
+        root = None if (unit := unit_of(part)) is None else unit.root
+        if isinstance(root, Root) and root.join is None:
+            found.setdefault(root, fqn)
+    return found
 
 
 def _real(root: Root) -> list[Communicator]:
     return [comm for comm in root.comms if comm.world_size > 1 and comm.is_real]
 
 
-def _key(root: Root, comm: Communicator) -> str:
-    return f"{root.number} {dist.get_process_group_ranks(comm.group)}"
+def _key(fqn: str, comm: Communicator) -> str:
+    return f"{fqn} {dist.get_process_group_ranks(comm.group)}"
 
 
 def _hash(numbers: Sequence[int]) -> int:

@@ -3,12 +3,15 @@
 The exchange that plans a backward (`Backward`) compares the ranks before anything else is communicated. It compares a
 hash of all calls that await a backward, so no forward goes unnoticed, and the `history` of the model: all gathers of
 forwards, with gradients or not, and the numbers of passes and optimizer steps. Saves compare the history, too.
+
+Gathers of several models over one group match by their order alone, so the order among models is compared as well.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -47,14 +50,49 @@ class Recorded:
     Attributes:
         phase: where it is, in words.
         trained: the units of the running step.
-        gathered: the gathers of forwards since the last backward, also without gradients and ahead of calls.
+        gathered: the gathers of forwards since the last backward, also without gradients and ahead of calls, of all
+            models of the same ranks: the place of the model (see `GatherOrder`), and the name of the unit.
         state: what else must be the same on all ranks, in words, by name.
     """
 
     phase: str
     trained: Place
-    gathered: Place
+    gathered: list[tuple[int, str]]
     state: dict[str, str]
+
+
+@dataclass
+class GatherOrder:
+    """The gathers of forwards that one group of ranks has seen, of all its models, since a model was last added.
+
+    Attributes:
+        num_models: models of the group so far; the place of a model counts from 1, in the order of first passes.
+        hash: a hash of the gathers.
+        noted: the gathers since the last backward, with the model's place and the unit's name.
+    """
+
+    num_models: int = 0
+    hash: int = 0
+    noted: list[tuple[int, str]] = field(default_factory=list)
+
+    def add_model(self) -> int:
+        """Add a model, at the same moment on all ranks; returns its place.
+
+        The gathers before are forgotten: ranks may have differed in models that they have dropped since.
+        """
+        self.num_models += 1
+        self.hash = 0
+        self.noted.clear()
+        return self.num_models
+
+    def note(self, place: int, number: int, name: str) -> None:
+        """The unit ``number`` of the model at ``place`` is gathered."""
+        self.hash = ((self.hash * _FACTOR + place) * _FACTOR + number + 1) & _MASK
+        if len(self.noted) < _MAX_NOTED:
+            self.noted.append((place, name))
+
+
+_orders: weakref.WeakKeyDictionary[Communicator, GatherOrder] = weakref.WeakKeyDictionary()
 
 
 class OrderCheck:
@@ -76,7 +114,8 @@ class OrderCheck:
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
         self._gathers = dict.fromkeys(self._comms, 0)  # a hash of the gathers that each group has seen
         self._group_of = {unit: unit.groups.communicators().shard for unit in units}
-        self._gathered: list[int] = []  # the gathers of forwards since the last backward
+        self._orders = {comm: _orders.setdefault(comm, GatherOrder()) for comm in self._comms}
+        self._places = {comm: order.add_model() for comm, order in self._orders.items()}
         self.num_forwards = self.num_steps = 0
         self.step = 1
         self.noted: list[int] = []  # the running step, or a pass that is not compared
@@ -110,8 +149,7 @@ class OrderCheck:
         number, comm = self._numbers[unit], self._group_of[unit]
         if comm in self._gathers and number in self._shared:
             self._gathers[comm] = (self._gathers[comm] * _FACTOR + number + 1) & _MASK
-            if len(self._gathered) < _MAX_NOTED:
-                self._gathered.append(number)
+            self._orders[comm].note(self._places[comm], number, self._names[number])
 
     def end_forward(self, completed: bool) -> None:
         """The pass is over; drops one that raised."""
@@ -139,7 +177,8 @@ class OrderCheck:
         if ends_step or not is_common:
             self.noted = self._trained = []
         self._kept = len(self.noted)
-        self._gathered.clear()
+        for order in self._orders.values():
+            order.noted.clear()
 
     def count_step(self) -> None:
         """An optimizer has stepped shards of the model."""
@@ -153,18 +192,17 @@ class OrderCheck:
 
     def history(self, comm: Communicator) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
-        return self.step, self.num_forwards, self.num_steps, self._gathers.get(comm, 0)
+        order = self._orders.get(comm, GatherOrder())
+        gathers = self._gathers.get(comm, 0), order.hash, self._places.get(comm, 0)
+        return self.step, self.num_forwards, self.num_steps, *gathers
 
     def recorded(self, state: dict[str, str]) -> Recorded:
         """What this rank has run since the last step; ``state``: what else must be the same on all ranks, in words."""
-        gathered = tuple(f"the gather of `{self._names[number]}` (forward)" for number in self._gathered)
+        gathered = [noted for order in self._orders.values() for noted in order.noted]
+        places = ", ".join(map(str, self._places.values()))
         counts = {"optimizer steps": str(self.num_steps), "forwards with gradients": str(self.num_forwards)}
-        return Recorded(
-            self._phase,
-            Place("", self.step, self._words(self._trained)),
-            Place("", self.step, gathered),
-            state | counts,
-        )
+        counts["places of the model in the order in which models ran first"] = places
+        return Recorded(self._phase, Place("", self.step, self._words(self._trained)), gathered, state | counts)
 
     def raise_difference(self, state: dict[str, str]) -> NoReturn:
         """Raise, because ranks have run different things; ``state``: see `recorded`. **Collective.**
@@ -208,14 +246,25 @@ class OrderCheck:
 
 def difference_among(known: dict[int, Recorded]) -> RanksDisagreeError:
     """The error to raise on all ranks if the histories of the ranks in ``known`` differ."""
-    by_kind = [{rank: [one.trained] for rank, one in known.items()}]
-    by_kind.append({rank: [one.gathered] for rank, one in known.items()})
-    found = next(filter(None, (first_difference(places, to_the_end=True) for places in by_kind)), "")
-    found = found or _different_states({rank: one.state for rank, one in known.items()})
+    found = first_difference({rank: [one.trained] for rank, one in known.items()}, to_the_end=True)
+    found = found or _different_gathers(known) or _different_states({rank: one.state for rank, one in known.items()})
     return RanksDisagreeError(
         f"{found} This was noticed {next(iter(known.values())).phase}. Every rank must run the same units in the same "
         "order; otherwise it would compute with the parameters of others."
     )
+
+
+def _different_gathers(known: dict[int, Recorded]) -> str:
+    """The first difference among the ranks' gathers, as a sentence; names models if there are several."""
+    has_several = len({place for one in known.values() for place, _ in one.gathered}) > 1
+
+    def words(noted: tuple[int, str]) -> str:
+        place, name = noted
+        return f"the gather of `{name}`{f' of model {place}' if has_several else ''} (forward)"
+
+    gathered = {rank: Place("", one.trained.step, tuple(map(words, one.gathered))) for rank, one in known.items()}
+    found = first_difference({rank: [place] for rank, place in gathered.items()}, to_the_end=True)
+    return f"{found} Models are numbered in the order in which they ran first." if found and has_several else found
 
 
 def _different_states(states: dict[int, dict[str, str]]) -> str:

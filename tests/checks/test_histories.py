@@ -237,3 +237,55 @@ def test_one_model_of_two_may_be_stepped_more_often():
     compare_ranks(first)
     with pytest.raises(RanksDisagreeError, match="The optimizer steps differ: 4 on rank 0; 5 on rank 1"):
         compare_ranks(second)
+
+
+def evaluate_both(pair, swaps):
+    for model, module, _ in reversed(pair) if swaps else pair:
+        evaluate(model, module)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_two_models_of_one_shape_in_another_order_are_told(shared_folder, door):
+    """Rank 1 evaluates them the other way round, each with the weights of the other; the next comparison says so."""
+    with untagged():
+        pair = [built(door), built(door)]
+        evaluate_both(pair, False)
+        train(pair[0][0], pair[0][2], 1)
+        evaluate_both(pair, swaps=dist.get_rank() == 1)
+        before = kept_values(pair[0][0])
+        expected = r"at the gather of `[\w.]+` of model \d+ \(forward\), rank 1 at the gather of `[\w.]+` of model"
+        with pytest.raises(RanksDisagreeError, match=expected):
+            Checkpointer(shared_folder).save(1, pair[1][0], pair[1][2])
+        with pytest.raises(RanksDisagreeError, match=expected):
+            train(pair[0][0], pair[0][2], 2)
+        assert same_values(pair[0][0], before)
+
+
+@on_ranks(2)
+def test_two_models_of_one_shape_that_one_rank_always_swaps_are_told(shared_folder):
+    """Rank 1 takes each for the other from the first pass on; a save of either, or of both, is refused."""
+    with untagged():
+        pair = [built(), built()]
+        evaluate_both(pair, swaps=dist.get_rank() == 1)
+        for model, _, optimizer in reversed(pair) if dist.get_rank() == 1 else pair:
+            train(model, optimizer, 1)
+        for module in (pair[0][0], nn.ModuleList([model for model, _, _ in pair])):
+            with pytest.raises(RanksDisagreeError, match=r"places of the model in the order .* differ: "):
+                Checkpointer(shared_folder).save(1, module)
+            with pytest.raises(RanksDisagreeError, match=r"places of the model in the order .* differ: "):
+                compare_ranks(module)
+
+
+@on_ranks(2)
+def test_a_dropped_model_that_ranks_ran_differently_does_not_concern_the_next(shared_folder):
+    """A model that is built after it begins without its gathers."""
+    with untagged():
+        model, module, _ = built()
+        evaluate(model, module)
+        evaluate(model, module, path_of_this_rank())
+        del model, module
+        model, _, optimizer = built()
+        train(model, optimizer, 1)
+        train(model, optimizer, 2)
+        Checkpointer(shared_folder, async_save=False).save(2, model, optimizer)
