@@ -62,13 +62,29 @@ class GatheredOptimState:
         return self
 
     def described(self, comm: Communicator) -> dict[str, str]:
-        """Description of the state sharded over ``comm``; must be equal on its ranks (see `problem_among`)."""
-        described: dict[str, str] = {}
+        """Description of the state sharded over ``comm``, and of the groups of its parameters.
+
+        It must be equal on the ranks of ``comm`` (see `problem_among`).
+        """
+        described = self._described_groups(comm)
         for named in self.params:
             if named.flat_param is not None and named.flat_param.comm is comm:
                 for name, value in self._states.get(named.param, {}).items():
                     key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
                     described[key] = _describe(value, named.param)
+        return described
+
+    def _described_groups(self, comm: Communicator) -> dict[str, str]:
+        """The settings of the groups with parameters sharded over ``comm``, such as learning rates."""
+        described: dict[str, str] = {}
+        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
+        for group in self._saved.get("param_groups", ()):
+            members = [by_key[key] for key in group["params"]]
+            own = [named for named in members if named.flat_param is not None and named.flat_param.comm is comm]
+            for name, value in group.items() if own else ():
+                text = _setting(value)
+                if name not in ("params", "param_names") and text is not None:
+                    described[f"`{name}` of the group of `{own[0].first_names[0]}`"] = text
         return described
 
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
@@ -157,7 +173,8 @@ def problem_among(every: list[dict[str, str]]) -> ValueError | None:
                 return ValueError(
                     f"All ranks must have the same optimizer state, but {key} is "
                     f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
-                    "Step the optimizer on every rank, and for the same parameters."
+                    "Step the optimizer on every rank, and for the same parameters; step a scheduler with the same "
+                    "values on every rank."
                 )
     return None
 
@@ -170,6 +187,7 @@ def _not_by_name(what: str) -> ValueError:
 
 
 _QUANTISED = "is quantised in blocks"
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _is_quantised(value: Any, shard: nn.Parameter) -> bool:
@@ -194,7 +212,15 @@ def _describe(value: Any, shard: nn.Parameter) -> str:
         return f"{value.dtype} by element" if _is_run(value) else f"{value.item()} ({value.dtype})"
     if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
         return f"!is a {type(value).__name__} of tensors"
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _setting(value: Any) -> str | None:
+    """A group's setting in words if it is one value or a few, such as betas; otherwise None."""
+    if isinstance(value, Tensor):
+        return None if value.dim() else repr(value.item())
+    is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (tuple, list)) else (value,)))
+    return repr(value) if is_plain else None
 
 
 def _copied(value: Any, offload_to_cpu: bool) -> Any:

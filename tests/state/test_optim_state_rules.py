@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.checkpoint import Checkpointer
 from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType
 from fairshard.state.optim_loading import ShardedOptimState
 from fairshard.state.optim_params import OptimParams
@@ -129,6 +130,19 @@ def test_ranks_with_other_step_counts_are_an_error_on_all():
     optimizer.state[model[0].params[0]]["step"] += dist.get_rank()
     with pytest.raises(ValueError, match=r"`step` of `0.weight`, `0.bias` is 1.0 .* on rank 0 and 2.0 .* on rank 1"):
         full_of(model, optimizer)
+
+
+@on_ranks(2)
+def test_ranks_with_other_learning_rates_are_an_error_on_all(shared_folder):
+    """A scheduler that follows the loss of its own rank sets other rates; the checkpoint would hold those of rank 0."""
+    model, optimizer = stepped()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for loss in (1.0, 2.0 if dist.get_rank() else 0.5):
+        scheduler.step(loss)
+    saver = Checkpointer(shared_folder, async_save=False)
+    for save in (full_of, lambda *both: saver.save(2, *both)):
+        with pytest.raises(ValueError, match=r"`lr` of the group of `0.weight` is .* on rank 0 and .* on rank 1"):
+            save(model, optimizer)
 
 
 @on_ranks(2)
