@@ -143,7 +143,7 @@ def train_steps(
                 if on_step is not None:
                     on_step(metrics)
             if step % options.eval_every == 0 or step == options.steps:
-                val_loss = trainer.validate()
+                val_loss = trainer.validate(step)
                 if log:
                     log.validation(step, val_loss)
             if step and options.memory_every and step % options.memory_every == 0:

@@ -152,7 +152,7 @@ class Trainer:
         state = own.device + own.pinned + own.pageable
         by_rank = gather_scalars([local_loss, memory_allocated(self._device), state], device=self._device)
         loss = math.fsum(entry[0] for entry in by_rank) / self._ranks.size
-        self._check_loss(step, [entry[0] for entry in by_rank])
+        self._check_loss(f"at step {step}", [entry[0] for entry in by_rank])
         grad_norm = self._update(step)
         tokens = self._options.batch_size * self._options.context
         self._tokens += tokens
@@ -201,11 +201,14 @@ class Trainer:
         self._tokens = saved["tokens"]
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def validate(self, step: int) -> float:
         """Mean loss over windows spread evenly over the validation text, the same windows every time.
 
         Ranks may have different numbers of batches, and the last batch may be smaller. A rank that has fewer computes
         its last one again, because every rank must gather the weights equally often.
+
+        Raises:
+            TrainingStopped: the loss is not finite.
         """
         self.model.eval()
         losses = []
@@ -217,6 +220,7 @@ class Trainer:
         self.model.train()
         by_rank = gather_scalars([total], device=self._device)
         compare_ranks(self.model)  # no backward does if the run ends here
+        self._check_loss(f"in the validation after step {step}", [entry[0] for entry in by_rank])
         return math.fsum(entry[0] for entry in by_rank) / VALIDATION_WINDOWS
 
     def _loss(self, batch: NDArray[np.int64]) -> Tensor:
@@ -278,7 +282,7 @@ class Trainer:
         """Seconds that this rank has waited for copies between host and device."""
         return copy_wait_s(self.model)
 
-    def _check_loss(self, step: int, losses: list[float]) -> None:
+    def _check_loss(self, where: str, losses: list[float]) -> None:
         bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            raise TrainingStopped(f"the loss is {', '.join(bad[:4])} at step {step}. Lower --lr or --clip.")
+            raise TrainingStopped(f"the loss is {', '.join(bad[:4])} {where}. Lower --lr or --clip.")

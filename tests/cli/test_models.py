@@ -53,7 +53,7 @@ def _losses(options):
     """Losses and gradient norms of all steps, and the validation loss at the end."""
     trainer = _trainer(options)
     steps = [trainer.step(step) for step in range(1, options.steps + 1)]
-    return [(each.loss, each.grad_norm) for each in steps], trainer.validate()
+    return [(each.loss, each.grad_norm) for each in steps], trainer.validate(0)
 
 
 @pytest.mark.cpu_only("the trainer is told to use the CPU")

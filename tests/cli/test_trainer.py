@@ -80,7 +80,7 @@ def test_steps_are_those_of_one_plain_process(batch_size, accumulate):
         assert metrics.tokens_per_s == pytest.approx(batch_size * 8 / metrics.step_s)
         assert len(metrics.mem_bytes) == dist.get_world_size()
         assert (metrics.comm_bytes > 0) == (metrics.collectives > 0) == (dist.get_world_size() > 1)
-    assert trainer.validate() == pytest.approx(val_loss, rel=1e-5)
+    assert trainer.validate(0) == pytest.approx(val_loss, rel=1e-5)
 
 
 @on_ranks(3)
@@ -92,7 +92,7 @@ def test_ranks_may_have_different_numbers_of_validation_batches():
     assert counts == [171, 171, 170]
     trainer.step(1)
     trainer.step(2)
-    assert trainer.validate() == pytest.approx(_plain_run(options)[1], rel=1e-5)
+    assert trainer.validate(0) == pytest.approx(_plain_run(options)[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -148,11 +148,13 @@ def test_fp16_gradients_are_unscaled_before_they_are_clipped():
 
 @on_ranks(2)
 def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step():
-    """One rank's weights become nan after step 1: at step 2 both ranks raise, and the message names the step."""
+    """One rank's weights become nan after step 1: a validation and step 2 raise on both ranks, and name the step."""
     trainer = _trainer(_options())
     trainer.step(1)
     if dist.get_rank() == 1:
         next(iter(trainer.model.parameters())).data.fill_(math.nan)
+    with pytest.raises(TrainingStopped, match="nan on rank 0, nan on rank 1 in the validation after step 1"):
+        trainer.validate(1)
     with pytest.raises(TrainingStopped, match="the loss is nan on rank 0, nan on rank 1 at step 2"):
         trainer.step(2)
 
