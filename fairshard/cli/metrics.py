@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import platform
 import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +46,20 @@ class StepMetrics:
     collectives: int
     comm_bytes: int
     state_bytes: tuple[int, ...] = ()
+
+
+def read_metrics(line: Mapping[str, Any]) -> StepMetrics:
+    """The `StepMetrics` of a line of ``metrics.jsonl``, which another version may have written.
+
+    Raises:
+        TypeError, ValueError: it is damaged.
+    """
+    values = {field.name: line[field.name] for field in fields(StepMetrics) if field.name in line}
+    for name, value in values.items():
+        values[name] = tuple(map(int, value)) if name.endswith("_bytes") and name != "comm_bytes" else value
+        if not isinstance(values[name], (int, float, tuple)) and (name, value) != ("grad_norm", None):
+            raise ValueError(f"`{name}` is {value!r:.80}")
+    return StepMetrics(**values)
 
 
 @dataclass(frozen=True)
@@ -137,9 +153,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, kept: Sequence[Mapping[str, Any]] | None = None) -> None:
         if kept is not None:
-            beside = path.with_suffix(".tmp")
-            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            beside.replace(path)
+            replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("x" if kept is None else "a", buffering=1, encoding="utf-8")
 
     def step(self, metrics: StepMetrics) -> None:
@@ -194,6 +208,24 @@ def write_config(path: Path, entries: Mapping[str, Any]) -> None:
     }
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     config = {**entries, "started": started, "command": sys.argv, "versions": versions}
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(config, file, indent=2, default=str)
-        file.write("\n")
+    text = json.dumps(config, indent=2, default=str) + "\n"
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "a run is never overwritten", str(path))
+    replace_file(path, text)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file durably: after a kill, or with a full disk, it has its old contents or all of the new.
+
+    A run whose ``config.json`` is cut off could not be resumed.
+    """
+    beside = path.with_suffix(".tmp")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

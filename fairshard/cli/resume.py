@@ -93,7 +93,9 @@ def check_text(options: TrainOptions, plan: TextPlan) -> None:
     """
     if not options.resume or options.out is None:
         return
-    began: Mapping[str, Any] = _read(options.out).get("text") or {}
+    began = _read(options.out).get("text") or {}
+    if not isinstance(began, dict):
+        raise OptionError(f"--resume needs the text of the run, but {options.out / CONFIG} is damaged: {began!r:.80}.")
     found = text_entry(plan)
     differing = [name for name in found if name != "source" and name in began and began[name] != found[name]]
     if differing:
@@ -122,23 +124,26 @@ def write_steps(options: TrainOptions) -> None:
     steps = {"steps": options.steps, "lr_steps": options.lr_steps}
     if {name: config["options"].get(name) for name in steps} != steps:
         config["options"].update(steps)
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
+        from fairshard.cli.metrics import replace_file  # here because it imports the engine
+
+        replace_file(path, json.dumps(config, indent=2) + "\n")
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` up to ``step``, without an incomplete last line."""
+    """The lines of ``metrics.jsonl`` up to ``step``, without those that are incomplete or damaged."""
     kept: list[dict[str, Any]] = []
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for line in text.splitlines():
+    for line in _lines(path):
         try:
             entry = json.loads(line)
-        except ValueError:
-            break
-        if "summary" not in entry and entry["step"] <= step:
-            kept.append(entry)
+            if "summary" not in entry and entry["step"] <= step:
+                kept.append(entry)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
     return kept
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _longer(saved: TrainOptions, steps: int | None, folder: Path) -> TrainOptions:
@@ -155,7 +160,7 @@ def _longer(saved: TrainOptions, steps: int | None, folder: Path) -> TrainOption
 
 def _is_finished(path: Path, steps: int) -> bool:
     """Whether the last line is a summary of that many steps."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = _lines(path)
     if not lines or not lines[-1].startswith('{"summary"'):
         return False
     return max((entry["step"] for entry in kept_lines(path, steps)), default=0) >= steps
@@ -179,19 +184,30 @@ def _newest_run() -> Path:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The contents of the run's ``config.json``."""
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    """The contents of the run's ``config.json``.
+
+    Raises:
+        OptionError: it is missing or damaged.
+    """
+    path = folder / CONFIG
+    if not os.path.isfile(path):  # a pipe would block
+        raise OptionError(f"--resume needs a run, but {path} does not exist. Pass its folder with --out.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise TypeError(f"it holds {config!r:.80}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise OptionError(f"--resume needs the options of the run, but {path} cannot be read: {error}") from error
     return config
 
 
 def _read_options(folder: Path) -> TrainOptions:
     path, log = folder / CONFIG, folder / METRICS
+    config = _read(folder)
+    if log.exists() and not log.is_file():
+        raise OptionError(f"--resume goes on with {log}, which must be a file, but is not. Remove it.")
     try:
-        if not os.path.isfile(path):  # a pipe would block
-            raise FileNotFoundError
-        if log.exists() and not log.is_file():
-            raise OptionError(f"--resume goes on with {log}, which must be a file, but is not. Remove it.")
-        entries: Mapping[str, Any] = _read(folder)["options"]
+        entries: Mapping[str, Any] = config["options"]
         known = {field.name for field in fields(TrainOptions)}
         values = {name: value for name, value in entries.items() if name in known}
         for name in ("data", "out", "hf"):
@@ -199,7 +215,5 @@ def _read_options(folder: Path) -> TrainOptions:
         if values.get("tokens") is not None:
             values["tokens"] = tuple(Path(os.fspath(path)) for path in values["tokens"])
         return TrainOptions(**values)
-    except FileNotFoundError:
-        raise OptionError(f"--resume needs a run, but {path} does not exist. Pass its folder with --out.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise OptionError(f"--resume needs the options of the run, but {path} cannot be read: {error}") from error

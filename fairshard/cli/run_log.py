@@ -8,7 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, bits_per_byte, write_config
+from fairshard.cli.metrics import (
+    MetricsFile,
+    StepMetrics,
+    StepTotals,
+    bits_per_byte,
+    read_metrics,
+    write_config,
+)
 from fairshard.cli.options import PICTURE, RUN_FILES
 from fairshard.cli.progress import Progress, say, summary_lines
 from fairshard.cli.resume import kept_lines
@@ -55,11 +62,11 @@ class RunLog:
         path = folder / "metrics.jsonl"
         lines = None if done is None else kept_lines(path, done or -1)
         for line in lines or ():
-            if "val_loss" in line:
-                self._validations[line["step"]] = line["val_loss"]
-            else:
-                sizes = {name: tuple(line.get(name, ())) for name in ("mem_bytes", "state_bytes")}
-                self._totals.add(StepMetrics(**{**line, **sizes}))
+            with contextlib.suppress(TypeError, ValueError):  # a damaged line
+                if "val_loss" in line:
+                    self._validations[line["step"]] = float(line["val_loss"])
+                else:
+                    self._totals.add(read_metrics(line))
         if done is None:
             write_config(folder / "config.json", config)
         self._stack = contextlib.ExitStack()
@@ -94,7 +101,11 @@ class RunLog:
         """Write and print the summary, and draw the run; must be the last call."""
         from fairshard.cli.run_picture import draw_run  # here because matplotlib takes a second to import
 
-        first, *_, last = self._validations.values()
+        if not (self._validations and self._totals.losses):  # all steps were done before, and their lines are lost
+            self._stack.close()
+            say("no summary       metrics.jsonl has lost the steps of this run")
+            return
+        first, last = (self._validations[choose(self._validations)] for choose in (min, max))
         units = self._bytes_per_token, self._has_own_loss
         summary = self._totals.summary(last, peak_bytes, places, copy_wait_s, *units)
         self._file.summary(summary)

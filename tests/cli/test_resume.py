@@ -156,6 +156,27 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     assert kept_lines(tmp_path / "none", 9) == []
 
 
+@pytest.mark.parametrize(
+    "bad", ["5", "[1]", '"summary"', "{}", '{"step": "1"}', '{"step": null}', "[" * 9999, "9" * 5000, "\0" * 99, "\xff"]
+)
+def test_a_damaged_line_of_the_log_is_left_out(tmp_path, bad):
+    """What a power failure or an editor leaves in the log stops no run; the lines around it are kept."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 0, "val_loss": 5.0}, {"step": 1, "loss": 4.0}]
+    path.write_bytes("\n".join([json.dumps(lines[0]), bad, json.dumps(lines[1]), ""]).encode("latin-1"))
+    assert kept_lines(path, 9) == lines
+
+
+@pytest.mark.parametrize("text", [5, ["crc32"], "crc32"])
+def test_a_damaged_entry_of_the_text_is_named(run_folder, text, capfd):
+    """An entry of the config that is not what a run writes is one line and exit code 2."""
+    config = json.loads((run_folder / "config.json").read_text())
+    (run_folder / "config.json").write_text(json.dumps({**config, "text": text}))
+    (run_folder / "text").write_bytes(b"training" * 250)
+    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
+    assert "config.json is damaged" in capfd.readouterr().err
+
+
 def _environment():
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}

@@ -1,7 +1,9 @@
 """The files and messages of a run, without any rank."""
 
+import errno
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -14,11 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fairshard.cli import launch, rank
 from fairshard.cli.failure import Failure, first_failure, record_failure
-from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, make_run_folder
+from fairshard.cli.metrics import MetricsFile, StepMetrics, StepTotals, make_run_folder, write_config
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.progress import Progress, summary_lines
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.run_log import run_title
+from fairshard.cli.run_log import RunLog, run_title
 from fairshard.cli.run_picture import draw_run, smoothed
 from fairshard.errors import CheckpointError
 from fairshard.planning.summary import StateBytes
@@ -49,6 +51,40 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch)
     monkeypatch.setattr(time, "gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 2, 0)))
     names = [make_run_folder(None).as_posix() for _ in range(3)]
     assert names == ["runs/20260102T030405Z", "runs/20260102T030405Z-2", "runs/20260102T030405Z-3"]
+
+
+def test_a_config_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A full disk, or a kill while it is written, leaves no half of a config, with which a run could not be resumed."""
+    path = tmp_path / "config.json"
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_config(path, {"options": {}})
+    assert not list(tmp_path.iterdir())
+    write_config(path, {"options": {}})
+    with pytest.raises(FileExistsError):
+        write_config(path, {"options": {}})
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_run_whose_log_is_lost_ends_all_the_same(tmp_path, monkeypatch, capfd, first):
+    """Resumed after step 2 with damaged lines, the run sums up what is left, or says that it cannot."""
+    lines = [{"step": 0, "val_loss": "x"}, {**asdict(_metrics(1)), "loss": "x"}, {"step": 2, "loss": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = asdict(TrainOptions(steps=3))
+    config = {"options": options, "world_size": 2, "device": "cpu", "model": "m", "parameters": 1}
+    with RunLog(tmp_path, config, done=2) as log:
+        for step in range(first, 4):
+            log.step(_metrics(step))
+            log.validation(step, 2.0)
+        log.finish((1, 2), StateBytes(1, 2, 3), 0.0)
+    written = capfd.readouterr().out
+    assert ("from 2.000 at the start" in written) == (first == 3)
+    assert ("metrics.jsonl has lost the steps of this run" in written) == (first == 4)
 
 
 def test_the_summary_is_taken_over_all_steps():
