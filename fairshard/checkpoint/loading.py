@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -163,6 +164,17 @@ class RankReader(CheckpointReader):
         return super().read_data(plan, planner)
 
 
+def _unfold(model: nn.Module) -> None:
+    """Give expanded buffers memory for each element: torch refuses to copy into one place that stands for several."""
+    for buffer in model.buffers():
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, _strides(buffer), strict=True)):
+            buffer.data = buffer.contiguous()
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else tuple(tensor.shape)
+
+
 def _held_by(optimizer: Optimizer) -> set[nn.Parameter]:
     return {param for group in optimizer.param_groups for param in group["params"]}
 
@@ -311,6 +323,7 @@ class Loading:
     def apply(self) -> int | None:
         """Apply the values read to all objects; returns the step."""
         training = self._training
+        _unfold(training.model)
         with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
             training.model.load_state_dict(self._model.state_dict(self._values))
         if training.optimizer is not None:

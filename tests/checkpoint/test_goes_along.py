@@ -65,6 +65,24 @@ def test_everything_goes_on(shared_folder, async_save):
     assert all(torch.equal(a, b) for a, b in zip(its_rest[3], rest[3], strict=True))
 
 
+@on_ranks(2)
+def test_an_expanded_buffer_is_restored(shared_folder):
+    """A buffer whose elements share memory is saved element by element, and a later load has room for each."""
+
+    def build(value):
+        plain = nn.BatchNorm1d(4)
+        plain.register_buffer("scale", torch.full((1, 4), value).expand(3, 4))
+        plain.register_buffer("own", torch.full((1,), value * dist.get_rank()).expand(3))
+        return FSDP(nn.Sequential(plain, nn.Linear(4, 1)))
+
+    saved, other = build(2.0), build(5.0)
+    optimizer = torch.optim.SGD(saved.parameters(), lr=0.1)
+    save(f"{shared_folder}/own", saved, optimizer)
+    load(f"{shared_folder}/own", other, torch.optim.SGD(other.parameters(), lr=0.2))
+    assert_same_state(other.state_dict(), saved.state_dict())
+    assert torch.equal(other.get_buffer("module.0.own"), torch.full((3,), 2.0 * dist.get_rank()))
+
+
 @on_ranks(3)
 def test_buffers_that_differ_between_ranks_stay_so(shared_folder):
     """Each rank gets its own BatchNorm statistics back; another number of ranks gets those of rank 0."""
