@@ -36,6 +36,7 @@ NAME = ".lock"
 BEAT_S, EXPIRES_S = 5.0, 30.0
 
 _MAX_NBYTES = 4096
+_MAX_PID = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,12 @@ class Owner:
     def parse(cls, text: str) -> Owner | None:
         """The owner that a lock file names; None if it was not completely written."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
+            owner = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
             return None
+        texts = (owner.host, owner.since, owner.kernel, owner.started, owner.token)
+        is_ours = all(isinstance(text, str) and text.isprintable() for text in texts)
+        return owner if is_ours and type(owner.pid) is int and 0 < owner.pid < _MAX_PID else None
 
     def is_alive(self) -> bool | None:
         """Whether the process lives; None if that cannot be known from here."""

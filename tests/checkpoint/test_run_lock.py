@@ -135,6 +135,18 @@ def test_an_owner_that_cannot_be_asked_is_dead_when_its_beats_end(tmp_path, monk
 ODD = {"pipe": os.mkfifo, "folder": os.mkdir, "dangling link": lambda path: os.symlink("nowhere", path)}
 
 
+@pytest.mark.parametrize(
+    "changes", [{"pid": "1"}, {"pid": 10**30}, {"pid": 1.5}, {"pid": None}, {"pid": -1}, {"host": "\x1b[2J"}, None]
+)
+def test_a_lock_that_no_run_wrote_names_nobody(tmp_path, changes):
+    """Like a lock that was not completely written, it is waited for, and ends neither a reader nor a start."""
+    text = "[" * 4000 if changes is None else json.dumps({**asdict(_parent()), **changes})
+    (tmp_path / NAME).write_text(text)
+    assert Owner.parse(text) is None
+    assert lock_of(str(tmp_path)).other() is None
+    assert not RunLock(str(tmp_path)).poll()
+
+
 @pytest.mark.parametrize("odd", ODD)
 @on_ranks(1)
 def test_a_lock_that_is_no_file_is_refused(tmp_path, odd):
