@@ -35,6 +35,7 @@ STATUS = 75
 _SAME_SIGNAL_S = 1.0
 """Signals within this time count as one: schedulers signal every process, and launchers pass their own signal on."""
 _POLL_S = 0.2
+_WORKER_ENDS_WITHIN_S = 60.0
 
 
 class Preempted(SystemExit):
@@ -210,6 +211,37 @@ def on_preemption(
     if checkpointer is not None:
         checkpointer.preemption = preemption
     return preemption
+
+
+def leave_signals_to_rank(worker_id: int = 0) -> None:
+    """Make this process, a worker of a `DataLoader`, go on after signals that ask the ranks to stop.
+
+    Pass it as ``worker_init_fn``. Schedulers signal every process of a job; a worker that ends raises in its rank, so
+    that the step is not saved. A worker still ends with its rank, and when its rank terminates it: at once if it was
+    forked on Linux, otherwise within a minute.
+    """
+    numbers = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+    for number in numbers:  # threads that a library has started before take signals, too, and do not tell the sender
+        signal.signal(number, _end_later)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        rank = os.getppid()
+        threading.Thread(target=_await_rank, args=(numbers, rank), name="fairshard worker", daemon=True).start()
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGTERM:
+        timer = threading.Timer(_WORKER_ENDS_WITHIN_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+
+def _await_rank(numbers: set[signal.Signals], rank: int) -> None:
+    """End the process when ``rank`` terminates it; its daemons must end then, or the rank would wait for them."""
+    while True:
+        found = signal.sigwaitinfo(numbers)
+        if found.si_signo == signal.SIGTERM and found.si_pid == rank:
+            os._exit(0)
 
 
 def _end(number: signal.Signals, why: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """A signal stops all ranks after the same step, which is saved."""
 
+import contextlib
 import functools
 import os
 import re
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 
-from fairshard.checkpoint import Checkpointer, Preempted, on_preemption
+from fairshard.checkpoint import Checkpointer, Preempted, leave_signals_to_rank, on_preemption
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils.stop_request import joins_all, request
@@ -266,3 +268,28 @@ def test_a_process_that_cannot_save_ends_all_the_same(tmp_path):
 
 if __name__ == "__main__":
     _run_cases(Path(sys.argv[1]))
+
+
+@pytest.mark.cpu_only("processes of its own, without ranks")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_loader_outlive_a_signal_to_every_process(start):
+    """After the signals of a scheduler they load on; their rank can still terminate them, and ends without waiting."""
+    loader = DataLoader(
+        torch.arange(64), num_workers=1, worker_init_fn=leave_signals_to_rank, multiprocessing_context=start
+    )
+    batches = iter(loader)
+    assert next(batches).item() == 0
+    (worker,) = batches._workers
+    for name in ("TERM", "USR1"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+    assert [batch.item() for batch in batches] == list(range(1, 64))
+    if start == "spawn":  # its threads may take the signal: then it ends a minute later
+        return
+    batches = iter(loader)
+    next(batches)
+    (worker,) = batches._workers
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
+    with contextlib.suppress(RuntimeError):
+        batches._shutdown_workers()
