@@ -67,6 +67,8 @@ class MemoryCopies:
         """
         if self._place is None or not self._has_begun:
             continued = self._place if self._copied_step is not None else None
+            if self._place is not None and continued is None:
+                self._place.folder.release()  # on all ranks before the leader drops it
             place = self._place = continued or new_place(self._root, self._parent)
 
             def drop() -> None:
@@ -129,6 +131,7 @@ class MemoryCopies:
         place = self._place
         if place is not None:
             on_all_ranks(place.group, lambda: None)
+            place.folder.release()
             if place.leads:
                 place.folder.remove()
             if place.rank == 0:
@@ -161,6 +164,7 @@ class MemoryCopies:
     def _write(self, draft: Draft, place: Place) -> None:
         step = draft.step or 0
         try:
+            on_all_ranks(place.group, lambda: place.folder.remake(self._root))
             _write_copy(draft, place, f"step-{step:08}-{place.life}-{self._num_copies}")
         except Exception as error:
             # The older copy and the checkpoints on disk are still there: training goes on, the next copy tries again.

@@ -9,12 +9,13 @@
 
 ``<run>`` is a random name that the file ``.memory`` beside the checkpoints holds. A run that does not continue a copy
 takes a new name. Memory of another name is never read, not even on a host that was away and comes back; the next run of
-the same root removes it.
+the same root removes it, unless a process holds it: containers that share memory may have other folders of that name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from fairshard.checkpoint.manifest import Manifest, read_manifest
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, LocalStorage, storage_of
@@ -115,14 +117,9 @@ def open_folder(parent: str, run: str, root: str) -> MemoryFolder:
             f"Copies in memory need a folder in memory, but {parent} is not a folder. Pass `memory_folder`, or leave "
             "`memory_every` out."
         )
-    path = f"{parent}/{_PREFIX}{run}"
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, mode=0o700)
-    if not _is_own(path):
-        raise CheckpointError(f"{path} must be a folder of this user, which nobody else may read, but is not.")
-    with contextlib.suppress(FileExistsError), open(f"{path}/{_ROOT}", "x") as file:
-        file.write(root)
-    return MemoryFolder(path)
+    folder = MemoryFolder(f"{parent}/{_PREFIX}{run}")
+    folder.make(root)
+    return folder
 
 
 def _is_own(path: str) -> bool:
@@ -134,12 +131,52 @@ def _is_own(path: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
+def _is_held(path: str) -> bool:
+    """Whether a process of any container uses the folder of a run."""
+    with open(f"{path}/{_ROOT}") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+    return False
+
+
 class MemoryFolder:
     """The folder of one run on one host. One rank of the host, its leader, removes and renames."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._storage = LocalStorage()
+        self._held: IO[str] | None = None
+
+    def make(self, root: str) -> None:
+        """Make the folder for the run of ``root``, unless it exists, and hold it until `release`.
+
+        Raises:
+            CheckpointError: the folder belongs to someone else.
+        """
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.path, mode=0o700)
+        if not _is_own(self.path):
+            raise CheckpointError(f"{self.path} must be a folder of this user, which nobody else may read, but is not.")
+        with contextlib.suppress(FileExistsError), open(f"{self.path}/{_ROOT}", "x") as file:
+            file.write(root)
+        self._held = open(f"{self.path}/{_ROOT}")  # noqa: SIM115
+        with contextlib.suppress(OSError):  # another file system than that of a memory may have no locks
+            fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def remake(self, root: str) -> None:
+        """`make` the folder if somebody has removed it."""
+        if not os.path.exists(f"{self.path}/{_ROOT}"):
+            self.make(root)
+
+    def release(self) -> None:
+        """Let another run of the same root remove the folder."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def path_of(self, name: str) -> str:
         """The path of the copy ``name``."""
@@ -194,11 +231,12 @@ class MemoryFolder:
             other = f"{parent}/{name}"
             if name.startswith(_PREFIX) and other != self.path and _is_own(other):
                 with contextlib.suppress(OSError, ValueError):
-                    if self._storage.read_text(f"{other}/{_ROOT}") == root:
+                    if self._storage.read_text(f"{other}/{_ROOT}") == root and not _is_held(other):
                         shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the folder."""
+        self.release()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def nbytes(self) -> int:

@@ -64,8 +64,9 @@ def _place_of(root: str, parent: str, name_on_first: Callable[[], str | None]) -
     run, life = on_all_ranks(group, lambda: (None if rank else name_on_first(), own))[0]
     if run is None:
         return None
-    path = on_all_ranks(group, lambda: open_folder(parent, run, root).path)[rank]
-    return Place(MemoryFolder(path), _hosts_of(path, group), group, rank, life)
+    folders: list[MemoryFolder] = []
+    on_all_ranks(group, lambda: folders.append(open_folder(parent, run, root)))
+    return Place(folders[0], _hosts_of(folders[0].path, group), group, rank, life)
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,41 @@ def test_the_memory_of_another_run_is_not_used(folders):
     assert len(os.listdir(Path(memory, "host-0"))) == 1
 
 
+def test_the_memory_of_a_living_run_is_not_removed(folders):
+    """Containers that share memory may each have a run below one path; and a folder that is removed is made again."""
+    root, memory = folders
+    run_ranks(2, share_memory, root, memory)
+
+
+def share_memory(root, memory):
+    """Copy in one run; then in another, behind the same path; then in the first again."""
+    held = []
+    for step in (1, 2):
+        model, optimizer = trained()
+        kept = checkpointer_in(root, memory, (0, 0))
+        train(model, optimizer, step)
+        kept.copy_to_memory(step, model, optimizer)
+        kept.wait()
+        held.append((kept, model, optimizer))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.rename(root, f"{root}-of-{step}")
+        dist.barrier()
+    folder = folder_of(memory, (0, 0))
+    assert sorted(path.name[:13] for path in folder.glob("*/step-*")) == ["step-00000001", "step-00000002"]
+    dist.barrier()
+    first, model, optimizer = held[0]
+    if dist.get_rank() == 0:
+        shutil.rmtree(first._memory._place.folder.path)
+        os.rename(f"{root}-of-1", root)
+    dist.barrier()
+    first.copy_to_memory(3, model, optimizer)
+    first.wait()
+    dist.barrier()
+    kept = checkpointer_in(root, memory, (0, 0))
+    assert kept.load_latest(model, optimizer) == 3
+
+
 def test_copies_that_a_run_went_back_from_are_not_used(folders):
     """After `load_step` of an earlier step and a save, a restart goes on with that, and other memory is removed.
 
