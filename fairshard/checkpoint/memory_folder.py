@@ -175,6 +175,8 @@ class MemoryFolder:
     def release(self) -> None:
         """Let another run of the same root remove the folder."""
         if self._held is not None:
+            with contextlib.suppress(OSError):  # forked workers share what is held
+                fcntl.flock(self._held, fcntl.LOCK_UN)
             self._held.close()
             self._held = None
 
