@@ -10,6 +10,7 @@ Gathers of several models over one group match by their order alone, so the orde
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -22,6 +23,7 @@ from fairshard.utils.collectives import Communicator
 from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
+_MAX_NAMED = 4
 _FACTOR, _MASK = 0x100000001B3, (1 << 62) - 1  # of a rolling hash
 _FORWARD, _BACKWARD = -1, -2  # the start of a pass; all other numbers are units
 
@@ -113,7 +115,11 @@ class OrderCheck:
         }
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
         self._gathers = dict.fromkeys(self._comms, 0)  # a hash of the gathers that each group has seen
-        self._group_of = {unit: unit.groups.communicators().shard for unit in units}
+        own = {unit: unit.groups.communicators() for unit in units}
+        self._group_of = {unit: own[unit].shard for unit in units}
+        self._units_of = {
+            comm: [unit for unit in units if comm in (own[unit].shard, own[unit].replicas)] for comm in comms
+        }
         self._orders = {comm: _orders.setdefault(comm, GatherOrder()) for comm in self._comms}
         self._places = {comm: order.add_model() for comm, order in self._orders.items()}
         self.num_forwards = self.num_steps = 0
@@ -190,17 +196,40 @@ class OrderCheck:
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
 
-    def history(self, comm: Communicator) -> tuple[int, ...]:
-        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
+    def history(self, comm: Communicator, in_join: bool = False) -> tuple[int, ...]:
+        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far.
+
+        With ``in_join`` some ranks are through with their batches, and do not see what the others freeze.
+        """
         order = self._orders.get(comm, GatherOrder())
         gathers = self._gathers.get(comm, 0), order.hash, self._places.get(comm, 0)
-        return self.step, self.num_forwards, self.num_steps, *gathers
+        trained = 0 if in_join else self._hash_of_trained(comm)
+        return self.step, self.num_forwards, self.num_steps, trained, *gathers
+
+    def _hash_of_trained(self, comm: Communicator) -> int:
+        flags = bytearray()
+        for unit in self._units_of.get(comm, ()):
+            for flat_param in unit.flat_params:
+                flags += bytes(flat_param.shows.wanted())
+        return zlib.crc32(flags)
+
+    def _frozen(self) -> str:
+        """How many parameters are frozen, and which are first."""
+        names = [
+            f"`{slot.fqn}`"
+            for unit in self._numbers
+            for flat_param in unit.flat_params
+            for slot, is_trained in zip(flat_param.slots, flat_param.shows.wanted(), strict=True)
+            if not is_trained
+        ]
+        return f"{len(names)} ({', '.join(names[:_MAX_NAMED])})" if names else "none"
 
     def recorded(self, state: dict[str, str]) -> Recorded:
         """What this rank has run since the last step; ``state``: what else must be the same on all ranks, in words."""
         gathered = [noted for order in self._orders.values() for noted in order.noted]
         places = ", ".join(map(str, self._places.values()))
         counts = {"optimizer steps": str(self.num_steps), "forwards with gradients": str(self.num_forwards)}
+        counts["frozen parameters"] = self._frozen()
         counts["places of the model in the order in which models ran first"] = places
         return Recorded(self._phase, Place("", self.step, self._words(self._trained)), gathered, state | counts)
 

@@ -289,3 +289,22 @@ def test_a_dropped_model_that_ranks_ran_differently_does_not_concern_the_next(sh
         train(model, optimizer, 1)
         train(model, optimizer, 2)
         Checkpointer(shared_folder, async_save=False).save(2, model, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_a_parameter_that_one_rank_freezes_is_told(shared_folder, door):
+    """Sums would lack the gradient of that rank; the next backward names the parameters, and nothing steps."""
+    model, module, optimizer = built(door)
+    train(model, optimizer, 1)
+    for rank in (1, 0):  # frozen on all ranks in the end
+        if dist.get_rank() == rank:
+            for param in module.layers[2].parameters():
+                param.requires_grad_(False)
+        before = kept_values(model)
+        if rank == 1:
+            with pytest.raises(RanksDisagreeError, match=r"frozen parameters differ: none on rank 0; 2 \(`layers.2\.w"):
+                train(model, optimizer, 2)
+            assert same_values(model, before)
+    train(model, optimizer, 3)
+    Checkpointer(shared_folder, async_save=False).save(3, model, optimizer)
