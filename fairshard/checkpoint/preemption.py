@@ -80,6 +80,7 @@ class Preemption:
         os.set_blocking(self._write, False)
         self._earlier_fd = -1
         self._is_closed = False
+        self._closing = threading.Lock()
 
     def is_due(self) -> bool:
         """Whether to stop now: the same answer on all ranks. **Collective**; call it once after each step.
@@ -101,11 +102,12 @@ class Preemption:
     def close(self) -> None:
         """Restore the earlier handlers, and forget a signal. Called on the main thread."""
         if not self._is_closed:
-            self._is_closed = True
-            signal.set_wakeup_fd(self._earlier_fd)
-            for number, earlier in self._earlier.items():
-                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
-            os.write(self._write, b"\0")  # ends the thread
+            with self._closing:
+                self._is_closed = True
+                signal.set_wakeup_fd(self._earlier_fd)
+                for number, earlier in self._earlier.items():
+                    signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+                os.write(self._write, b"\0")  # ends the thread
             request.reset()
             request.is_watched = any(not other._is_closed for other in _all)
 
@@ -171,8 +173,9 @@ class Preemption:
                     elif time.monotonic() > first + _SAME_SIGNAL_S:
                         _end(number, f"a second {signal.Signals(byte).name} has arrived")
         finally:
-            os.close(self._read)
-            os.close(self._write)
+            with self._closing:  # `close` may still have to write
+                os.close(self._read)
+                os.close(self._write)
 
     def _pass_on(self, byte: int) -> None:
         if self._earlier_fd >= 0:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -136,6 +137,24 @@ def test_earlier_handlers_are_called_and_restored(tmp_path):
         assert not request.is_asked
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_thread_may_see_the_end_before_it_is_woken(monkeypatch):
+    """After a signal it looks every 0.2 s: what `close` writes to must still be open then."""
+    before = set(threading.enumerate())
+    preemption = on_preemption(None, signals=[signal.SIGUSR2])
+    (thread,) = set(threading.enumerate()) - before
+    os.kill(os.getpid(), signal.SIGUSR2)
+    restore = signal.set_wakeup_fd
+
+    def late(fd):
+        thread.join(1)
+        return restore(fd)
+
+    monkeypatch.setattr(signal, "set_wakeup_fd", late)
+    preemption.close()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
