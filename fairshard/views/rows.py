@@ -92,7 +92,8 @@ class Rows(FlatLine):
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, copied out of a gathered buffer of ``W * S`` elements."""
         beside = self.beside(line.view(self.layout.world_size, -1))
-        torch._foreach_copy_(beside.targets, beside.sources)
+        if beside.targets:  # parameters may have no elements
+            torch._foreach_copy_(beside.targets, beside.sources)
         return beside.params
 
     def beside(self, buffer: Tensor) -> Beside:

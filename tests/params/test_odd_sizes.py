@@ -10,6 +10,7 @@ from torch import nn
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
 from fairshard.utils import reduce_scatter_bucketer
 from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.testing import rank_device, run_ranks
@@ -80,6 +81,14 @@ def test_empty_parameters_keep_their_shape_in_the_state_dict():
         "params.2": (),
     }
     model.load_state_dict(state)
+
+
+@on_ranks(1, 2, 3)
+def test_rows_of_empty_parameters_alone_are_summoned():
+    """A unit of `fully_shard` of which no parameter has elements shows them whole, in their shapes."""
+    model = fully_shard(Params([(0, 3), (2, 0)]))
+    with FSDP.summon_full_params(model):
+        assert [tuple(param.shape) for param in model.params] == [(0, 3), (2, 0)]
 
 
 @on_ranks(2, 3, 4)
