@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -117,9 +117,7 @@ class RaggedTensor(DTensor):
 
     @property
     def _placement(self) -> RaggedShard:
-        placement = self._spec.placements[-1]
-        assert isinstance(placement, RaggedShard)
-        return placement
+        return cast(RaggedShard, self._spec.placements[-1])
 
     @property
     def _comm(self) -> Communicator:
@@ -147,8 +145,16 @@ class RaggedTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, in new memory. **Collective** over the ranks of the mesh's last dimension."""
-        whole: Tensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
-        return whole
+        if grad_placements is not None:  # its gradient may be partial sums
+            every = [Replicate()] * self._spec.mesh.ndim
+            return self.redistribute(placements=every).to_local(grad_placements=grad_placements)
+        return cast(Tensor, _Read.apply(self, True))  # type: ignore[no-untyped-call]
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's rows; their gradient is that of the same rows of this tensor."""
+        if grad_placements is not None or not (self.requires_grad and torch.is_grad_enabled()):
+            return super().to_local(grad_placements=grad_placements)
+        return cast(Tensor, _Read.apply(self, False))  # type: ignore[no-untyped-call]
 
     # ---- torch.distributed.checkpoint
 
@@ -172,39 +178,35 @@ class RaggedTensor(DTensor):
         return self._own_span().__get_tensor_shard__(index)
 
 
-class _Gather(torch.autograd.Function):
-    """The whole of a ragged tensor; the gradient's rows of this rank are its gradient."""
+class _Read(torch.autograd.Function):
+    """The whole of a ragged tensor, or this rank's rows; its gradient has this rank's rows of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, ragged: Any) -> Tensor:
-        ctx.like = ragged._spec
-        return _gathered(ragged)
+    def forward(ctx: Any, ragged: Any, is_whole: bool) -> Tensor:
+        ctx.like, ctx.is_whole = ragged._spec, is_whole
+        return _gathered(ragged) if is_whole else ragged._local_tensor.view_as(ragged._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ragged_part_of(grad, ctx.like)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (ragged_part_of(grad, ctx.like) if ctx.is_whole else _shown(grad, ctx.like)), None
 
 
 def ragged_part_of(whole: Tensor, spec: DTensorSpec) -> RaggedTensor:
     """This rank's rows of ``whole`` as a tensor of ``spec``, in the dtype of ``whole``; a view, no communication."""
     placement: Any = spec.placements[-1]
     rows = placement.rows_on(spec.mesh.get_local_rank(spec.mesh.ndim - 1), whole.shape[0])
-    shown: RaggedTensor = _shown(whole.detach()[rows.start : rows.stop], spec)
-    return shown
+    return cast(RaggedTensor, _shown(whole.detach()[rows.start : rows.stop], spec))
 
 
 def ragged_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedTensor:
     """This rank's rows of ``whole``, copied, as a tensor placed by ``placements``; no communication."""
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    copied: Any = ragged_part_of(whole, DTensorSpec(mesh, tuple(placements), tensor_meta=meta)).clone()
-    ragged: RaggedTensor = copied
-    return ragged
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    return cast(RaggedTensor, ragged_part_of(whole, spec).clone())
 
 
 def ragged_like(local: Tensor, like: RaggedTensor) -> RaggedTensor:
     """``local``, values for this rank's rows, as a tensor placed like ``like``, in the dtype of ``local``."""
-    shown: RaggedTensor = _shown(local, like._spec)
-    return shown
+    return cast(RaggedTensor, _shown(local, like._spec))
 
 
 def _gathered(ragged: Any) -> Tensor:
@@ -237,7 +239,7 @@ def _gathered(ragged: Any) -> Tensor:
 # ---- operators
 
 _SAME_SHAPE = {"clone", "detach", "alias", "_to_copy", "copy_", "zero_", "fill_", "_pin_memory", "is_pinned"}
-_SAME_SHAPE |= {f"{kind}_like" for kind in ("zeros", "ones", "empty", "full")}
+_SAME_SHAPE |= {"masked_fill_", *(f"{kind}_like" for kind in ("zeros", "ones", "empty", "full"))}
 _NEW_SIZE = {"view", "_unsafe_view", *(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full"))}
 _NOT_BY_ELEMENT = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -338,10 +340,8 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole_number(like: RaggedTensor, value: Tensor) -> DTensor:
-    mesh: DeviceMesh = like._spec.mesh
-    meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    whole: DTensor = _made(DTensor, value, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
-    return whole
+    every, meta = (Replicate(),) * like._spec.mesh.ndim, TensorMeta(value.shape, value.stride(), value.dtype)
+    return cast(DTensor, _made(DTensor, value, DTensorSpec(like._spec.mesh, every, tensor_meta=meta)))
 
 
 def _shown(local: Tensor, spec: DTensorSpec) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fairshard.errors import ParameterShardedError
@@ -239,6 +239,28 @@ def test_gradients_through_whole_values(place):
     weight = shard(plain_model(), place)[0].weight
     weight.full_tensor().square().sum().backward()
     assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor())
+
+
+@on_ranks(2)
+@both_kinds
+def test_partial_gradients_of_whole_values_are_summed(place):
+    """As for DTensors: with ``grad_placements=[Partial()]`` each rank's gradient is a term of the sum."""
+    weight = shard(plain_model(), place)[0].weight
+    (weight.full_tensor(grad_placements=[Partial()]) * (dist.get_rank() + 1)).sum().backward()
+    assert weight.grad.full_tensor().eq(1 + 2).all()
+
+
+@on_ranks(2)
+@both_kinds
+def test_gradients_through_own_rows(place):
+    """A penalty on `to_local()` of each rank, or on a norm, reaches the parameter, also of a rank without rows."""
+    weight = shard(plain_model(), place)[0].weight
+    weight.to_local().square().sum().backward()
+    assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor())
+    weight.grad = None
+    weight.norm().full_tensor().backward()
+    expected = weight.full_tensor() / weight.full_tensor().norm()
+    torch.testing.assert_close(weight.grad.full_tensor(), expected)  # the norm adds in another order
 
 
 @on_ranks(2)
