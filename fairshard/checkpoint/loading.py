@@ -33,6 +33,7 @@ from fairshard.state.optim_params import OptimParams
 from fairshard.utils.user_line import level_of_user
 from fairshard.utils.watchdog import explained
 
+_KERNELS = ("foreach", "fused")  # settings that choose kernels: the script decides, not the checkpoint
 VERIFY = ("reading", "before")
 """When files are compared with their checksums."""
 
@@ -193,6 +194,8 @@ def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved
     """What ``optimizer.load_state_dict`` takes for the state ``saved`` by name. **Collective.**"""
     made = ShardedOptimState(model, adopts=True).make(saved, params.groups_of(optimizer))
     check_of_class(made, optimizer)
+    for group, own in zip(made.get("param_groups", ()), optimizer.param_groups, strict=False):
+        group.update({name: own[name] for name in _KERNELS if name in group and name in own})
     return {"param_groups": optimizer.state_dict()["param_groups"], **made}
 
 

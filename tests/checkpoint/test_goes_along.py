@@ -17,7 +17,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
-from fairshard.optim import ShardedGradScaler
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.utils.testing import rank_device
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import on_ranks
@@ -81,6 +81,27 @@ def test_an_expanded_buffer_is_restored(shared_folder):
     load(f"{shared_folder}/own", other, torch.optim.SGD(other.parameters(), lr=0.2))
     assert_same_state(other.state_dict(), saved.state_dict())
     assert torch.equal(other.get_buffer("module.0.own"), torch.full((3,), 2.0 * dist.get_rank()))
+
+
+@on_ranks(2)
+def test_the_script_chooses_the_kernels_of_its_optimizer(shared_folder):
+    """`CPUOptimizer` steps by fused kernels, which torch lacks for SGD on DTensors: the plain optimizer keeps its own.
+
+    All other settings come from the checkpoint, and the next step is that of the optimizer that was saved.
+    """
+    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    stepped = CPUOptimizer(models[0], torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(models[1].parameters(), lr=0.5, momentum=0.1, foreach=True)
+    for step, (model, optimizer) in enumerate([(models[0], stepped), *zip(models, (stepped, plain), strict=True)]):
+        if step == 1:
+            save(shared_folder, models[0], stepped)
+            load(shared_folder, models[1], plain)
+            assert [plain.param_groups[0][name] for name in ("foreach", "fused", "lr")] == [True, None, 0.1]
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
 
 
 @on_ranks(3)
