@@ -119,6 +119,20 @@ def test_a_dtensor_in_the_place_of_a_dtensor(has_run):
 
 @on_ranks(2)
 @pytest.mark.parametrize("has_run", [False, True])
+def test_weights_are_not_tied_after_sharding(has_run):
+    """Assigning a sharded parameter to the place of another one cannot tie them: it raises, and changes neither."""
+    model = shard(mlp(6, 6, 6))
+    if has_run:
+        model(randn(2, 6)).sum().backward()
+    old, values = model[2].weight, model[2].weight.full_tensor()
+    with pytest.raises(FairshardError, match=r"`0\.weight` was assigned to `2\.weight`.*Tie them before"):
+        model[2].weight = model[0].weight
+    assert model[2].weight is old
+    assert torch.equal(old.full_tensor(), values)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
 def test_functional_call(has_run):
     """Tensors given to ``functional_call`` replace parameters for one call, even the first, and get its gradients."""
     plain = mlp(4, 6, 4)

@@ -40,6 +40,13 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Any:
     if old is not None and stepped is None:
         return None  # it replaces an ignored parameter
     if isinstance(stepped, OrigParam) and isinstance(old, DTensor):
+        other = stepped_of(param)
+        if isinstance(other, OrigParam):
+            raise FairshardError(
+                f"Weights must be tied before they are sharded, but sharded parameter `{other.name}` was assigned to "
+                f"`{stepped.name}`: each has its own shards, and would be trained by itself. Tie them before "
+                "`fully_shard`; to copy the values, call `copy_` under `torch.no_grad()`."
+            )
         if isinstance(param, DTensor):
             return stepped.adopt(param)
         raise FairshardError(
