@@ -42,7 +42,7 @@ class OrderListener(Training, Protocol):
     def count_step(self) -> None:
         """An optimizer has stepped the model, outside of ``join``."""
 
-    def history(self, comm: Communicator, in_join: bool) -> tuple[int, ...]:
+    def history(self, comm: Communicator, in_join: bool, in_backward: bool) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
 
     def recorded(self, state: dict[str, str]) -> Any:

@@ -324,7 +324,7 @@ class Root:
 
     def history(self, comm: Communicator) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
-        return self.num_interrupted, *self.order_check.history(comm, in_join=self.join is not None)
+        return self.num_interrupted, *self.order_check.history(comm, self.join is not None, self.backward is not None)
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""

@@ -57,7 +57,7 @@ class FlatParam(Leaves):
                 "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
-        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "requires_grad", "_trained")
+        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "requires_grad", "trained")
         return {name: getattr(self, name) for name in (*kept, "_own_division")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,8 +98,8 @@ class FlatParam(Leaves):
         shows: Any = self.shows  # DTensors
         part = FlatParam(shows.split(indexes), self.slots[indexes[0]].fqn, replace(self.route))
         part._own_division = self._own_division
-        part._trained = [self._trained[index] for index in indexes]
-        part.requires_grad = any(part._trained)
+        part.trained = bytes(self.trained[index] for index in indexes)
+        part.requires_grad = any(part.trained)
         for index, stepped in enumerate(part.stepped):
             stepped.move_to(part, index)
         part.adopt_assigned()

@@ -39,6 +39,7 @@ class Leaves:
         shows: the shard and its registered parameters.
         line: the layout of the parameters; converts the gathered buffer to whole parameters.
         route: the user's settings for the communication.
+        trained: for each parameter 1 if it needs a gradient, as last followed.
         gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
     """
 
@@ -55,7 +56,7 @@ class Leaves:
         self.name = name
         self.route = route
         self.requires_grad = shows.shard.requires_grad
-        self._trained = [self.requires_grad] * len(self.slots)  # which parameters need a gradient
+        self.trained = shows.wanted()
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -107,12 +108,12 @@ class Leaves:
         Raises:
             FairshardError: one leaf was changed, but one flat parameter is registered for several.
         """
-        if list(map(_TRAINS, self.slots)) != self._trained:
-            self.shows.adopt_requires_grad(self._trained, self.name)
+        if bytes(map(_TRAINS, self.slots)) != self.trained:
+            self.shows.adopt_requires_grad(self.trained, self.name)
         wanted = self.shows.wanted()
-        if wanted == self._trained:
+        if wanted == self.trained:
             return
-        self._trained = wanted
+        self.trained = wanted
         self.requires_grad = any(wanted)
         self.shows.follow(wanted)
         if self._nodes:
@@ -135,14 +136,14 @@ class Leaves:
     def _hook_trained(self) -> None:
         """Hook leaves that are trained for the first time; those frozen now keep their hooks for earlier graphs."""
         for index, (slot, view) in enumerate(zip(self.slots, self.gathered.views, strict=True)):
-            slot.leaf.requires_grad_(self._trained[index])
+            slot.leaf.requires_grad_(bool(self.trained[index]))
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
-            if self._trained[index] and self._nodes[index] is None:
+            if self.trained[index] and self._nodes[index] is None:
                 self._nodes[index] = accumulate_node(slot.leaf)
                 self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
             if not self.is_gathered:
                 slot.detach()
-        self.nodes = [node if trains else None for node, trains in zip(self._nodes, self._trained, strict=True)]
+        self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]
         self.has_frozen = None in self.nodes
         self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
 
@@ -226,7 +227,7 @@ class Leaves:
     def reach(self) -> bytearray:
         """For each parameter, 1 if the running backward gives it a gradient on this rank, or `no_sync` has kept one."""
         if self.route.kept.waiting is not None and not self.route.keeps_sums:  # the sum is of all parameters
-            return bytearray(self._trained)
+            return bytearray(self.trained)
         if not self.has_elements:
             return bytearray(len(self.slots))
         if not self.has_frozen and self._marker is None:

@@ -184,11 +184,9 @@ class Communicator(GroupMessages):
         if self.exchange is None:
             received = torch.empty_like(bucket)
             works = [dist.all_to_all_single(received.view(-1), bucket.view(-1), group=self.group, async_op=True)]
-            rows = list(received)
-        else:
-            works, rows = self._exchange_rows(self.exchange, bucket, tag)
-            return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
-        return Transfer(works, finish=lambda: sum_in_order(rows))
+            return Transfer(works, finish=lambda: sum_in_order(list(received)))
+        works, rows = self._exchange_rows(self.exchange, bucket, tag)
+        return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
 
     @explained
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:

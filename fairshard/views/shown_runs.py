@@ -83,15 +83,15 @@ class ShownRuns(ShownShard):
 
     # ---- following
 
-    def wanted(self) -> list[bool]:
-        """Which parameters the user wants gradients of."""
-        return list(map(_TRAINS, self.registered))
+    def wanted(self) -> bytes:
+        """See `ShownShard.wanted`."""
+        return bytes(map(_TRAINS, self.registered))
 
-    def follow(self, trained: Sequence[bool]) -> None:
+    def follow(self, trained: bytes) -> None:
         """See `ShownShard.follow`."""
         self.shard.requires_grad_(any(trained))
 
-    def adopt_requires_grad(self, before: Sequence[bool], name: str) -> None:
+    def adopt_requires_grad(self, before: bytes, name: str) -> None:
         """Set ``requires_grad`` of registered parameters to that of leaves that differ from ``before``."""
         for slot, view, trained in zip(self.slots, self.registered, before, strict=True):
             if slot.leaf.requires_grad != trained:
