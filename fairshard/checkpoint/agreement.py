@@ -130,8 +130,16 @@ _writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.We
 
 
 def idle_group() -> ProcessGroup | None:
-    """`host_group`, once no background save uses it: concurrent users would receive each other's messages."""
-    group = host_group()
+    """`host_group`, once no background save uses it."""
+    return idle(host_group())
+
+
+def idle(group: ProcessGroup | None) -> ProcessGroup | None:
+    """``group``, once no background thread uses it: concurrent users would receive each other's messages.
+
+    Raises:
+        CollectiveFailedError: a collective has failed, and the thread has not ended since.
+    """
     writer = None if group is None else _writers.get(group)
     if writer is not None and not ended(writer):
         raise unfinished(writer)
@@ -147,7 +155,7 @@ def start_writer(task: str, write: Callable[[], None]) -> threading.Thread:
 
 
 def occupy(group: ProcessGroup | None, writer: threading.Thread) -> None:
-    """Make `idle_group` wait until ``writer`` ends."""
+    """Make `idle` wait until ``writer``, which uses ``group``, ends."""
     if group is not None:
         _writers[group] = writer
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fairshard.checkpoint.agreement import described, ended, on_all_ranks, start_writer, unfinished
+from fairshard.checkpoint.agreement import described, ended, idle, occupy, on_all_ranks, start_writer, unfinished
 from fairshard.checkpoint.entries import Training
 from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.memory_folder import forget_run
@@ -76,7 +76,7 @@ class MemoryCopies:
                     place.folder.drop_other_runs(self._root)
                     place.folder.drop_after(self._copied_step or 0)
 
-            on_all_ranks(place.group, drop)
+            on_all_ranks(idle(place.group), drop)
             self._has_begun = True
         return self._place
 
@@ -89,7 +89,7 @@ class MemoryCopies:
         """
         self.wait()
         place = self.begin()
-        draft = take_over(place.group, training, step, self._buffers)
+        draft = take_over(idle(place.group), training, step, self._buffers)
         try:
             if not self._num_copies:
                 self._check_room(draft, place)
@@ -98,11 +98,14 @@ class MemoryCopies:
             draft.snapshot.close()
             raise
         self._thread = start_writer("a copy to memory", partial(self._write, draft, place))
+        occupy(place.group, self._thread)  # another Checkpointer of this process has the same group
 
     def load_newest(self, least: int, training: Training, verify: str) -> int | None:
         """Load the newest copy, if it is of step ``least`` or later; returns its step. **Collective.**"""
         self.start_anew()
         self._place = self._place or find_place(self._root, self._parent)
+        if self._place is not None:
+            idle(self._place.group)
         copy = None if self._place is None else newest_copy(self._place)
         if self._place is None or copy is None or copy.step < least:
             return None
@@ -130,7 +133,7 @@ class MemoryCopies:
         self.wait()
         place = self._place
         if place is not None:
-            on_all_ranks(place.group, lambda: None)
+            on_all_ranks(idle(place.group), lambda: None)
             place.folder.release()
             if place.leads:
                 place.folder.remove()

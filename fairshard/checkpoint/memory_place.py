@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.checkpoint.agreement import on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import idle, on_all_ranks, rank_in
 from fairshard.checkpoint.hosts import Hosts
 from fairshard.checkpoint.memory_folder import MemoryFolder, new_run_name, open_folder, run_name
 from fairshard.utils.messages import copy_group, exchange_runs
@@ -58,7 +58,7 @@ def new_place(root: str, parent: str) -> Place:
 
 
 def _place_of(root: str, parent: str, name_on_first: Callable[[], str | None]) -> Place | None:
-    group = copy_group()
+    group = idle(copy_group())  # of all Checkpointers of this process
     rank = rank_in(group)
     own = uuid.uuid4().hex[:8]
     run, life = on_all_ranks(group, lambda: (None if rank else name_on_first(), own))[0]
