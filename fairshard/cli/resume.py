@@ -13,6 +13,7 @@ from typing import Any
 from fairshard.cli.flags import parsed_options
 from fairshard.cli.option_error import OptionError
 from fairshard.cli.options import TrainOptions
+from fairshard.cli.ranks import Ranks
 from fairshard.cli.text import TextPlan, checksum
 
 CHECKPOINTS, METRICS, CONFIG = "checkpoints", "metrics.jsonl", "config.json"
@@ -45,6 +46,10 @@ def resumed_options(given: TrainOptions, steps: int | None = None) -> TrainOptio
     """
     folder = given.out or _newest_run()
     saved = _longer(_read_options(folder), steps, folder)
+    if Ranks.from_environment() is not None:
+        saved = replace(saved, nproc=None, max_restarts=0)  # torchrun decides both
+    elif given.resume_from is not None:
+        saved = replace(saved, max_restarts=0)  # the two exclude each other
     if given.resume_from is not None:
         _check_saved(given.resume_from, folder)
     elif _is_finished(folder / METRICS, saved.steps):

@@ -8,6 +8,7 @@ Two entry points call ``train_rank``::
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OptionError("--nproc is for fairshard train: torchrun has already launched the ranks.")
         if options.max_restarts:
             raise OptionError("--max-restarts is for fairshard train: pass it to torchrun, which launches the ranks.")
+        if options.resume_from is not None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
+            raise OptionError(
+                "torchrun --max-restarts continues from the newest checkpoint, which with --resume-from may belong to "
+                "the dropped steps. Leave one of them out."
+            )
         plan = check_options(options, ranks.size, ranks.local_size)
         if ranks.rank == 0:
             check_text(options, plan)
