@@ -25,6 +25,7 @@ from fairshard.checkpoint.manifest import Manifest, check_size, read_manifest, v
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
 from fairshard.checkpoint.storage import MANIFEST, storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
+from fairshard.checkpoint.unchanged import unchanged_on_error
 from fairshard.errors import CheckpointError
 from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
@@ -62,7 +63,8 @@ def load(
     of plain torch never has a manifest, and is loaded with a warning.
 
     Raises:
-        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of a different model.
+        CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of a different model,
+            optimizer, scheduler or scaler.
         ValueError: on every rank, if the optimizer's state or groups do not fit; ``verify`` is neither of the two.
     """
     training = Training(model, optimizer, scheduler, scaler, extra)
@@ -326,18 +328,31 @@ class Loading:
     def apply(self) -> int | None:
         """Apply the values read to all objects; returns the step."""
         training = self._training
-        _unfold(training.model)
-        with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
-            training.model.load_state_dict(self._model.state_dict(self._values))
-        if training.optimizer is not None:
-            training.optimizer.load_state_dict(self._made)
-        for name in ("scheduler", "scaler"):
-            stateful = getattr(training, name)
-            if stateful is not None:
-                stateful.load_state_dict(self._values[name][0])
+        others = [other for other in (training.scheduler, training.scaler) if other is not None]
+        with unchanged_on_error(training.optimizer, others):
+            on_all_ranks(self._group, self._load_states)  # before the weights, because only these may refuse
+            _unfold(training.model)
+            with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
+                training.model.load_state_dict(self._model.state_dict(self._values))
         if self._own_key is not None:
             self._apply_own(self._values[self._own_key][0])
         return None if self._manifest is None else self._manifest.step
+
+    def _load_states(self) -> None:
+        for name in ("optimizer", "scheduler", "scaler"):
+            target = getattr(self._training, name)
+            if target is None:
+                continue
+            try:
+                target.load_state_dict(self._made if name == "optimizer" else self._values[name][0])
+            except ValueError:
+                raise
+            except Exception as error:  # state of another class can raise anything
+                raise CheckpointError(
+                    f"{self._folder} must hold the state of a {type(target).__name__} to load as {name}, but its "
+                    f"load_state_dict raises {type(error).__name__}: {first_line(error)} Build the {name} that was "
+                    "saved, or leave it out."
+                ) from error
 
     def _apply_own(self, saved: Mapping[str, Any]) -> None:
         extra = self._training.extra

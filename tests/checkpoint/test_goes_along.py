@@ -1,5 +1,6 @@
 """State saved along with model and optimizer: scheduler, scaler, position, each rank's random numbers."""
 
+import copy
 import random
 from unittest import mock
 
@@ -102,6 +103,38 @@ def test_the_script_chooses_the_kernels_of_its_optimizer(shared_folder):
         optimizer.zero_grad()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["optimizer", "scheduler", "scaler"])
+def test_state_of_another_class_changes_nothing(shared_folder, which):
+    """A class that cannot load what another one has saved raises on all ranks, before anything has changed."""
+
+    def build(kind, schedule, enabled):
+        model = FSDP(nn.Linear(4, 4))
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer, schedule(optimizer), ShardedGradScaler("cpu", init_scale=2.0, enabled=enabled)
+
+    def cosine(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+    def sequence(optimizer):
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [cosine(optimizer), cosine(optimizer)], [2])
+
+    save(shared_folder, *build(torch.optim.AdamW, cosine, which != "scaler"))
+    torch.manual_seed(1)
+    kind = torch.optim.NAdam if which == "optimizer" else torch.optim.AdamW
+    model, optimizer, scheduler, scaler = build(kind, sequence if which == "scheduler" else cosine, True)
+    before = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, scheduler, scaler)]
+    refusal = f"to load as {which}, but its load_state_dict raises .* Build the {which}"
+    with pytest.raises(CheckpointError, match=refusal):
+        load(shared_folder, model, optimizer, scheduler, scaler)
+    assert_same_state(model.state_dict(), before[0])
+    assert_same_state(optimizer.state_dict(), before[1])
+    assert str(scheduler.state_dict()) == str(before[2])
+    assert scaler.state_dict() == before[3]
 
 
 @on_ranks(3)
