@@ -57,10 +57,10 @@ def test_a_group_without_a_backend_for_the_device_is_refused():
 
 @on_ranks(2)
 def test_a_group_that_this_rank_is_no_member_of_is_refused():
-    """The object that ``new_group`` returns to non-members raises a TypeError."""
+    """The object that ``new_group`` returns to non-members raises a ValueError that names the rank."""
     group = dist.new_group([0])
     if dist.get_rank() == 1:
-        with pytest.raises(TypeError, match="belongs to"):
+        with pytest.raises(ValueError, match="must hold this rank, but rank 1 is not in it"):
             validate_process_group(rank_device(), group)
 
 
