@@ -110,9 +110,9 @@ def test_the_script_chooses_the_kernels_of_its_optimizer(shared_folder):
 def test_state_of_another_class_changes_nothing(shared_folder, which):
     """A class that cannot load what another one has saved raises on all ranks, before anything has changed."""
 
-    def build(kind, schedule, enabled):
+    def build(kind, lr, schedule, enabled):
         model = FSDP(nn.Linear(4, 4))
-        optimizer = kind(model.parameters(), lr=0.1)
+        optimizer = kind(model.parameters(), lr=lr)
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         return model, optimizer, schedule(optimizer), ShardedGradScaler("cpu", init_scale=2.0, enabled=enabled)
@@ -123,10 +123,10 @@ def test_state_of_another_class_changes_nothing(shared_folder, which):
     def sequence(optimizer):
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [cosine(optimizer), cosine(optimizer)], [2])
 
-    save(shared_folder, *build(torch.optim.AdamW, cosine, which != "scaler"))
+    save(shared_folder, *build(torch.optim.AdamW, 0.1, cosine, which != "scaler"))
     torch.manual_seed(1)
     kind = torch.optim.NAdam if which == "optimizer" else torch.optim.AdamW
-    model, optimizer, scheduler, scaler = build(kind, sequence if which == "scheduler" else cosine, True)
+    model, optimizer, scheduler, scaler = build(kind, 0.2, sequence if which == "scheduler" else cosine, True)
     before = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, scheduler, scaler)]
     refusal = f"to load as {which}, but its load_state_dict raises .* Build the {which}"
     with pytest.raises(CheckpointError, match=refusal):
