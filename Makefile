@@ -43,6 +43,9 @@ INSTALLED := $(VENV)/.installed
 # Each worker takes whole files, and has ranks of its own.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# Hundreds of processes import the package: it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: train test test-all test-sim kill drill soak clients check docs screenshots bench gpu clean
 

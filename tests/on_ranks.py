@@ -14,13 +14,21 @@ from fairshard.utils.testing import run_ranks
 
 @dataclass(frozen=True)
 class Body:
-    """The undecorated function behind a test, named so that a worker process can find it."""
+    """The undecorated function behind a test, named so that a worker process can find it.
+
+    A worker imports its module with the call, before there is a group: what torch makes while it is imported may keep
+    a group that exists then.
+    """
 
     module: str
     name: str
 
-    def __call__(self, **kwargs):
+    def __setstate__(self, state):
+        self.__dict__.update(state)
         _explain_asserts()
+        importlib.import_module(self.module)
+
+    def __call__(self, **kwargs):
         function = inspect.unwrap(getattr(importlib.import_module(self.module), self.name))
         return function(**kwargs)
 

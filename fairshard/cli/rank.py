@@ -35,7 +35,7 @@ def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool)
     Args:
         quiet: print no error, and note a stop in a file: the launcher reports it, and knows the exit code.
     """
-    signal.signal(signal.SIGINT, _interrupted)
+    leave_on_interrupt()
     note_start()
     preemption = on_preemption(None, signals=options.stop_signals, grace=options.grace)
     preemption.is_hopeless = other_failed
@@ -59,6 +59,22 @@ def train_rank(options: TrainOptions, ranks: Ranks, plan: TextPlan, quiet: bool)
         # If a peer was killed, its death is the cause to report: give the launcher time to see it first.
         time.sleep(_NOTICE_S)
         _leave(1)
+
+
+def leave_on_interrupt() -> None:
+    """Exit with 130 on Ctrl-C, also while the main thread waits for a rank outside Python, where no handler runs."""
+    signal.signal(signal.SIGINT, _interrupted)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while signal.SIGINT not in os.read(read, 64):
+            pass
+        time.sleep(_NOTICE_S)
+        _leave(130)
+
+    threading.Thread(target=wait, name="fairshard interrupt", daemon=True).start()
 
 
 def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:

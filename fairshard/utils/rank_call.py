@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroup
 
 from fairshard.utils.device import device_count, set_device
 from fairshard.utils.dtensor_caches import clear_dtensor_caches
@@ -55,6 +56,8 @@ def rank_device() -> torch.device:
 
 
 _rank_device = "cpu"
+_left: weakref.ref[ProcessGroup] | None = None
+_num_modules = 0
 
 
 def answer(call: RankCall, store: TCPStore) -> bytes:
@@ -62,6 +65,7 @@ def answer(call: RankCall, store: TCPStore) -> bytes:
     try:
         sys.path[:] = call.path
         around, fn, args, kwargs = pickle.loads(call.body) if isinstance(call.body, bytes) else call.body
+        freeze_modules()
         with around():
             _join_group(call, store)
             random.seed(0)
@@ -78,24 +82,34 @@ def answer_in_fork(call: RankCall, port: int) -> bytes:
     return answer(call, TCPStore("127.0.0.1", port, is_master=False))
 
 
-def leave_group() -> bool:
-    """Destroy the default group and the objects that refer to it; returns whether the group is gone.
-
-    Objects that ``gc.freeze`` freezes while the group lives keep it forever, and each group has threads that poll.
-    """
-    if not dist.is_initialized():
+def leave_group() -> None:
+    """Destroy the default group and the objects that refer to it."""
+    global _left
+    world = dist.group.WORLD
+    if world is None:
         gc.collect()
-        return True
-    group = weakref.ref(dist.group.WORLD)
+        return
+    _left = weakref.ref(world)
+    del world
     if _RELEASE_S:
         time.sleep(_RELEASE_S)
     dist.destroy_process_group()
     clear_dtensor_caches(_rank_device)
     for _ in range(_MAX_COLLECTIONS):  # one collection may leave a cycle for the next
         gc.collect()
-        if group() is None:
-            return True
-    return False
+        if _left() is None:
+            return
+
+
+def freeze_modules() -> None:
+    """Exempt what is alive from collections, if modules have been imported since the last time: they stay.
+
+    Not while the last call's group is alive: each group has threads that poll, and frozen objects would keep it.
+    """
+    global _num_modules
+    if _num_modules != len(sys.modules) and (_left is None or _left() is None):
+        _num_modules = len(sys.modules)
+        gc.freeze()
 
 
 def _join_group(call: RankCall, store: TCPStore) -> None:

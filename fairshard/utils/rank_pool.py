@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import os
 import pickle
 import signal
@@ -38,7 +37,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from fairshard.utils.forked_rank import ForkedRank, pickle_for_others, prepare_fork
-from fairshard.utils.rank_call import INTERFACE, RankCall, Task, answer, answer_in_fork, leave_group
+from fairshard.utils.rank_call import INTERFACE, RankCall, Task, answer, answer_in_fork, freeze_modules, leave_group
 from fairshard.utils.rank_log import RankLog
 
 _TIMEOUT_S = 60.0
@@ -305,17 +304,14 @@ def _serve(fd: int, port: int) -> None:
     torch.set_num_threads(1)
     pipe = connection.Connection(fd)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    num_modules = 0
     pipe.send_bytes(b"")  # ready
     try:
         while True:
             call = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(answer(call, store))
             pipe.recv_bytes()  # the release
-            is_free = leave_group()
-            if is_free and num_modules != len(sys.modules):  # imported modules stay: later collections can skip them
-                num_modules = len(sys.modules)
-                gc.freeze()
+            leave_group()
+            freeze_modules()
     except (EOFError, ConnectionResetError):
         _exit(0)
     except BaseException:

@@ -153,6 +153,27 @@ def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
     assert err == "\nfairshard train: stopped by SIGINT.\n"
 
 
+WAITING = """
+import datetime
+from torch.distributed import TCPStore
+from fairshard.cli.rank import leave_on_interrupt
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+leave_on_interrupt()
+print("waits", flush=True)
+store.wait(["what no rank sets"], datetime.timedelta(seconds=100))
+"""
+
+
+def test_ctrl_c_ends_a_rank_that_waits_outside_python():
+    """A rank that connects to one that has left waits in C++, where no handler of signals runs."""
+    process = subprocess.Popen([sys.executable, "-c", WAITING], env=_environment(), stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+
+
 @pytest.mark.full
 def test_torchrun_with_bad_input_is_exit_2_on_the_ranks(tmp_path):
     """Under torchrun each rank refuses with exit code 2 and a line of its own; torchrun reports the code."""

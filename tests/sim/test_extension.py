@@ -33,9 +33,13 @@ def test_processes_that_need_it_at_once_build_it_once(fake_compiler):
     (path,) = paths
     with open(path) as built:
         assert built.read() == "built\n"
-    num_sources = len(list(extension._CSRC.glob("*.cpp")))
-    assert len(fake_compiler.read_text().splitlines()) == num_sources + 1
+    assert len(fake_compiler.read_text().splitlines()) == len(extension._UNITS) + 1
     assert sorted(os.listdir(os.path.dirname(path))) == ["fairshard_sim.so", "lock"]
+
+
+def test_every_source_is_compiled_once():
+    """Each source of the folder is in one unit."""
+    assert sorted(sum(extension._UNITS, ())) == sorted(source.stem for source in extension._CSRC.glob("*.cpp"))
 
 
 def test_a_changed_source_is_another_file(tmp_path, monkeypatch):

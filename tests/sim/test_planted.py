@@ -138,14 +138,14 @@ EXCUSED = {
 """Sites that no cell needs, and why they are there."""
 
 SITES = {name.removeprefix("fairshard."): name for name in sites()}
-FIRST_OF_FILES = {name.partition(":")[0]: name for name in reversed(CAUGHT)}.values()
+FIRST_OF_FOLDERS = {name.partition(".")[0]: name for name in reversed(CAUGHT)}.values()
 
 
 def plant(site, cell):
-    """The parameters of the test of ``site`` in ``cell``; `make test` plants one site of each file."""
+    """The parameters of the test of ``site`` in ``cell``; `make test` plants one site of each folder."""
     name, _, world_size = cell.partition("@")
     parameters = (site, name, int(world_size or 2))
-    return pytest.param(*parameters, id=site, marks=[] if site in FIRST_OF_FILES else pytest.mark.full)
+    return pytest.param(*parameters, id=site, marks=[] if site in FIRST_OF_FOLDERS else pytest.mark.full)
 
 
 PART_WAYS = ("join.join:Join._count:wait", "join.join:Join._exchange:wait")

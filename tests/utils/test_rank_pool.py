@@ -1,15 +1,19 @@
 """The pool of ranks: what a test may rely on."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
+from fairshard.nn import fully_shard
 from fairshard.utils import rank_pool
 from fairshard.utils.testing import RankPool, RanksFailed, delayed, rank_device, run_ranks
 from tests.on_ranks import on_ranks
@@ -49,6 +53,27 @@ def test_ranks_can_talk():
     total = torch.ones(3, device=rank_device())
     dist.all_reduce(total)
     assert total.tolist() == [dist.get_world_size()] * 3
+
+
+_groups = []
+
+
+def _use_dtensors():
+    """Fill the caches of DTensor; returns whether each earlier call's group has ended."""
+    gc.collect()
+    have_ended = [group() is None for group in _groups]
+    _groups.append(weakref.ref(dist.group.WORLD))
+    model = fully_shard(torch.nn.Linear(4, 4, device=rank_device()))
+    model(torch.ones(2, 4, device=rank_device())).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    (model.weight.detach() + 1).redistribute(placements=[Replicate()])
+    return have_ended
+
+
+def test_groups_end_with_their_calls(pool):
+    """Each group has threads that poll: no cache of DTensor keeps it."""
+    for num_earlier in range(3):
+        assert pool.run(2, _use_dtensors) == [[True] * num_earlier] * 2
 
 
 def _draw():
