@@ -87,8 +87,14 @@ def _train(job: Job) -> dict[str, Any]:
         dist.barrier()
         if turn is not None:
             turn.pass_on()
+    if turn is not None:  # the others may still be timed
+        turn.wait()
     _backward(gpt, *next(batches))
-    return {"losses": losses, "seconds": seconds, **_traffic(job, muon)}
+    traffic = _traffic(job, muon)
+    dist.barrier()
+    if turn is not None:
+        turn.pass_on()
+    return {"losses": losses, "seconds": seconds, **traffic}
 
 
 def _backward(gpt: nn.Module, tokens: Tensor, targets: Tensor) -> float:
