@@ -156,10 +156,12 @@ def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
 WAITING = """
 import datetime
 from torch.distributed import TCPStore
+from fairshard.checkpoint import on_preemption
 from fairshard.cli.rank import leave_on_interrupt
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 leave_on_interrupt()
+on_preemption(None)  # which also hears signals on a thread
 print("waits", flush=True)
 store.wait(["what no rank sets"], datetime.timedelta(seconds=100))
 """

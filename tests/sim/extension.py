@@ -92,7 +92,8 @@ def _built() -> Path:
     made_from = hashlib.sha256()
     for source in sorted(_CSRC.iterdir()):
         made_from.update(f"{source.name}\0{source.read_text()}\0".encode())
-    made_from.update(repr((_FLAGS, torch.__version__, torch.__file__, sys.version, platform.machine())).encode())
+    machine = (torch.__version__, torch.__file__, sys.version, platform.machine())
+    made_from.update(repr((_FLAGS, _UNITS, machine)).encode())
     folder = os.environ.get(CACHE)
     if not folder:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairshard-sim"
