@@ -102,9 +102,9 @@ class Backward:
         try:
             for model in self.models:
                 assert_none_summoned(model.units, "backward")
+                model.following.follow()
                 for unit in model.units:
                     for flat_param in unit.flat_params:
-                        flat_param.follow_requires_grad()
                         flat_param.forget_zeroed()
             if begins and torch.is_grad_enabled():
                 raise create_graph_error(self._first.units[0].fqn)
@@ -241,7 +241,8 @@ class Backward:
             while len(self._only_served) > _MAX_ONLY_SERVED:
                 self._only_served.popleft().reshard()
         self._plan.model_of[unit].note(unit)
-        unit.unshard(in_backward=True, from_part=from_part, force=is_listed)
+        is_recomputed = bool(self._plan.own_segments)
+        unit.unshard(in_backward=True, from_part=from_part, force=is_listed, is_recomputed=is_recomputed)
 
     def _forget_arriving(self, unit: Unit) -> None:
         if unit in self._only_served:

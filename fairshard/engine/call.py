@@ -56,10 +56,10 @@ class Call:
         self.listener = listener
         self.versions = versions
         self.bracket = bracket
-        self.probes: list[weakref.ref[Probe]] = []
+        self.probes: tuple[weakref.ref[Probe], ...] = ()
         self.is_custom = False  # a `torch.autograd.Function` computed an output
-        self._inputs: list[Any] = []  # graph nodes of the inputs, until the outputs are known
-        self._leaves: list[Tensor] = []  # inputs that are leaves, until the outputs are known
+        self._inputs: tuple[Any, ...] = ()  # graph nodes of the inputs, until the outputs are known
+        self._leaves: tuple[Tensor, ...] = ()  # inputs that are leaves, until the outputs are known
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor | None) -> None:
         """Call `_watch_input` on all, except ``last``, an output of another call whose hook reports the same event."""
@@ -119,7 +119,7 @@ class Call:
         """All outputs are known; returns whether a backward could reach the call without triggering a hook."""
         self.bracket.reaches_inputs = bool(self._inputs)
         is_unseen = not self.probes and bool(self._inputs or self._leaves)
-        self._inputs, self._leaves = [], []
+        self._inputs = self._leaves = ()
         return is_unseen
 
     def is_reached(self, by_inputs: bool = False) -> bool:

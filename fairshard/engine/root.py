@@ -21,6 +21,7 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
+from fairshard.params.following import Following
 from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
@@ -68,6 +69,7 @@ class Root:
         self._warned_autocast = self._warned_hooks = False
         self._turns = count()
         self._last_output: Callable[[], Tensor | None] = _none
+        self.following = Following([flat_param for unit in units for flat_param in unit.flat_params])
         self.note: Callable[[Unit], None] = order_check.note  # called before a unit runs, is gathered or sent
         roots.add(self)
 
@@ -107,8 +109,7 @@ class Root:
                 unit.buffers.attach()
             call = None
             if is_grad_enabled:
-                assert unit.stamp is not None
-                call = Call(self, unit.stamp[1], Bracket(unit) if bracket is None else bracket)
+                call = Call(self, unit.gathered_versions, Bracket(unit) if bracket is None else bracket)
                 if bracket is not None and self.backward is None:
                     bracket.call, bracket.versions, bracket.began = weakref.ref(call), call.versions, newest_node()
                 call.watch_inputs(args, kwargs, self._last_output())
@@ -212,6 +213,7 @@ class Root:
         with self.shared.at_home():
             for each in self.units:
                 each.begin_pass()
+            self.following.follow()
         self._is_trained = torch.is_grad_enabled()
         self.order.begin(self._is_trained)
         if self._is_trained:
@@ -331,8 +333,8 @@ class Root:
         with self.shared.at_home(returns=True):
             self.shared.bucketer.flush()
         if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
-            for flat_param in (each for unit in self.units for each in unit.flat_params):
-                flat_param.grad.land()
+            for grad in (each.grad for unit in self.units for each in unit.flat_params if each.grad.flights):
+                grad.land()
         self._wait_for_reads()
 
     def reset(self) -> None:

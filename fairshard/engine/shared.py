@@ -61,8 +61,8 @@ class Shared:
             TrainingStateError: see `check_thread`.
         """
         was_free = not self._running
-        self._running.setdefault("thread", threading.get_ident())
-        self.check_thread(fqn)
+        if self._running.setdefault("thread", own := threading.get_ident()) != own:
+            self.check_thread(fqn)
         return was_free
 
     def check_thread(self, fqn: str) -> None:

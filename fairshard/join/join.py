@@ -253,6 +253,7 @@ class Join:
         root.shared.await_step()
         for flat_param in self._flat_params:
             flat_param.begin_pass()
+            flat_param.follow_requires_grad()
 
     def _join_call(self) -> None:
         answers = [answer for answer in self._comm.gather_objects(None) if answer is not None]

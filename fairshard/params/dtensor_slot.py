@@ -78,8 +78,8 @@ class DTensorSlot(ParamSlot):
     def show(self, view: Tensor) -> None:
         """Make the leaf a DTensor around ``view``, with the dtype of ``view``."""
         leaf: Any = self.leaf
-        if view is not self._shown:
-            self._shown, self._empty = view, None
+        if view is not self.shown:
+            self.shown, self._empty = view, None
             self._describe(view)
         leaf._local_tensor = view
 
@@ -119,7 +119,7 @@ class DTensorSlot(ParamSlot):
     def shows_other(self) -> bool:
         """Whether the user has replaced the leaf's local tensor since `show`."""
         local: Tensor = self.leaf._local_tensor  # type: ignore[attr-defined]
-        return self._shown is not None and self._shown.data_ptr() != local.data_ptr()
+        return self.shown is not None and self.shown.data_ptr() != local.data_ptr()
 
     @torch.no_grad()
     def local_grad(self, grad: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class DTensorSlot(ParamSlot):
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own
             self._describe(self.leaf._local_tensor)  # type: ignore[attr-defined]
-            self._shown = None
+            self.shown = None
         return super().__getstate__()
 
 

@@ -258,11 +258,10 @@ class FlatParam(Leaves):
         return self.line.empty(self.comm.world_size, dtype, self.compute_device)
 
     def begin_pass(self) -> None:
-        """Apply the user's changes since the last pass: values, ``requires_grad``, gradients."""
+        """Apply the user's changes since the last pass: values and gradients; for ``requires_grad`` see `Following`."""
         self._is_updated = True
         if self.shows.has_moved:
             self.adopt_assigned()
-        self.follow_requires_grad()
         self.grad.forget_dropped()
 
     def unshard(self, part: KeptPart | None = None) -> None:
@@ -306,13 +305,15 @@ class FlatParam(Leaves):
 
     def wait_unshard(self, attach: bool = True) -> None:
         """Wait for the running gather, if any, and show it in the leaves; ``attach`` also makes them attributes."""
-        self.gathered.wait()
+        if self.gathered.transfer is not None:
+            self.gathered.wait()
         for leaf, view, _ in self._plain:
             leaf.data = view
         for slot, view in self._others:
             slot.show(view)
-        for slot, view in zip(self.slots, self.gathered.views, strict=True) if attach else ():
-            slot.attach(view)
+        if attach:
+            for slot, view in zip(self.slots, self.gathered.views, strict=True):
+                slot.attach(view)
 
     def reshard(self, is_attached: bool = True) -> None:
         """Free the buffer and empty the leaves; if ``is_attached``, also remove the leaves from their modules."""

@@ -113,7 +113,7 @@ class FlatLine:
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
         if len(runs) == 1:
-            return [value.reshape(runs[0].shape)]
+            return [value.reshape_as(runs[0])]  # faster than with a torch.Size
         parts = torch.split_with_sizes(value.reshape(-1), self._lengths[index])
         wide = self._wide[index]
         return [part.view(wide.get(i, part.shape)) for i, part in enumerate(parts)] if wide else parts

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.slot import ParamSlot, guards_of
 from fairshard.utils.user_line import level_of_user
 
 # Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
 _Params = dict[str, nn.Parameter | None]
 _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
 
-_VERSION, _SHOWS_OTHER = attrgetter("leaf._version"), attrgetter("shows_other")  # of slots, for `map`: few calls
+# Of slots, for `map`: few calls.
+_VERSION, _SHOWS_OTHER = attrgetter("leaf._version"), attrgetter("shows_other")
+_LEAF, _SHOWN = attrgetter("leaf"), attrgetter("shown")
 
 
 class Listing:
@@ -25,22 +28,29 @@ class Listing:
 
     It is *at rest* while on although the modules do not compute: the unit stays gathered, and shows whole parameters.
 
-    While on, a shard that is registered for several parameters together is not registered, and a leaf is not an
-    attribute of its module, because an attribute would hide a tensor that ``functional_call`` puts there. While off,
-    a gathered leaf is an attribute beside the registered parameter.
+    While on, a shard that is registered for several parameters together is not registered, a leaf is not an attribute
+    of its module, because an attribute would hide a tensor that ``functional_call`` puts there, and modules have no
+    guards (`guards_of`), because torch calls those without hooks faster. While off, a gathered leaf is an attribute
+    beside the registered parameter.
 
     Attributes:
+        is_computing: whether it is on for modules that compute.
         left: `versions` when the modules finished computing, if the unit stays gathered.
 
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_flat_params", "_is_shard", "_places", "_slots", "is_at_rest", "is_on", "left")
+    __slots__ = (
+        "_are_plain", "_flat_params", "_guards", "_is_shard", "_places", "_slots",
+        "is_at_rest", "is_computing", "is_on", "left",
+    )  # fmt: skip
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
-        self.is_on = self.is_at_rest = False
+        self.is_on = self.is_at_rest = self.is_computing = False
         self._flat_params = flat_params
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
+        self._guards = guards_of(self._slots)
+        self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
         self._is_shard = [flat_param.computes_on_shard for flat_param in flat_params for _ in flat_param.slots]
         self.left: list[int] | None = None
         self._places: list[_Place] = [
@@ -69,7 +79,7 @@ class Listing:
         if not self.is_on:
             return
         self.left = before
-        if self.versions() == before and True not in map(_SHOWS_OTHER, self._slots):
+        if self.versions() == before and not self._shows_other():
             return
         for slot, version in zip(self._slots, before, strict=True):
             if slot.leaf._version != version or slot.shows_other:
@@ -107,17 +117,19 @@ class Listing:
                 return slot.fqn
         return None
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether it is on for modules that compute."""
-        return self.is_on and not self.is_at_rest
+    def _shows_other(self) -> bool:
+        """Whether the user has assigned to ``.data`` of a leaf."""
+        if not self._are_plain:
+            return True in map(_SHOWS_OTHER, self._slots)
+        shown = map(Tensor.data_ptr, map(_SHOWN, self._slots))
+        return list(shown) != list(map(Tensor.data_ptr, map(_LEAF, self._slots)))
 
     def rest(self) -> None:
         """Turn on, or stay on, while the modules do not compute."""
         if not self.is_on:
             self._follow_requires_grad()
             self.show()
-        self.is_at_rest = True
+        self.is_at_rest, self.is_computing = True, False
 
     def end_rest(self) -> bool:
         """`hide` if at rest; returns whether it was."""
@@ -128,7 +140,9 @@ class Listing:
 
     def show(self) -> None:
         """Register the leaves, which show gathered memory, whether or not they are attributes already."""
-        self.is_on, self.is_at_rest = True, False
+        self.is_on, self.is_at_rest, self.is_computing = True, False, True
+        for hooks, key, _ in self._guards:  # a module without hooks takes less host time
+            hooks.pop(key, None)
         for params, attributes, name, registered, leaf, placeholder in self._places:  # few calls, to save host time
             if name not in params:
                 continue  # the user has deleted it
@@ -144,7 +158,9 @@ class Listing:
         if self.is_on:
             if self.is_at_rest:
                 self._follow_requires_grad()
-            self.is_on = self.is_at_rest = False
+            self.is_on = self.is_at_rest = self.is_computing = False
+            for hooks, key, guard in self._guards:
+                hooks[key] = guard
             for params, attributes, name, registered, leaf, _ in self._places:
                 if name in params and params[name] is leaf:
                     params[name] = registered
@@ -154,7 +170,9 @@ class Listing:
         """As `hide`, but the attributes are the placeholders, not the leaves."""
         if self.is_at_rest:
             self._follow_requires_grad()
-        self.is_on = self.is_at_rest = False
+        self.is_on = self.is_at_rest = self.is_computing = False
+        for hooks, key, guard in self._guards:
+            hooks[key] = guard
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
                 params[name] = registered

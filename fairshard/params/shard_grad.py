@@ -136,7 +136,7 @@ class ShardGrad:
         self.transfers = transfers
         self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
-        self._flights: deque[_Flight] = deque()
+        self.flights: deque[_Flight] = deque()  # copies that `land` has not waited for yet
         self._is_new = False  # there was no gradient before the last one was added
         self._had_none: Any = False  # there was no gradient before `mark` created zeros
         self._hidden: Any = None  # the zeros that `hide_zeros` has hidden
@@ -171,7 +171,7 @@ class ShardGrad:
             self._set_or_add(reduced, reached)
             return
         host = self._take_buffer()
-        self._flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
+        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
@@ -180,15 +180,15 @@ class ShardGrad:
 
     def land(self, counts: bool = True) -> None:
         """Wait for all copies and make their gradients visible; ``counts`` as in `GradTransfers.wait`."""
-        while self._flights:
-            flight = self._flights.popleft()
+        while self.flights:
+            flight = self.flights.popleft()
             self.transfers.wait(flight.landed, counts)
             self._set_or_add(flight.host, flight.reached)
 
     def discard_flights(self) -> None:
         """Wait for all copies and drop their gradients, because their backward was interrupted."""
-        while self._flights:
-            self.transfers.wait(self._flights.popleft().landed)
+        while self.flights:
+            self.transfers.wait(self.flights.popleft().landed)
 
     def value_or_zeros(self) -> Tensor:
         """The gradient; creates zeros if missing."""

@@ -87,6 +87,17 @@ def _guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
         module.register_forward_pre_hook(_Guard(slot, name))
 
 
+def guards_of(slots: Sequence["ParamSlot"]) -> list[tuple[dict[int, Any], int, Any]]:
+    """The hooks on modules that guard ``slots``: the module's hooks, the key of the guard among them, and the guard."""
+    modules = {id(module): module for slot in slots for module, _ in slot.owners}
+    return [
+        (module._forward_pre_hooks, key, hook)
+        for module in modules.values()
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, _Guard) and hook._slot in slots
+    ]
+
+
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
 
 
@@ -114,7 +125,7 @@ class ParamSlot:
         self.owners: list[tuple[nn.Module, str]] = []
         self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
-        self._shown: Tensor | None = None  # what the leaf showed last, and ...
+        self.shown: Tensor | None = None  # what the leaf showed last, and ...
         self._empty: Tensor | None = None  # ... what it shows while sharded, of the same dtype and device
         self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
 
@@ -195,7 +206,7 @@ class ParamSlot:
     def _replace_leaf(self, leaf: nn.Parameter) -> None:
         leaf.__dict__.update(self.leaf.__dict__)
         self.leaf = leaf
-        self._shown = self._empty = None
+        self.shown = self._empty = None
         _slots[self.leaf] = weakref.ref(self)
 
     def move_to(self, device: torch.device) -> None:
@@ -208,8 +219,8 @@ class ParamSlot:
     def show(self, view: Tensor) -> None:
         """Make the leaf show ``view``, with the dtype and device of ``view``."""
         self.leaf.data = view
-        if view is not self._shown:
-            self._shown, self._empty = view, None
+        if view is not self.shown:
+            self.shown, self._empty = view, None
 
     @property
     def placeholder(self) -> object:
@@ -219,7 +230,7 @@ class ParamSlot:
     @property
     def shows_other(self) -> bool:
         """Whether the user has assigned to the leaf's ``.data`` since `show`."""
-        return self._shown is not None and self._shown.data_ptr() != self.leaf.data_ptr()
+        return self.shown is not None and self.shown.data_ptr() != self.leaf.data_ptr()
 
     @property
     def original(self) -> nn.Parameter:
@@ -229,7 +240,7 @@ class ParamSlot:
     def compute_with(self, leaf: nn.Parameter) -> None:
         """Use ``leaf`` as the leaf from now on."""
         self.leaf = leaf
-        self._shown = self._empty = None
+        self.shown = self._empty = None
         _slots[leaf] = weakref.ref(self)
 
     def attach(self, view: Tensor) -> None:
@@ -302,7 +313,7 @@ class ParamSlot:
 
     def __getstate__(self) -> dict[str, Any]:
         state = copy.copy(self.__dict__)
-        state["_shown"] = state["_empty"] = None
+        state["shown"] = state["_empty"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -148,6 +148,8 @@ class Rows(FlatLine):
         views = []
         for index, each in enumerate(self.cuts):
             blocks = [block.of(columns) for block in self.layout.blocks[index]]
+            if each.dim == 0 and len(blocks) == 1 and len(blocks[0]) == each.shape[0]:
+                blocks = [blocks[0].view(each.shape)]  # one row of it on each rank
             views.append([each.stacked(block) for block in blocks] if each.dim else blocks)
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
@@ -156,7 +158,7 @@ class Rows(FlatLine):
         if self.cuts[index].dim:
             return [self.cuts[index].parts(value) for _ in runs]
         if len(runs) == 1 and runs[0].numel() == value.numel():
-            return [value.reshape(runs[0].shape)]
+            return [value.reshape_as(runs[0])]  # faster than with a torch.Size
         flat = value.reshape(-1)
         return [block.like(flat) for block in self.layout.blocks[index]]
 

@@ -126,7 +126,9 @@ class ShownDTensors(ShownRuns):
         if self._dtype != runs[0].dtype:
             self._make_specs(runs[0].dtype)
         return [
-            self.kind.__new__(self.kind, own_storage(run.view(shape)), spec, requires_grad=False)
+            self.kind.__new__(
+                self.kind, own_storage(run if run.shape == shape else run.view(shape)), spec, requires_grad=False
+            )
             for run, shape, spec in zip(runs, self._local_shapes, self._specs, strict=True)
         ]
 

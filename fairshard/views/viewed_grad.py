@@ -94,7 +94,7 @@ class ViewedGrad(ShardGrad):
     def forget_dropped(self) -> None:
         """Free the memory of the gradients, if the user has dropped all of them."""
         if super().value is not None and not self._hidden and _are_all_none(self._shown()):
-            self._set(None)
+            self._forget()
 
     def of(self, index: int) -> Tensor | None:
         """The gradient of one original parameter; reads no other."""
@@ -226,20 +226,26 @@ class ViewedGrad(ShardGrad):
         if which is None:
             which = list(map(_TRAINS, self._views))
         for view, show, is_shown in zip(self._views, self._shows, which, strict=True):
-            if is_shown and view.grad is not show:
+            if is_shown:
                 view.grad = show
 
     def _set(self, grad: Tensor | None) -> None:
-        super()._set(grad)
-        self._cut(grad)
-        if grad is not None:
+        if grad is None:
+            self._forget()
+            for view in self._views:
+                view.grad = None
+        else:
+            super()._set(grad)
+            self._cut(grad)
             self._show()
-            return
+
+    def _forget(self) -> None:
+        """Free the memory; the views have no gradients, or lose them next."""
+        super()._set(None)
+        self._cut(None)
         self._held_runs = []
         self._had_none = bytearray()
         self._hidden = {}
-        for view in self._views:
-            view.grad = None
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
         had_none = self._had_none or bytes(len(self._views))

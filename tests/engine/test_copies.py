@@ -2,10 +2,12 @@
 
 import copy
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from fairshard.utils import reduce_scatter_bucketer
 from fairshard.utils.testing import CopyCounter
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -16,11 +18,11 @@ SIZES = [before * after + after for before, after in itertools.pairwise(WIDTHS)]
 FP32, BF16 = 4, 2
 
 
-def copies_of_a_step(model):
+def copies_of_a_step(model, max_staged=0):
     """The copies of the third step, when the order of units is known and buckets are planned."""
     optimizer = sgd(model)
     for step in range(3):
-        with CopyCounter() as copies:
+        with CopyCounter() as copies, patch.object(reduce_scatter_bucketer, "MAX_STAGED_NBYTES", max_staged):
             model(randn(4, WIDTHS[0], key=step)).sum().backward()
             optimizer.step()
         optimizer.zero_grad()
@@ -51,6 +53,17 @@ def test_one_write_per_gradient_and_none_per_gather(reshard, bucket):
         "_to_copy": 0,
     }
     assert copies.counts["_foreach_copy_"] == len(SIZES), "one call for all gradients of a unit"
+
+
+@pytest.mark.cpu_only("on an accelerator one kernel writes many runs")
+@on_ranks(3)
+def test_small_gradients_are_written_end_to_end_and_copied_to_their_columns_at_once():
+    """In a bucket of several units, each of which would fill many runs of it."""
+    written_once = copies_of_a_step(wrap_each(mlp(*WIDTHS)))
+    copies = copies_of_a_step(wrap_each(mlp(*WIDTHS)), max_staged=FP32 * 3 * max(shard_sizes(3)))
+    assert copies.nbytes["_foreach_copy_"] == written_once.nbytes["_foreach_copy_"]
+    assert copies.nbytes["copy_"] - written_once.nbytes["copy_"] == FP32 * 3 * sum(shard_sizes(3))
+    assert copies.counts["copy_"] - written_once.counts["copy_"] == len(SIZES)
 
 
 @pytest.mark.cpu_only("counts the writes of gloo's calls, which other collectives do not make")
