@@ -241,8 +241,7 @@ class Backward:
             while len(self._only_served) > _MAX_ONLY_SERVED:
                 self._only_served.popleft().reshard()
         self._plan.model_of[unit].note(unit)
-        is_recomputed = bool(self._plan.own_segments)
-        unit.unshard(in_backward=True, from_part=from_part, force=is_listed, is_recomputed=is_recomputed)
+        unit.unshard(in_backward=True, from_part=from_part, force=is_listed)
 
     def _forget_arriving(self, unit: Unit) -> None:
         if unit in self._only_served:

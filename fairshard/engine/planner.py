@@ -49,15 +49,8 @@ class Calls:
 
 @dataclass
 class Last:
-    """A backward's calls and schedule, kept for the next one, with the inputs the schedule was built from.
+    """A backward's calls and schedule, kept for the next one, with the inputs the schedule was built from."""
 
-    Attributes:
-        models: the models of the backward; ``model_of`` and ``number`` follow from them, as in `Planner`.
-    """
-
-    models: Sequence[Model] = ()
-    model_of: dict[Unit, Model] = field(default_factory=dict)
-    number: dict[Unit, int] = field(default_factory=dict)
     calls: Calls | None = None
     schedule: Schedule = field(default_factory=Schedule)
     listed: frozenset[Unit] = frozenset()
@@ -82,12 +75,9 @@ class Planner:
 
     def __init__(self, models: Sequence[Model]) -> None:
         self._models = models
-        last: Last = models[0].last
-        if last.models != models:
-            units = [unit for model in models for unit in model.units]
-            last.models, last.model_of = models, {unit: model for model in models for unit in model.units}
-            last.number = {unit: number for number, unit in enumerate(units)}
-        self.units, self.model_of, self.number = list(last.number), last.model_of, last.number
+        self.units = [unit for model in models for unit in model.units]
+        self.model_of = {unit: model for model in models for unit in model.units}
+        self.number = {unit: number for number, unit in enumerate(self.units)}
         self.mark = object()
         self.schedule = Schedule()
         self.brackets: list[Bracket[Unit]] = []

@@ -109,7 +109,8 @@ class Root:
                 unit.buffers.attach()
             call = None
             if is_grad_enabled:
-                call = Call(self, unit.gathered_versions, Bracket(unit) if bracket is None else bracket)
+                assert unit.stamp is not None
+                call = Call(self, unit.stamp[1], Bracket(unit) if bracket is None else bracket)
                 if bracket is not None and self.backward is None:
                     bracket.call, bracket.versions, bracket.began = weakref.ref(call), call.versions, newest_node()
                 call.watch_inputs(args, kwargs, self._last_output())

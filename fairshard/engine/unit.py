@@ -69,9 +69,8 @@ class Unit:
         self.sync = True
         self.state = TrainingState.IDLE
         self.is_gathered = self.is_held = self.is_pinned = False
-        # When it was gathered: the number of optimizer steps, and the version counter of each shard (None: no forward
-        # computes with it). None: no other forward may use what is gathered.
-        self.stamp: tuple[int, list[int] | None] | None = None
+        # When it was gathered: the number of optimizer steps, and the version counter of each shard.
+        self.stamp: tuple[int, list[int]] | None = None  # None: no other forward may use what is gathered
         self.is_kept = False  # the user has asked to keep it gathered between passes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,13 +130,10 @@ class Unit:
                     return tensor.clone()
         return tensor
 
-    def unshard(
-        self, in_backward: bool = False, from_part: bool = True, force: bool = False, is_recomputed: bool = True
-    ) -> None:
+    def unshard(self, in_backward: bool = False, from_part: bool = True, force: bool = False) -> None:
         """Start gathering, unless gathered in this pass already; with ``force`` in any case. **Collective.**
 
-        In a backward: ``from_part``: gather from the parts that the forward has kept, if any; ``is_recomputed``: a
-        forward may run again with what is gathered.
+        ``from_part``: in a backward, gather from the parts that the forward has kept, if any.
         """
         if self.is_gathered and self.stamp is not None and not force:
             return
@@ -151,13 +147,7 @@ class Unit:
         else:
             self._start_gathers(parts)
         self.is_gathered = True
-        self.stamp = num_steps(), versions_of(self.flat_params) if is_recomputed else None
-
-    @property
-    def gathered_versions(self) -> list[int]:
-        """The version counter of each shard when it was gathered (now, if no forward was expected to use it)."""
-        assert self.stamp is not None
-        return self.stamp[1] or versions_of(self.flat_params)
+        self.stamp = num_steps(), versions_of(self.flat_params)
 
     def _start_gathers(self, parts: KeptParts | None) -> None:
         if parts is None:
@@ -176,8 +166,7 @@ class Unit:
     def reshard(self) -> None:
         """Free the whole parameters and keep the shards, unless this rank holds the unit (``is_held``)."""
         listing = self.listing
-        if listing.left is not None:
-            listing.warn_if_written(is_pass=False)
+        listing.warn_if_written(is_pass=False)
         if self.is_held:
             listing.hide()
         else:
@@ -285,8 +274,7 @@ class Unit:
         """A backward has finished with one forward of the unit: free the parameters."""
         if self.is_gathered:
             self.reshard()
-        if self.buffers is not None or self.listing.is_computing:
-            self._stop_computing()
+        self._stop_computing()
 
     def finish_pass_whole(self) -> None:
         """Like `finish_pass`, but the parameters stay gathered."""
@@ -295,8 +283,7 @@ class Unit:
 
     def end_backward(self, keep: bool) -> None:
         """The backward is over; ``keep`` gathered parameters for another backward."""
-        if self.buffers is not None or self.listing.is_computing:
-            self._stop_computing()
+        self._stop_computing()
         if not keep:
             if self.parts is not None:
                 self.parts.forget()

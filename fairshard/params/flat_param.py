@@ -311,9 +311,8 @@ class FlatParam(Leaves):
             leaf.data = view
         for slot, view in self._others:
             slot.show(view)
-        if attach:
-            for slot, view in zip(self.slots, self.gathered.views, strict=True):
-                slot.attach(view)
+        for slot, view in zip(self.slots, self.gathered.views, strict=True) if attach else ():
+            slot.attach(view)
 
     def reshard(self, is_attached: bool = True) -> None:
         """Free the buffer and empty the leaves; if ``is_attached``, also remove the leaves from their modules."""

@@ -80,7 +80,6 @@ class Gathered:
         self.custom: AllGather | None = None
         self.copies: CopyOuts | None = None
         self._gather = gather
-        self._direct = gather if isinstance(gather, RowGather) and gather.sends_any else None
         self._row = row
         self._storage = buffer.untyped_storage()
         self._nbytes = buffer.nbytes
@@ -97,13 +96,9 @@ class Gathered:
             self.transfer.wait()
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
-        plain = part is None and self.custom is None
         if own is not None:
-            direct = self._direct if plain else None
-            if direct is not None and own.dtype is self._row.dtype and own.device == self._row.device:
-                self.transfer = direct.start_from(own)
-                return
             self._row.copy_(own, non_blocking=True)
+        plain = part is None and self.custom is None
         self.transfer = (self._gather if plain else self._gather_from(part)).start(tag)
 
     def wait(self) -> None:

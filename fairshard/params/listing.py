@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.slot import ParamSlot, guards_of
+from fairshard.params.slot import ParamSlot
 from fairshard.utils.user_line import level_of_user
 
 # Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
@@ -28,10 +28,9 @@ class Listing:
 
     It is *at rest* while on although the modules do not compute: the unit stays gathered, and shows whole parameters.
 
-    While on, a shard that is registered for several parameters together is not registered, a leaf is not an attribute
-    of its module, because an attribute would hide a tensor that ``functional_call`` puts there, and modules have no
-    guards (`guards_of`), because torch calls those without hooks faster. While off, a gathered leaf is an attribute
-    beside the registered parameter.
+    While on, a shard that is registered for several parameters together is not registered, and a leaf is not an
+    attribute of its module, because an attribute would hide a tensor that ``functional_call`` puts there. While off,
+    a gathered leaf is an attribute beside the registered parameter.
 
     Attributes:
         is_computing: whether it is on for modules that compute.
@@ -41,7 +40,7 @@ class Listing:
     """
 
     __slots__ = (
-        "_are_plain", "_flat_params", "_guards", "_is_shard", "_places", "_slots",
+        "_are_plain", "_flat_params", "_is_shard", "_places", "_slots",
         "is_at_rest", "is_computing", "is_on", "left",
     )  # fmt: skip
 
@@ -49,7 +48,6 @@ class Listing:
         self.is_on = self.is_at_rest = self.is_computing = False
         self._flat_params = flat_params
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
-        self._guards = guards_of(self._slots)
         self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
         self._is_shard = [flat_param.computes_on_shard for flat_param in flat_params for _ in flat_param.slots]
         self.left: list[int] | None = None
@@ -141,8 +139,6 @@ class Listing:
     def show(self) -> None:
         """Register the leaves, which show gathered memory, whether or not they are attributes already."""
         self.is_on, self.is_at_rest, self.is_computing = True, False, True
-        for hooks, key, _ in self._guards:  # a module without hooks takes less host time
-            hooks.pop(key, None)
         for params, attributes, name, registered, leaf, placeholder in self._places:  # few calls, to save host time
             if name not in params:
                 continue  # the user has deleted it
@@ -159,8 +155,6 @@ class Listing:
             if self.is_at_rest:
                 self._follow_requires_grad()
             self.is_on = self.is_at_rest = self.is_computing = False
-            for hooks, key, guard in self._guards:
-                hooks[key] = guard
             for params, attributes, name, registered, leaf, _ in self._places:
                 if name in params and params[name] is leaf:
                     params[name] = registered
@@ -171,8 +165,6 @@ class Listing:
         if self.is_at_rest:
             self._follow_requires_grad()
         self.is_on = self.is_at_rest = self.is_computing = False
-        for hooks, key, guard in self._guards:
-            hooks[key] = guard
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
                 params[name] = registered

@@ -87,17 +87,6 @@ def _guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
         module.register_forward_pre_hook(_Guard(slot, name))
 
 
-def guards_of(slots: Sequence["ParamSlot"]) -> list[tuple[dict[int, Any], int, Any]]:
-    """The hooks on modules that guard ``slots``: the module's hooks, the key of the guard among them, and the guard."""
-    modules = {id(module): module for slot in slots for module, _ in slot.owners}
-    return [
-        (module._forward_pre_hooks, key, hook)
-        for module in modules.values()
-        for key, hook in module._forward_pre_hooks.items()
-        if isinstance(hook, _Guard) and hook._slot in slots
-    ]
-
-
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
 
 

@@ -298,12 +298,9 @@ class Communicators:
 
 
 class RowGather:
-    """An all-gather of the rows of one buffer, prepared for repeated use.
+    """An all-gather of the rows of one buffer, prepared for repeated use."""
 
-    ``sends_any``: whether `start_from` can send a row from other memory, so that nobody writes it to the buffer before.
-    """
-
-    __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm", "sends_any")
+    __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm")
 
     def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
         self.comm = comm
@@ -315,20 +312,10 @@ class RowGather:
         small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
         self._exchange = None if small or not buffer.is_cpu else comm.exchange
         self._native = getattr(comm.group, GATHER)
-        self.sends_any = comm.world_size > 1 and self._exchange is None
         distances = range(1, comm.world_size)
         sources = [(comm.rank - distance) % comm.world_size for distance in distances]
         targets = [(comm.rank + distance) % comm.world_size for distance in distances]
         self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
-
-    def start_from(self, row: Tensor) -> Transfer:
-        """Gather, from ``row`` instead of this rank's row of the buffer; only if `sends_any`. **Collective.**"""
-        comm = self.comm
-        comm.count(self._kind, self._nbytes)
-        try:  # as `explained` does, without its host time
-            return Transfer((self._native(self._line, row),), self.buffer)
-        except RuntimeError as error:
-            raise explain(error) from error
 
     @explained
     def start(self, tag: int) -> Transfer:

@@ -23,6 +23,7 @@ from fairshard.utils.bucket_plan import PlannedSource, is_crowded, pack
 from fairshard.utils.chunk_bucket import ChunkReducer
 from fairshard.utils.collectives import Chain, Communicators, Transfer, exchange_tag
 from fairshard.utils.first_error import FirstError
+from fairshard.utils.grad_writer import GradWriter
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import add_runs
@@ -31,10 +32,6 @@ __all__ = ["ReduceScatterBucketer"]
 
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
-
-
-MAX_STAGED_NBYTES = 1 << 18
-"""Gradients of a source up to this size are first written end to end, and then copied to their columns at once."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,7 @@ class Bucket:
         self._missing = set(range(len(sources)))
         self._kept: list[Tensor | None] = []  # sums that were added; until `close`: another stream may own the memory
         self._columns = self._make_columns()
-        self._stages: list[Tensor | None] = []  # memory in which small gradients lie end to end before their columns
-        self._views = [self._views_of(source, part) for source, part in zip(sources, self._columns, strict=True)]
+        self._writers = [GradWriter(*pair) for pair in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = 0
         self.nbytes = self.data.nbytes
@@ -103,22 +99,6 @@ class Bucket:
         columns: Sequence[Tensor] = self.data.split(widths, dim=1)
         return columns
 
-    def _views_of(self, source: GradSource, columns: Any) -> list[list[Tensor]]:
-        """Where ``source`` writes its gradients: in ``columns``, or in a new stage.
-
-        A second copy of a few KiB takes less host time than a copy for each of many runs.
-        """
-        is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
-        if is_small and not columns.is_contiguous():
-            stage = torch.empty_like(columns, memory_format=torch.contiguous_format)
-            views = source.bucket_views(stage)
-            if all(run.is_contiguous() for runs in views for run in runs):
-                self._stages.append(stage)
-                free_storage_(stage)
-                return views
-        self._stages.append(None)
-        return source.bucket_views(columns)
-
     def is_missing(self, index: int) -> bool:
         """Whether the source at ``index`` has not written since the bucket was opened."""
         return index in self._missing
@@ -128,20 +108,7 @@ class Bucket:
         if not self.is_open:
             alloc_storage_(self.data)
             self.is_open = True
-        source, columns = self.sources[index], self._columns[index]
-        if zeros:
-            columns.zero_()
-        else:
-            stage = self._stages[index]
-            if stage is not None:
-                alloc_storage_(stage)
-            source.write_grads(self._views[index])
-            written = columns if stage is None else stage
-            if source.division.before != 1 and source.hook is None:
-                written.div_(source.division.before)
-            if stage is not None:
-                columns.copy_(stage)
-                free_storage_(stage)
+        self._columns[index].zero_() if zeros else self._writers[index].write()
         self._missing.discard(index)
         return not self._missing
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fairshard.utils import reduce_scatter_bucketer
+from fairshard.utils import grad_writer
 from fairshard.utils.testing import CopyCounter
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -22,7 +22,7 @@ def copies_of_a_step(model, max_staged=0):
     """The copies of the third step, when the order of units is known and buckets are planned."""
     optimizer = sgd(model)
     for step in range(3):
-        with CopyCounter() as copies, patch.object(reduce_scatter_bucketer, "MAX_STAGED_NBYTES", max_staged):
+        with CopyCounter() as copies, patch.object(grad_writer, "MAX_STAGED_NBYTES", max_staged):
             model(randn(4, WIDTHS[0], key=step)).sum().backward()
             optimizer.step()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
-from fairshard.errors import ParameterShardedError, RanksDisagreeError
+from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FSDPModule, fully_shard
 from fairshard.utils.collectives import RowGather, Transfer, counters, reset_counters
 from fairshard.utils.testing import rank_device
@@ -255,36 +255,3 @@ def test_unshard_after_a_backward_that_raised_on_one_rank():
     model[0].reshard()
     with pytest.raises(RanksDisagreeError, match=r"raised differ: .*1 on rank 1.*restart all ranks"):
         model(randn(3, 4)).sum().backward()
-
-
-class Fails(nn.Linear):
-    """Raises in its forward if told to; records how many hooks it has while it computes."""
-
-    is_told = False
-
-    def forward(self, x):
-        self.num_hooks = len(self._forward_pre_hooks)
-        if self.is_told:
-            raise ArithmeticError
-        return super().forward(x)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_modules_are_guarded_only_while_they_are_sharded(reshard):
-    """A guard is a hook, with which torch calls a module more slowly; the user's own hooks stay."""
-    model = nn.Sequential(Fails(3, 3), nn.Linear(3, 3)).to(rank_device())
-    seen = []
-    model[0].register_forward_pre_hook(lambda *_: seen.append(1))
-    fully_shard(model, reshard_after_forward=reshard)
-    model(randn(2, 3)).sum().backward()
-    assert model[0].num_hooks == 1
-    model[0].is_told = True
-    with pytest.raises(ArithmeticError):
-        model(randn(2, 3))
-    assert [len(module._forward_pre_hooks) for module in model] == [2, 1]
-    with pytest.raises(ParameterShardedError, match=r"`1\.weight` must be gathered"):
-        model[1](randn(2, 3))
-    model[0].is_told = False
-    model(randn(2, 3)).sum().backward()
-    assert len(seen) == 3
