@@ -148,7 +148,7 @@ class Leaves:
         self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
-        """Copy every leaf's gradient into ``views`` and cast it: the only copy of whole gradients.
+        """Copy every leaf's gradient into ``views`` and cast it: the only copy of whole gradients that are not small.
 
         Then drop the leaves' gradients. A leaf without a gradient counts as zeros.
         """
