@@ -1,6 +1,7 @@
 """Options and markers of the test run, its skipped tests, and the shutdown of the rank pool."""
 
 import functools
+import os
 from collections import Counter
 
 import hypothesis
@@ -31,6 +32,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
     config.addinivalue_line("markers", "pairs: without `full`, only cells that together hold every pair of parameters")
     config.addinivalue_line("markers", "cpu_only(reason): tests behaviour of gloo or of CPU memory only")
+    # torch's store looks up the name of each rank that connects, and a DNS server may drop the question: 1 s, not 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     hypothesis.settings.register_profile("fairshard", derandomize=True, deadline=None, max_examples=50)
     hypothesis.settings.load_profile("fairshard")
     config.option.markexpr = config.option.markexpr or "not full"
