@@ -216,23 +216,32 @@ class ShardedOptimState:
         return made
 
 
-_OF_A_CLASS = {"alpha", "betas", "dampening", "etas", "lambd", "lr_decay", "momentum", "rho"}
+_OF_A_CLASS = {"alpha", "betas", "dampening", "etas", "lambd", "lr_decay", "momentum", "momentum_decay", "rho"}
 """Hyperparameters that torch's optimizers have always had, each in some classes only."""
+_OF_ADAM = "amsgrad"
+"""A hyperparameter of torch's Adam that others' classes of that kind may lack, as may torch's own NAdam and RAdam."""
+_OF_TORCH = "differentiable"
+"""A hyperparameter of all optimizers of torch, and of few others."""
 
 
 def check_of_class(made: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Check that ``made``, to be loaded into ``optimizer``, is not the state of an optimizer of another class.
 
     Raises:
-        ValueError: its hyperparameters lack some that ``optimizer`` would read in its next step.
+        ValueError: its hyperparameters lack some that ``optimizer`` would read in its next step, or both are of torch
+            and it has some that ``optimizer`` has not.
     """
     for index, group in enumerate(made.get("param_groups", ())):
-        missing = sorted((_OF_A_CLASS & optimizer.defaults.keys()) - group.keys())
-        if missing:
-            names = ", ".join(f"`{name}`" for name in missing)
+        are_of_torch = _OF_TORCH in group and type(optimizer).__module__.startswith("torch.optim")
+        compared = _OF_A_CLASS | {_OF_ADAM} if are_of_torch else _OF_A_CLASS
+        missing = sorted((compared & optimizer.defaults.keys()) - group.keys())
+        foreign = sorted((compared & group.keys()) - optimizer.defaults.keys()) if are_of_torch else ()
+        if missing or foreign:
+            names = ", ".join(f"`{name}`" for name in missing or foreign)
+            problem = f"has no {names}" if missing else f"has {names}, which {type(optimizer).__name__} has not"
             raise ValueError(
                 f"State to load into {type(optimizer).__name__} must be of the same optimizer, but saved group {index} "
-                f"has no {names}. It has {', '.join(f'`{name}`' for name in group if name != 'params')}. Build the "
+                f"{problem}. It has {', '.join(f'`{name}`' for name in group if name != 'params')}. Build the "
                 "optimizer that was saved, or load only the model."
             )
 

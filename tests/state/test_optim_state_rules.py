@@ -10,7 +10,7 @@ from torch import nn
 
 from fairshard.checkpoint import Checkpointer
 from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType
-from fairshard.state.optim_loading import ShardedOptimState
+from fairshard.state.optim_loading import ShardedOptimState, check_of_class
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.span_tensor import SpanTensor
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
@@ -339,3 +339,43 @@ def test_state_of_earlier_steps_is_not_lost_silently():
     assert_same_state(full_of(model, optimizer)["state"]["0.weight"], expected["state"]["0.weight"])
     model, optimizer = stepped(torch.optim.SGD, lr=0.1)
     FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer), load_directly=True)
+
+
+OF_TORCH = [
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+]
+
+
+@pytest.mark.parametrize("saved", OF_TORCH, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("loading", OF_TORCH, ids=lambda cls: cls.__name__)
+def test_the_state_of_another_class_is_refused(saved, loading):
+    """Also where it has all that the class reads, such as Adam's state for RAdam; AdamW is an Adam."""
+    params = [nn.Parameter(torch.ones(2))]
+    state = saved(params, lr=0.1).state_dict()
+    if saved is loading or {saved, loading} == {torch.optim.Adam, torch.optim.AdamW}:
+        check_of_class(state, loading(params, lr=0.1))
+        return
+    with pytest.raises(ValueError, match=f"State to load into {loading.__name__} must be of the same optimizer"):
+        check_of_class(state, loading(params, lr=0.1))
+
+
+def test_state_of_a_class_of_others_needs_only_what_is_read():
+    """A fused Adam of another library has no `amsgrad`, and torch's Adam takes its state."""
+    params = [nn.Parameter(torch.ones(2))]
+    group = {"params": [0], "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    optimizer = torch.optim.AdamW(params)
+    made = {"state": {}, "param_groups": [group]}
+    check_of_class(made, optimizer)
+    optimizer.load_state_dict(made)
+    params[0].grad = torch.ones(2)
+    optimizer.step()
+    assert (params[0] < 1).all()
