@@ -16,7 +16,7 @@ from fairshard.cli.text import Text, even_starts, windows
 from fairshard.cli.trainer import VALIDATION_WINDOWS, Batches, Trainer, TrainingStopped, learning_rate
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.messages import gather_scalars
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -62,8 +62,11 @@ def _plain_run(options):
 
 
 # Sums over the batch have another order, and Adam divides by roots: six steps agree to a few 1e-6.
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize(("batch_size", "accumulate"), [(12, 1), (12, 2), (11, 1), (11, 3)])
+@on_ranks(in_full(1), 2, 3)
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate"),
+    [(12, 1), (11, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in [(12, 2), (11, 1)])],
+)
 def test_steps_are_those_of_one_plain_process(batch_size, accumulate):
     """Losses, gradient norms and the validation loss do not depend on the number of ranks or of passes.
 

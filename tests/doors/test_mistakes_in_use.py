@@ -195,12 +195,12 @@ MISTAKES = {
     ),
     "wrapper: checkpoint of another optimizer": (
         ValueError,
-        ("to load into AdamW must be of the same optimizer", "group 0 has no `amsgrad`, `betas`", "`momentum`", "was saved"),
+        ("to load into AdamW must be of the same optimizer", "has no `amsgrad`, `betas`", "`momentum`", "was saved"),
         lambda: load_the_state_of_sgd(FSDP),
     ),
     "fully_shard: checkpoint of another optimizer": (
         ValueError,
-        ("to load into AdamW must be of the same optimizer", "group 0 has no `amsgrad`, `betas`", "`momentum`", "was saved"),
+        ("to load into AdamW must be of the same optimizer", "has no `amsgrad`, `betas`", "`momentum`", "was saved"),
         lambda: load_the_state_of_sgd(fully_shard),
     ),
     "optimizer state of another optimizer": (

@@ -86,7 +86,7 @@ def test_nets_on_more_ranks():
     train_all(range(first, first + 10))
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 def test_nets_with_checkpoints():
     """With checkpoints of both kinds over one or several stages, a rank recomputes more than it reaches."""
     first = 600 + 20 * dist.get_world_size()

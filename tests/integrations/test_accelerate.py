@@ -13,7 +13,7 @@ from tests.clients.accelerate_runs import engine_chosen, shared_folder
 from tests.clients.case import be_torchrun, engine_of
 from tests.clients.loops import net, next_token_loss, tokens
 from tests.clients.trainer_runs import _trainer
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
 pytest.importorskip("accelerate")
@@ -246,7 +246,7 @@ def first_run(state, steps, folder):
 
 
 @on_ranks(2, timeout=180.0)
-@pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("state", ["FULL_STATE_DICT", in_full("SHARDED_STATE_DICT")])
 def test_the_trainer_saves_and_resumes_adapters(state):
     """Version 1 with LoRA: the file has the model's values, and a second Trainer continues like an unbroken run."""
     pytest.importorskip("transformers")

@@ -43,7 +43,7 @@ def _figures(engine, case):
         "NVLink, bf16",
         in_full("NVLink, fp32"),
         in_full("NVLink, bf16, no reshard"),
-        "PCIe, bf16, 1 sequence",
+        in_full("PCIe, bf16, 1 sequence"),
         in_full("the same, bucket_cap_mb=12.5"),
         "offload, clipped",
         in_full("offload, norm below the limit"),

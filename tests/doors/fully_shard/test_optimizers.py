@@ -61,7 +61,7 @@ def assert_same_grads(plain, sharded, **tolerance):
             torch.testing.assert_close(full(other.grad), one.grad, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@on_ranks(in_full(1), 2, 3)
+@on_ranks(in_full(1), in_full(2), 3)
 def test_norms_and_clipping():
     """Total norms, which count each parameter once, and gradients clipped by norm or value match the plain model."""
     for kind in ("no_dim", "few_rows", "empty"):

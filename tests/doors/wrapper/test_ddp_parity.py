@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.utils.testing import rank_device
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, sgd
 
 NUM_STEPS, NUM_MICRO, MAX_NORM = 20, 2, 0.3
@@ -79,7 +79,7 @@ def test_close_at_three_ranks(accumulate):
     assert_same_state(states[1], states[0], rtol=1e-6, atol=1e-6)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(in_full(1), in_full(2), 3)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_close_when_clipped(norm_type):
     """Clipped runs stay close to torch's; a norm is summed over other parts, so its last bits may differ."""

@@ -74,7 +74,7 @@ SETTINGS = [
 
 
 @on_ranks(in_full(1), 2, in_full(3))
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [in_full("sgd"), "adamw"])
 def test_bits_are_those_of_flat_runs(optimizer):
     """Weights trained with placements are those trained with runs that are cut anywhere, to the bit."""
     make = {
