@@ -9,6 +9,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import MixedGroupsError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.rank_norms import largest_norms
 from fairshard.utils.tensors import norm_of
 
 
@@ -51,8 +52,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
     for comm, parts in filled.items():
         norm = norm_of(parts, norm_type).to(total)
         if math.isinf(norm_type):
-            comm.all_reduce(norm, "max").wait()
-            total = torch.maximum(total, norm)
+            total = torch.maximum(total, largest_norms(norm, comm))
         else:
             power = norm**norm_type
             comm.all_reduce(power, "sum").wait()
@@ -78,7 +78,7 @@ def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
     """Norm of gradients that differ across ranks: from the mean of powers, or the largest norm. **Collective.**"""
     for comm in map(communicator, unit.groups.spanning()):
         if math.isinf(norm_type):
-            comm.all_reduce(own, "max").wait()
+            own = largest_norms(own, comm)
         else:
             power = own**norm_type
             comm.all_reduce(power, "sum").wait()

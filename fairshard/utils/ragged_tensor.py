@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from fairshard.errors import ParameterShardedError
 from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.rank_norms import joint_norms
 from fairshard.utils.span import Span, overlap
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import form_of
@@ -126,12 +127,18 @@ class RaggedTensor(DTensor):
         comm = communicator(mesh.get_group(mesh.ndim - 1))
         return comm.on_host if self._local_tensor.is_cpu else comm
 
-    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
-        """This tensor whole on every rank (all ``placements`` Replicate), or itself. **Collective** if it is gathered.
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, forward_dtype: torch.dtype | None = None, **_: Any
+    ) -> DTensor:
+        """This tensor, in ``forward_dtype``, whole on every rank (all ``placements`` Replicate), or as it is placed.
+
+        **Collective** if it is gathered. Gradients have this tensor's dtype.
 
         Raises:
             ParameterShardedError: other placements, or another mesh.
         """
+        if forward_dtype not in (None, self.dtype):
+            return cast(DTensor, self.to(forward_dtype)).redistribute(device_mesh, placements)
         mesh, wanted = self._spec.mesh, tuple(placements or ())
         if device_mesh in (None, mesh) and wanted == self._spec.placements:
             return self
@@ -325,13 +332,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     rows = [each._local_tensor for each in ragged]
     rows = [own if own.numel() else own.new_zeros(1) for own in rows]  # infinite norms of no elements raise
     values = torch.stack([torch.linalg.vector_norm(own, order, dtype=wide) for own in rows])
-    comm = ragged[0]._comm
-    if order == torch.inf:
-        comm.all_reduce(values, "max").wait()
-    else:
-        values = values**order
-        comm.all_reduce(values).wait()
-        values = values ** (1 / order)
+    values = joint_norms(values, order, ragged[0]._comm)
     found = iter([_whole_number(each, value.to(dtype)) for each, value in zip(ragged, values.unbind(), strict=True)])
     others = [each for each in tensors if not isinstance(each, RaggedTensor)]
     rest_found = iter(func(others, *rest, **kwargs) if others else [])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -200,3 +201,15 @@ def test_params_with_grad():
     assert [id(p) for p in wrapped.params_with_grad] == [id(p) for p in wrapped.parameters()]
     wrapped[0].zero_grad()
     assert [id(p) for p in wrapped.params_with_grad] == [id(p) for p in wrapped[2].parameters()]
+
+
+@on_ranks(2, 3)
+def test_an_infinite_norm_is_nan_if_an_element_is_on_any_rank():
+    """Backends give a number as the largest of it and NaN, by which NaN on one rank was lost."""
+    for bad in range(dist.get_world_size()):
+        _, wrapped = pair_with_grads()
+        if dist.get_rank() == bad:
+            next(param.grad for param in wrapped.parameters() if param.grad is not None)[0] = math.nan
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which parameter it is
+            assert wrapped.clip_grad_norm_(1.0, math.inf).isnan(), bad

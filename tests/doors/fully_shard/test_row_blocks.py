@@ -140,6 +140,19 @@ def test_norms_are_those_of_whole_gradients(order, place):
 
 @on_ranks(2)
 @both_kinds
+def test_an_infinite_norm_is_nan_if_an_element_is_on_any_rank(place):
+    """Backends give a number as the largest of it and NaN, by which NaN on one rank would be lost."""
+    for bad in range(dist.get_world_size()):
+        weight = shard(plain_model(), place)[0].weight.detach().clone()
+        rows = weight.to_local()
+        if dist.get_rank() == bad:
+            rows[:1] = torch.nan
+        has_rows = bool(weight.placements[0].rows_on(bad, weight.shape[0]).numel)
+        assert torch.linalg.vector_norm(weight, torch.inf).full_tensor().isnan() == has_rows
+
+
+@on_ranks(2)
+@both_kinds
 def test_equal_answers_for_the_whole(place):
     """`torch.equal` gives all ranks one answer, also where only one rank has the rows that differ."""
     for weight in (param.detach() for param in shard(plain_model(), place).parameters()):
@@ -330,6 +343,10 @@ def test_even_chunks_are_never_assumed():
     assert item.tensor_data.chunk == chunk
     assert torch.equal(param.redistribute(placements=[Replicate()]).to_local(), param.full_tensor())
     assert param.redistribute(placements=placements) is param
+    for wanted in ([Replicate()], placements):
+        narrow = param.redistribute(placements=wanted, forward_dtype=torch.bfloat16)
+        assert (narrow.dtype, narrow.placements) == (torch.bfloat16, tuple(wanted))
+        assert torch.equal(narrow.full_tensor(), param.full_tensor().bfloat16())
     # torch takes a placement that it does not know for a whole tensor: never for an even part
     assert compute_local_shape_and_global_offset(param.shape, mesh, placements) == ((5, 7), (0, 0))
     with pytest.raises(RuntimeError, match="unsupported placements RaggedShard"):
