@@ -221,7 +221,7 @@ _OF_A_CLASS = {"alpha", "betas", "dampening", "etas", "lambd", "lr_decay", "mome
 _OF_ADAM = "amsgrad"
 """A hyperparameter of torch's Adam that others' classes of that kind may lack, as may torch's own NAdam and RAdam."""
 _OF_TORCH = "differentiable"
-"""A hyperparameter of all optimizers of torch, and of few others."""
+"""A hyperparameter of most optimizers of torch, and of few others."""
 
 
 def check_of_class(made: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -232,7 +232,7 @@ def check_of_class(made: Mapping[str, Any], optimizer: Optimizer) -> None:
             and it has some that ``optimizer`` has not.
     """
     for index, group in enumerate(made.get("param_groups", ())):
-        are_of_torch = _OF_TORCH in group and type(optimizer).__module__.startswith("torch.optim")
+        are_of_torch = _OF_TORCH in group and _OF_TORCH in optimizer.defaults
         compared = _OF_A_CLASS | {_OF_ADAM} if are_of_torch else _OF_A_CLASS
         missing = sorted((compared & optimizer.defaults.keys()) - group.keys())
         foreign = sorted((compared & group.keys()) - optimizer.defaults.keys()) if are_of_torch else ()

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.checkpoint import Checkpointer
-from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType
+from fairshard.nn import FSDP, FullOptimStateDictConfig, StateDictType, fully_shard
+from fairshard.optim import CPUOptimizer
 from fairshard.state.optim_loading import ShardedOptimState, check_of_class
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.span_tensor import SpanTensor
@@ -366,6 +367,15 @@ def test_the_state_of_another_class_is_refused(saved, loading):
         return
     with pytest.raises(ValueError, match=f"State to load into {loading.__name__} must be of the same optimizer"):
         check_of_class(state, loading(params, lr=0.1))
+
+
+@on_ranks(1)
+def test_the_state_of_another_class_is_refused_by_cpu_optimizer():
+    """It has the hyperparameters of the class that it steps with."""
+    state = torch.optim.NAdam([nn.Parameter(torch.ones(2))]).state_dict()
+    optimizer = CPUOptimizer(fully_shard(nn.Linear(2, 2)), torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ValueError, match="State to load into CPUOptimizer must be of the same optimizer.*`amsgrad`"):
+        check_of_class(state, optimizer)
 
 
 def test_state_of_a_class_of_others_needs_only_what_is_read():
