@@ -102,8 +102,8 @@ class Backward:
         try:
             for model in self.models:
                 assert_none_summoned(model.units, "backward")
-                model.following.follow()
                 for unit in model.units:
+                    unit.following.follow()
                     for flat_param in unit.flat_params:
                         flat_param.forget_zeroed()
             if begins and torch.is_grad_enabled():

@@ -9,7 +9,6 @@ from fairshard.engine.exec_order import Record
 from fairshard.engine.listener import GradListener
 from fairshard.engine.shared import Shared
 from fairshard.engine.unit import Unit
-from fairshard.params.following import Following
 from fairshard.utils.autograd import reaches
 from fairshard.utils.collectives import Communicator
 
@@ -19,7 +18,6 @@ class Model(Protocol):
 
     Attributes:
         note: is called with each unit before it is gathered or sent.
-        following: makes the flat params adopt changes of ``requires_grad``.
         nan_check: looks at gradients before they are sent.
         last: what the planner keeps for the next backward, a `Last`.
         is_last_backward: no other backward of the same forwards follows.
@@ -32,7 +30,6 @@ class Model(Protocol):
     comms: list[Communicator]
     comms_of: dict[Unit, set[Communicator | None]]
     record: Record[Unit]
-    following: Following
     nan_check: GradListener
     last: Any
     is_last_backward: bool

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fairshard.engine.adopt import adopt_changes
 from fairshard.engine.backward import Backward
 from fairshard.engine.call import Call, Probe
 from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
@@ -21,7 +22,6 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
-from fairshard.params.following import Following
 from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
@@ -69,7 +69,6 @@ class Root:
         self._warned_autocast = self._warned_hooks = False
         self._turns = count()
         self._last_output: Callable[[], Tensor | None] = _none
-        self.following = Following([flat_param for unit in units for flat_param in unit.flat_params])
         self.note: Callable[[Unit], None] = order_check.note  # called before a unit runs, is gathered or sent
         roots.add(self)
 
@@ -160,6 +159,7 @@ class Root:
         bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
         self.note(unit)
         self._ahead.discard(unit)
+        adopt_changes(unit)
         self._unshard(unit)
         for other in unit.prefetch.in_forward(self.order.enter(unit)):
             if not other.is_gathered:
@@ -214,7 +214,6 @@ class Root:
         with self.shared.at_home():
             for each in self.units:
                 each.begin_pass()
-            self.following.follow()
         self._is_trained = torch.is_grad_enabled()
         self.order.begin(self._is_trained)
         if self._is_trained:

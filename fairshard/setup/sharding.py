@@ -22,6 +22,7 @@ from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import PlacementFn, SlotLines
+from fairshard.setup.shared_memory import check_memory
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
@@ -225,7 +226,7 @@ def collect_slots(
     parameters that units outside these modules have sharded.
 
     Raises:
-        ValueError: a parameter is sharded already, or shared with an inner unit.
+        ValueError: a parameter is sharded already, shared with an inner unit, or shares memory with another one.
     """
     left_out = {id(stepped.shard) for flat_param in inner for stepped in flat_param.stepped} | set(skip)
     leaves = {id(slot.leaf) for flat_param in inner for slot in flat_param.slots}
@@ -244,7 +245,9 @@ def collect_slots(
                 shared.note(other, part, name, full_name)
                 continue
             slots.setdefault(id(param), new_slot(param, full_name)).add_owner(part, name)
-    return list(slots.values())
+    found = list(slots.values())
+    check_memory(found)
+    return found
 
 
 def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None = None) -> None:

@@ -1,0 +1,25 @@
+"""Adopts what the user has changed in the middle of a forward, before one of its units is called."""
+
+from __future__ import annotations
+
+from fairshard.engine.unit import Unit
+from fairshard.params.versions import versions_of
+from fairshard.utils.before_step import num_steps
+
+
+def adopt_changes(unit: Unit) -> None:
+    """A call of ``unit`` begins: adopt changes of ``requires_grad``; free it if it was gathered before a write.
+
+    It was gathered ahead, or stayed gathered after an earlier call. Every rank must write.
+    """
+    if unit.listing.is_computing:  # called inside a call of its own: the leaves are registered
+        return
+    unit.following.follow()
+    if unit.stamp is None or unit.stamp == (num_steps(), versions_of(unit.flat_params)):
+        return
+    for flat_param in unit.flat_params:
+        flat_param.begin_pass()
+    if unit.is_gathered:
+        is_kept = unit.is_kept
+        unit.reshard()
+        unit.is_kept = is_kept

@@ -1,0 +1,165 @@
+"""Weights and flags of inner units that the outermost forward changes before it calls them."""
+
+import pytest
+import torch
+from torch import nn
+
+from fairshard.errors import ShardChangedError
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from fairshard.utils.testing import rank_device
+from tests.engine.random_nets import DOORS, shard
+from tests.on_ranks import in_full, on_ranks
+from tests.reference import average_grads_, randn
+
+
+class Net(nn.Module):
+    """Two units inside a third, which calls ``inner`` as ``way`` says."""
+
+    is_unit = True
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.first.is_unit = self.inner.is_unit = True
+        self.way = way
+
+    def forward(self, x):
+        return self.way(self, self.first(x))
+
+
+def adversarial(net, x):
+    """A generator's loss through a discriminator that is frozen meanwhile, and the discriminator's own."""
+    net.inner.requires_grad_(False)
+    generator = net.inner(x).sum()
+    net.inner.requires_grad_(True)
+    return net.inner(x.detach()).square().sum() - generator
+
+
+def thawing(net, x):
+    net.inner.requires_grad_(True)
+    return net.inner(x).sum()
+
+
+def freezing(net, x):
+    net.inner.requires_grad_(False)
+    return net.inner(x).sum()
+
+
+@torch.no_grad()
+def clamp(net):
+    for param in net.inner.parameters():
+        param.clamp_(-0.01, 0.01)
+
+
+def clamping(net, x):
+    clamp(net)
+    return net.inner(x).square().sum()
+
+
+def steps(net, averages=False, num_steps=4):
+    """Train ``net``; returns the losses."""
+    losses = []
+    for step in range(num_steps):
+        if net.way is thawing:
+            net.inner.requires_grad_(False)
+        loss = net(randn(2, 3, key=step))
+        loss.backward()
+        if averages:
+            average_grads_(net.parameters(), keeps_none=True)
+        torch.optim.SGD([param for param in net.parameters() if param.grad is not None], lr=0.1).step()
+        net.zero_grad()
+        if net.way is freezing:
+            net.inner.requires_grad_(True)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.pairs
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("way", [adversarial, thawing, freezing, clamping], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_training_is_that_of_the_plain_module(door, way, reshard):
+    """Flags count as they are when a unit is called, and so do weights, although the unit is gathered ahead."""
+    torch.manual_seed(0)
+    plain = Net(way).to(rank_device())
+    torch.manual_seed(0)
+    net = shard(Net(way), door, reshard_after_forward=reshard)
+    torch.testing.assert_close(steps(net), steps(plain, averages=True), rtol=1e-5, atol=1e-6)
+
+
+def filling(net, x):
+    """As a momentum encoder: ``inner`` is written before each of its two calls."""
+    net.seen = []
+    for number in (net.number, -net.number):
+        with torch.no_grad():
+            for param in net.inner.parameters():
+                param.fill_(float(number))
+            net.seen.append(net.inner(torch.zeros_like(x)).mean().item())
+    net.number += 1
+    return x.square().sum()
+
+
+WAYS = {
+    "wrapper": lambda net, reshard: wrapped(net, reshard_after_forward=reshard),
+    "bf16": lambda net, reshard: wrapped(
+        net, reshard_after_forward=reshard, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
+    ),
+    "original parameters": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, use_orig_params=True),
+    "not ahead": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, forward_prefetch=False),
+    "fully_shard": lambda net, reshard: placed(net, reshard_after_forward=reshard),
+    "fully_shard, bf16": lambda net, reshard: placed(
+        net, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ),
+}
+
+
+def wrapped(net, **options):
+    net.first, net.inner = FSDP(net.first, **options), FSDP(net.inner, **options)
+    return FSDP(net, **options)
+
+
+def placed(net, **options):
+    for module in (net.first, net.inner, net):
+        fully_shard(module, **options)
+    return net
+
+
+@on_ranks(in_full(1), 2, in_full(3))
+@pytest.mark.parametrize(
+    ("way", "reshard"),
+    [
+        *((way, True) for way in WAYS),
+        # `fully_shard` shows whole parameters of units that stay gathered, and warns of writes to them.
+        *(pytest.param(way, False, marks=pytest.mark.full) for way in WAYS if "fully_shard" not in way),
+    ],
+)
+def test_calls_compute_with_what_was_written_before_them(way, reshard):
+    """In each pass, also where weights in another dtype are copied from the shard once a pass."""
+    net = Net(filling)
+    net.inner.requires_grad_(False)
+    net.number = 1
+    net = WAYS[way](net, reshard)
+    for number in range(1, 5):
+        net(randn(2, 3)).backward()
+        assert net.seen == [number, -number]
+
+
+def clamping_late(net, x):
+    outputs = net.inner(x).square().sum()
+    clamp(net)
+    return outputs + net.inner(x.detach()).square().sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "orig_params"])
+def test_a_write_between_two_calls_that_are_trained_raises_in_the_backward(door):
+    """Plain PyTorch raises there, too: the first call's gradients need the old weights."""
+    net = shard(Net(clamping_late), door)
+    for _ in range(2):
+        loss = net(randn(2, 3))
+        with pytest.raises(ShardChangedError, match="must not change between its forward and its backward"):
+            loss.backward()
+    net.way = clamping
+    net(randn(2, 3)).backward()
