@@ -129,8 +129,8 @@ def check_owner(place: Owned, fqn: str, world_size: int) -> None:
 
 
 def _place_of(slot: ParamSlot, placement: PlacementFn, world_size: int) -> RowBlocks | Owned | None:
-    """The answer of ``placement`` for ``slot``; None for a parameter without dimensions."""
-    found = placement(slot.leaf)
+    """The answer of ``placement`` for ``slot``; None, without asking it, for a parameter without dimensions."""
+    found = placement(slot.leaf) if slot.shape else None
     if isinstance(found, Owned):
         check_owner(found, slot.fqn, world_size)
     elif found is not None and not isinstance(found, RowBlocks):
@@ -138,7 +138,7 @@ def _place_of(slot: ParamSlot, placement: PlacementFn, world_size: int) -> RowBl
             f"`placement_fn` must return a RowBlocks, an Owned or None, but returned {found!r} for `{slot.fqn}`. "
             "Return None for the default placement."
         )
-    return found if slot.shape else None
+    return found
 
 
 def _block_of(slot: ParamSlot, place: RowBlocks | Owned) -> int:

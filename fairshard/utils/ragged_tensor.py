@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from fairshard.errors import ParameterShardedError
 from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.ragged_gather import gather_rows
 from fairshard.utils.rank_norms import joint_norms
 from fairshard.utils.span import Span, overlap
 from fairshard.utils.span_tensor import SpanTensor
@@ -98,12 +99,12 @@ class RaggedTensor(DTensor):
             return None
         if isinstance(args[0], (list, tuple)):
             is_known = name.startswith(("_foreach_", "_fused_")) and name not in _NOT_BY_ELEMENT
-            return _by_element_of_lists(func, args, kwargs) if is_known else _refuse(func, args)
+            return _by_element_of_lists(func, args, kwargs) if is_known else _refuse(func, (args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_alike = name in _SAME_SHAPE or (torch.Tag.pointwise in func.tags and not is_random)
         size = args[1] if name in _NEW_SIZE else None  # or the dtype of a view
         if not is_alike and (not isinstance(size, (list, tuple)) or tuple(size) != tuple(args[0].shape)):
-            _refuse(func, args)
+            _refuse(func, (args, kwargs))
         return _by_element(func, args, kwargs)
 
     @staticmethod
@@ -219,28 +220,13 @@ def ragged_like(local: Tensor, like: RaggedTensor) -> RaggedTensor:
 def _gathered(ragged: Any) -> Tensor:
     """The whole tensor, in new memory. **Collective.**
 
-    If few ranks have rows, each of them broadcasts its own; otherwise all ranks exchange as many as the largest has.
     Quantised optimizer state, which some ranks may have and others not, is dequantised.
     """
     comm, local = ragged._comm, ragged._local_tensor.detach()
     if is_traceable_wrapper_subclass(local):
         local = local.dequantize()  # type: ignore[attr-defined]
-    num_rows, width = ragged.shape[0], ragged.shape[1:].numel()
-    spans = [ragged._placement.rows_on(rank, num_rows) for rank in range(comm.world_size)]
-    whole: Tensor = local.new_empty(ragged.shape)
-    flat = whole.view(-1)
-    runs = [flat[span.start * width : span.stop * width] for span in spans]
-    runs[comm.rank].copy_(local.reshape(-1))
-    holders = [rank for rank, run in enumerate(runs) if run.numel()]
-    if 2 * len(holders) <= comm.world_size:
-        for rank in holders:
-            comm.broadcast(runs[rank], rank)
-    elif comm.world_size > 1:
-        rows = local.new_empty(comm.world_size, max(run.numel() for run in runs))
-        rows[comm.rank, : local.numel()] = local.reshape(-1)
-        comm.gather_messages(rows).wait()
-        torch._foreach_copy_(runs, [row[: run.numel()] for row, run in zip(rows, runs, strict=True)])
-    return whole
+    spans = [ragged._placement.rows_on(rank, ragged.shape[0]) for rank in range(comm.world_size)]
+    return gather_rows(local, spans, ragged.shape, comm)
 
 
 # ---- operators
@@ -322,7 +308,12 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     name, (given, *rest) = func.overloadpacket.__name__, args
     tensors = given if name == "_foreach_norm" else [given]
     order = rest[0] if rest else kwargs.get("ord", 2)
-    if rest[1:] not in ([], [None]) or kwargs.get("dim") is not None or kwargs.get("keepdim") or order <= 0:
+    if order <= 0:
+        raise ParameterShardedError(
+            f"The norm of a tensor placed by {_ragged_in(args)._spec.placements} must have a positive order or "
+            f"math.inf, but has {order}. Gather it first (`full_tensor()`), or pass 2.0 for the usual norm."
+        )
+    if rest[1:] not in ([], [None]) or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args)
     ragged = [each for each in tensors if isinstance(each, RaggedTensor)]
     if any(each._spec.mesh != ragged[0]._spec.mesh for each in ragged):

@@ -374,7 +374,7 @@ def test_the_state_of_another_class_is_refused_by_cpu_optimizer():
     """It has the hyperparameters of the class that it steps with."""
     state = torch.optim.NAdam([nn.Parameter(torch.ones(2))]).state_dict()
     optimizer = CPUOptimizer(fully_shard(nn.Linear(2, 2)), torch.optim.AdamW, lr=0.1)
-    with pytest.raises(ValueError, match="State to load into CPUOptimizer must be of the same optimizer.*`amsgrad`"):
+    with pytest.raises(ValueError, match=r"State to load into CPUOptimizer must be of the same optimizer.*`amsgrad`"):
         check_of_class(state, optimizer)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fairshard.errors import ParameterShardedError
+from fairshard.errors import ParameterShardedError, RanksDisagreeError
 from fairshard.nn import Owned, RowBlocks, fully_shard
 from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
 from fairshard.utils.testing import rank_device
@@ -315,6 +315,8 @@ REFUSED = {
     "lists": lambda param, even: torch._foreach_add_([param], [even]),
     "to even rows": lambda param, even: param.redistribute(placements=[Shard(0)]),
     "to another mesh": lambda param, even: param.redistribute(init_device_mesh("cpu", (1, 2)), [Replicate()] * 2),
+    "into a result": lambda param, even: nn.init.eye_(param.clone()),
+    "zero norm": lambda param, even: torch.nn.utils.get_total_norm([param], 0.0),
     "negative norm": lambda param, even: torch.linalg.vector_norm(param, -1.0),
     "norms of rows": lambda param, even: torch.linalg.vector_norm(param, 2, dim=1),
 }
@@ -329,6 +331,17 @@ def test_what_needs_other_rows_raises_by_name(place):
         with pytest.raises(ParameterShardedError, match=r"RaggedShard\(first=0, head=\d, each=\d\)") as raised:
             operator(param, even)
         assert "ather" in str(raised.value), name
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["owners", "blocks"])
+def test_ranks_that_place_otherwise_raise_when_they_gather(kind):
+    """Also before the first forward, which compares placements: no rank waits for rows that nobody sends."""
+    rank = dist.get_rank()
+    place = Owned(rank) if kind == "owners" else RowBlocks(4 if rank else 1)
+    param = shard(plain_model(), place)[0].weight
+    with pytest.raises(RanksDisagreeError, match=rf"must place a tensor alike to gather it, .* \(rank {rank}\)"):
+        param.full_tensor()
 
 
 @on_ranks(2)

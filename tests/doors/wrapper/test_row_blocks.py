@@ -214,3 +214,19 @@ def test_arguments_that_contradict_each_other():
         FSDP(nn.Linear(2, 2), placement_fn=blocks_of_two)
     with pytest.raises(TypeError, match="`placement_fn` must be a function of a parameter, but is RowBlocks"):
         FSDP(nn.Linear(2, 2), use_orig_params=True, placement_fn=RowBlocks())
+
+
+@on_ranks(2)
+def test_a_parameter_without_dimensions_has_the_default_placement():
+    """As with `fully_shard`, the function is not asked: it may count rows."""
+    model = nn.Linear(6, 8)
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    shapes = []
+
+    def place(param):
+        shapes.append(tuple(param.shape))
+        return RowBlocks(1) if param.shape[0] % 2 == 0 else Owned()
+
+    wrapped_model = FSDP(model, use_orig_params=True, placement_fn=place)
+    assert shapes == [(8, 6), (8,)]
+    assert wrapped_model.state_dict()["scale"] == 2.0
