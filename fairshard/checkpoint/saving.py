@@ -31,6 +31,7 @@ from fairshard.checkpoint.entries import (
 )
 from fairshard.checkpoint.manifest import FileEntry, Manifest
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
+from fairshard.checkpoint.step_names import check_step
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.checks.histories import Histories, check_histories, histories
@@ -94,13 +95,24 @@ def save(
     ``folder`` with a protocol (``s3://...``) is written through fsspec.
 
     Raises:
-        CheckpointError: on every rank, if ``folder`` exists or cannot be written.
+        CheckpointError: on every rank, if ``folder`` exists, cannot be written, or is not the same on all ranks.
         TypeError: on every rank, if a value could not be read back as plain data.
+        ValueError: on every rank, if ``step`` is no number of steps.
     """
     training = Training(model, optimizer, scheduler, scaler, extra)
     path = full_path(folder)
     group = idle_group()
-    on_all_ranks(group, lambda: _check_free(path) if rank_in(group) == 0 else None)
+
+    def checked() -> str:
+        if step is not None:
+            check_step(step)
+        if rank_in(group) == 0:
+            _check_free(path)
+        return path
+
+    paths = on_all_ranks(group, checked)
+    if len(set(paths)) > 1:
+        raise CheckpointError(f"All ranks must save to the same folder, but theirs are {', '.join(paths[:4])}.")
     draft = take(training, step, None)
     try:
         write(draft, path, group)

@@ -414,3 +414,18 @@ def test_ranks_that_save_at_other_steps_are_told(shared_folder, name):
     with pytest.raises(ValueError, match=rf"`{name}` .* is 10 on rank 0 and 11 on rank 1 of 2"):
         checkpointer.maybe_save(1, nn.Linear(2, 2))
     assert not os.listdir(shared_folder)
+
+
+@on_ranks(2)
+def test_a_save_that_ranks_call_with_other_arguments_raises_on_all(shared_folder):
+    """Ranks would believe in a folder that is not there, or in a step that none is."""
+    model = FSDP(nn.Linear(4, 4))
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointError, match=r"must save to the same folder, but theirs are .*of-0, .*of-1\."):
+        save(f"{shared_folder}/of-{rank}", model)
+    for step in (-1, True, 2.0, rank - 1):
+        with pytest.raises(ValueError, match=r"`step` must be a number of steps, but is (-1|True|2\.0)"):
+            save(f"{shared_folder}/saved", model, step=step)
+    dist.barrier()
+    assert os.listdir(shared_folder) == []
+    save(f"{shared_folder}/saved", model, step=0)
