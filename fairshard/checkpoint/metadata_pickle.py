@@ -47,7 +47,7 @@ def read_metadata(data: bytes, limits: Limits = LIMITS) -> Metadata:
 
 def is_marked(found: Metadata) -> bool:
     """Whether fairshard wrote these metadata, beside a manifest."""
-    return found.storage_meta is not None and MARK in found.storage_meta.modules
+    return found.storage_meta is not None and MARK in getattr(found.storage_meta, "modules", ())
 
 
 def size_of(args: tuple[Any, ...], budget: Budget) -> torch.Size:

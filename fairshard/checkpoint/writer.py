@@ -39,7 +39,7 @@ class MarkedWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Origin of the checkpoint; plain torch reads it as its own."""
         found = super().storage_meta() or StorageMeta()
-        found.modules = [*found.modules, MARK]
+        found.modules = [*getattr(found, "modules", ()), MARK]  # torch < 2.7 has none
         return found
 
 
