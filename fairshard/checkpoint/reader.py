@@ -78,11 +78,12 @@ class CheckpointReader(FileSystemReader):
             CheckpointError: the file is missing or damaged, or is not metadata.
         """
         if self._known is None:
-            path = str(self.fs.concat_path(self.path, METADATA))
-            if not self.fs.exists(path):
+            place = self.fs.concat_path(self.path, METADATA)  # torch 2.6 takes no str here
+            path = str(place)
+            if not self.fs.exists(place):
                 raise CheckpointError(f"A checkpoint must have a {METADATA}, but there is no {path}.")
             try:
-                with self.fs.create_stream(path, "rb") as file:
+                with self.fs.create_stream(place, "rb") as file:
                     data = read_at_most(file, self._max_metadata_nbytes)
                 vouched = None if self.manifest is None else self.manifest.files.get(METADATA)
                 if vouched is not None:
