@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 PREFIX = "this torch lacks "
@@ -26,6 +27,7 @@ needs_readable_saved_tensor_hooks = _needs(
     "a way to see the current saved-tensor hooks, by which checkpoints made of module hooks are recognised",
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
 )
+needs_transforms = _needs("transforms of entries of checkpoints", hasattr(filesystem, "_StorageReaderTransforms"))
 needs_muon = _needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
 needs_torchao = _needs(
     "torchao, which is in extra `dev` and needs a newer one", importlib.util.find_spec("torchao") is not None

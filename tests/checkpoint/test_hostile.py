@@ -173,6 +173,7 @@ class Inflate:
         return bytes(min(nbytes, 1 << 20))
 
 
+@needs_transforms
 def test_an_entry_that_decompresses_without_end_is_refused(tmp_path):
     """A transform may make a tensor's own bytes from fewer, but no more."""
     save_alone(tmp_path / "saved", {"model": {"w": torch.ones(256, 256)}})

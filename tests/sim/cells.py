@@ -61,6 +61,7 @@ CELLS = [
     cell("few", "few"),
     cell("fully_shard-few", "few", door="fully_shard", precision="bf16"),
     cell("keeps-gathered", "keeps_gathered", precision="bf16"),
+    cell("writes-in-forward", "writes_in_forward"),
     cell("hook", "hook"),
     cell("hook-no-shard", "hook", "no_shard"),
     cell("join", "join"),

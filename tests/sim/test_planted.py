@@ -13,6 +13,8 @@ from tests.sim.ranks import on_sim, pool, watched
 from tests.sim.training import digest, train
 
 CAUGHT = {
+    "engine.adopt:adopt_changes:record": "writes-in-forward",
+    "engine.adopt:adopt_changes:wait": "writes-in-forward",
     "checkpoint.snapshot:Snapshot.__init__:record": "save",
     "checkpoint.snapshot:Snapshot.__init__:wait": "save",
     "checks.nan_check:NanCheck._gather:wait": "nan-check",

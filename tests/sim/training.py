@@ -40,7 +40,10 @@ class Net(nn.Module):
     """Residual blocks between two Linears; ``checkpoints`` recomputes the blocks in the backward.
 
     On a ``side`` stream all blocks but the last compute beside the last one; if one is ``shared``, also the first.
+    If it ``writes``, it writes to each block just before it calls it.
     """
+
+    writes = False
 
     def __init__(self, checkpoints=False, num_blocks=3, side=None, shared=False):
         super().__init__()
@@ -55,6 +58,10 @@ class Net(nn.Module):
         if self.side is not None:
             return self.last(self._on_two_streams(x))
         for block in self.blocks:
+            if self.writes:
+                with torch.no_grad():
+                    for param in block.parameters():
+                        _own(param).mul_(0.99)
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.last(x)
 
@@ -84,6 +91,7 @@ def build(cell):
     side = torch.Stream(rank_device()) if "two_streams" in cell.ways else None
     num_blocks = 4 if "medium_buckets" in cell.ways else 3
     net = Net("checkpoints" in cell.ways, num_blocks, side, "shared_block" in cell.ways).to(rank_device())
+    net.writes = "writes_in_forward" in cell.ways
     if "subclass" in cell.ways:
         blocks = [subclass_weights.Block(DIM, DIM, seed, kinds=(subclass_weights.Half,)) for seed in range(3)]
         net.blocks = nn.ModuleList(blocks).to(rank_device())
@@ -115,6 +123,8 @@ def _wrapped(net, cell):
         options["reshard_after_forward"] = max(dist.get_world_size() // 2, 1)
     if "keeps_gathered" in cell.ways:
         options["reshard_after_forward"] = False
+    if "writes_in_forward" in cell.ways:
+        options["forward_prefetch"] = False
     if "ignored" in cell.ways:
         options["ignored_modules"] = [net.last]
     if "nan_check" in cell.ways:
