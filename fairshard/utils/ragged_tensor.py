@@ -93,6 +93,8 @@ class RaggedTensor(DTensor):
             return _norms(func, args, kwargs)
         if name == "equal":
             return _is_equal(func, args)
+        if name == "_has_compatible_shallow_copy_type":  # dispatched on devices that are not part of torch
+            return func(*_locals(func, args, (args[0],) * len(args)))
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             func(_locals(func, args[0], args[0]), *args[1:])
             _ragged_in(args)._comm.all_reduce(args[1], "max").wait()

@@ -88,9 +88,9 @@ def add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int])
 
 def joined_columns(parts: Sequence[Tensor]) -> Tensor | None:
     """``parts``, 2-d views that lie side by side in the columns of one tensor, as one view; None if they do not."""
-    first = parts[0]
-    if first.dim() != 2:
+    if not parts or parts[0].dim() != 2:
         return None
+    first = parts[0]
     shape, stride, start = first.shape, first.stride(), first.storage_offset()
     stop = start
     for part in parts:

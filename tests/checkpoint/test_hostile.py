@@ -24,6 +24,7 @@ from fairshard.errors import CheckpointError
 from tests.checkpoint.hostile_files import PICKLES, Archive, archive_of, old_file_of, pickled_tensor
 from tests.checkpoint.limited import MAX_NBYTES, assert_refused, run_limited
 from tests.checkpoint.written import save_alone, sign
+from tests.torch_gaps import needs_transforms
 
 LARGE = 9_900_000  # bytes: hostile files below 10 MB
 SIZES = [300_000, pytest.param(LARGE, marks=pytest.mark.full)]
