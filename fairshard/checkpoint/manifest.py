@@ -70,7 +70,7 @@ def read_manifest(storage: Storage, folder: str, max_nbytes: int = MAX_MANIFEST_
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"The manifest must be what fairshard wrote, but {path} is damaged: {error}. Use another checkpoint; to "
-            f"read the tensors anyway, unchecked, remove {MANIFEST}."
+            f"read the tensors anyway, unchecked, remove {MANIFEST} and pass allow_unverified=True."
         ) from error
 
 
