@@ -1,4 +1,4 @@
-"""Follows the user's changes of ``requires_grad`` in all flat params of a model."""
+"""Follows the user's changes of ``requires_grad`` in the flat params of a unit."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fairshard.errors import ShardChangedError
+from fairshard.nn import CPUOffload, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import DOORS, shard
 from tests.on_ranks import in_full, on_ranks
@@ -120,6 +120,12 @@ WAYS = {
     "wrapper": lambda net, reshard: wrapped(net, reshard_after_forward=reshard),
     "bf16": lambda net, reshard: wrapped(
         net, reshard_after_forward=reshard, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
+    ),
+    "offload, bf16": lambda net, reshard: wrapped(
+        net,
+        reshard_after_forward=reshard,
+        cpu_offload=CPUOffload(True),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
     ),
     "original parameters": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, use_orig_params=True),
     "not ahead": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, forward_prefetch=False),
