@@ -22,7 +22,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, Place, first_difference
+from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
 _MAX_NAMED = 4
@@ -30,7 +30,7 @@ _MAX_NAMED = 4
 # `map` with it costs no Python call per unit.
 _TRAINED: Callable[[FlatParam], bytes] = attrgetter("trained")
 _FACTOR, _MASK = 0x100000001B3, (1 << 62) - 1  # of a rolling hash
-_FORWARD, _BACKWARD = -1, -2  # the start of a pass; all other numbers are units
+_FORWARD, _BACKWARD = -1, -2  # the start of a pass; units count from 0, twice if gathered again
 
 
 def check_settings(units: Sequence[Unit]) -> None:
@@ -163,6 +163,10 @@ class OrderCheck:
             self._gathers[comm] = (self._gathers[comm] * _FACTOR + number + 1) & _MASK
             self._orders[comm].note(self._places[comm], number, self._names[number])
 
+    def gather_again(self, unit: Unit) -> None:
+        """This rank has written to ``unit`` in the forward, and waits for the others, which must have written, too."""
+        self.noted.append(self._numbers[unit] + len(self._names))
+
     def end_forward(self, completed: bool) -> None:
         """The pass is over; drops one that raised."""
         if not completed:
@@ -255,7 +259,8 @@ class OrderCheck:
         text = self._phase
         last = next((number for number in reversed(noted) if number >= 0), None)
         if last is not None and not text.startswith("after it raised"):
-            text += f", at `{self._names[last]}`"
+            text += f", at `{self._names[last % len(self._names)]}`"
+            text += ", whose weights it wrote in the forward" if last >= len(self._names) else ""
         return Place(text, self.step, self._words(noted if self.noted is self._trained else []))
 
     def progress(self) -> Hashable:
@@ -272,6 +277,8 @@ class OrderCheck:
                 words.append(BEGINS_FORWARD if number == _FORWARD else BEGINS_BACKWARD)
             elif number in self._shared:
                 words.append(f"`{self._names[number]}` ({kind})")
+            elif number - len(self._names) in self._shared:
+                words.append(GATHERED_AGAIN.format(f"`{self._names[number - len(self._names)]}`"))
         return tuple(words)
 
 

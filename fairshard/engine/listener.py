@@ -27,6 +27,9 @@ class OrderListener(Training, Protocol):
     def gather(self, unit: Unit) -> None:
         """``unit`` is gathered in a forward, outside of ``join``."""
 
+    def gather_again(self, unit: Unit) -> None:
+        """``unit`` is gathered once more at its call, because the forward has written to its weights."""
+
     def end_forward(self, completed: bool) -> None:
         """The pass is over, or has raised."""
 

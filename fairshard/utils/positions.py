@@ -16,8 +16,13 @@ import torch
 BACKGROUND = "fairshard background: "
 """Prefix of the names of threads that communicate beside training; the rest says what they do."""
 
+GATHERED_AGAIN = "the second gather of {}, whose weights it wrote in the forward"
+"""An entry of `Place.entered`; format it with the name of a unit."""
+
 BEGINS_FORWARD, BEGINS_BACKWARD = "the beginning of a forward", "the beginning of a backward"
 """The entries of `Place.entered` at the beginning of a pass."""
+
+_AGAIN = GATHERED_AGAIN.partition("{")[0]
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -29,6 +34,7 @@ _MISSED_BACKWARD = (
     " A backward that reaches no unit of the model, or raises before it reaches one, does not count: let the loss of "
     "that rank reach the model (`loss + 0 * output.sum()`), or call no backward on any rank."
 )
+_WROTE_ALONE = " A forward that writes to weights must do so on every rank."
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ def first_difference(places: dict[int, list[Place]], to_the_end: bool = False) -
                 if ours != other and (to_the_end or (ours and other)):
                     at = [entry or "the end" for entry in (ours, other)]
                     text = f"In step {place.step} rank {first} is at {at[0]}, rank {rank} at {at[1]}."
+                    if any(entry.startswith(_AGAIN) for entry in at):
+                        return text + _WROTE_ALONE
                     return text + _MISSED_BACKWARD if set(at) == {BEGINS_FORWARD, BEGINS_BACKWARD} else text
     return ""
 

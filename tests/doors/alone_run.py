@@ -34,6 +34,22 @@ START_S, APART_S = 60.0, 0.3  # of two worlds: they share the processors, and ha
 ENDS_WITHIN_S = TIMEOUT_S + 5 + 10
 
 
+class Writing(nn.Sequential):
+    """Three layers; may write to the weights of the second after the first has computed."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
+        self[0].writes = False
+
+    def forward(self, x):
+        x = self[0](x)
+        if self[0].writes:
+            with torch.no_grad():
+                for param in self[1].parameters():
+                    param.mul_(0.9)
+        return self[2](self[1](x))
+
+
 class World:
     """One rank of a world of two."""
 
@@ -114,6 +130,21 @@ class World:
         saver = Checkpointer(self.folder / "saved")
         self.alone(lambda: saver.load_latest(model, optimizer))
 
+    # ---- in a forward
+
+    def _writes(self, door):
+        """In step 3 rank 0 writes to weights that are gathered ahead, before the unit is called."""
+        torch.manual_seed(1)
+        model = Writing()
+        for index, layer in enumerate(model):
+            model[index] = fully_shard(layer) if door == "fully_shard" else FSDP(layer)
+        model = fully_shard(model) if door == "fully_shard" else FSDP(model)
+        for step in (1, 2, 3):
+            model[0].writes = step == 3 and self.rank == 0
+            if model[0].writes:
+                self.note("began")
+            model(torch.ones(3, 4)).square().sum().backward()
+
     # ---- saves
 
     def _saves(self, door, async_save, place):
@@ -148,6 +179,7 @@ class World:
 
 
 for _door in ("wrapper", "fully_shard"):
+    setattr(World, f"write_in_forward_of_{_door}", functools.partialmethod(World._writes, _door))
     for _mode in ("sync", "async"):
         for _place in ("at", "in", "slow"):
             _case = functools.partialmethod(World._saves, _door, _mode == "async", _place)

@@ -25,6 +25,7 @@ STOPPED = [
     *(f"{place}_{mode}_save_of_wrapper" for place in ("at", "in") for mode in ("sync", "async")),
     *("in_sync_save_of_fully_shard", "at_async_save_of_fully_shard"),
 ]
+WRITES = [f"write_in_forward_of_{door}" for door in ("wrapper", "fully_shard")]
 SLOW = ["slow_sync_save_of_fully_shard", "slow_async_save_of_wrapper"]
 
 
@@ -32,7 +33,7 @@ SLOW = ["slow_sync_save_of_fully_shard", "slow_async_save_of_wrapper"]
 def ran(tmp_path_factory):
     """All cases, run at the same time."""
     command = [sys.executable, "-m", "tests.doors.alone_run", str(tmp_path_factory.mktemp("alone"))]
-    command += [*ALONE, "no_model", "copy_to_memory", *STOPPED, *SLOW]
+    command += [*ALONE, "no_model", "copy_to_memory", *WRITES, *STOPPED, *SLOW]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {found["case"]: found for found in map(json.loads, done.stdout.splitlines())}
@@ -64,6 +65,19 @@ def test_a_call_on_one_rank_only_is_told_with_the_places_of_all(ran, case):
     assert re.search(rf"rank 0: [^/]*in `{call}` \(alone_run\.py:\d+, in \S+\)", text), text
     assert re.search(r"rank 1: [^/]*\(alone_run\.py:\d+, in elsewhere\)", text), text
     assert f"`{ALONE[case]}` is collective: every rank must call it" in text
+
+
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
+@pytest.mark.parametrize("case", WRITES)
+def test_a_write_in_the_forward_on_one_rank_only_is_told_on_all(ran, case):
+    """That rank gathers the unit again, alone; both name the unit and what must hold."""
+    assert_in_time(ran[case])
+    for rank in range(2):
+        at, text = told(ran[case], rank)
+        assert at < TIMEOUT_S + 5
+        assert text.startswith("raised RanksDisagreeError: ")
+        assert "In step 3 rank 0 is at the second gather of `1`, whose weights it wrote in the forward, rank 1" in text
+        assert "A forward that writes to weights must do so on every rank." in text
 
 
 @pytest.mark.cpu_only("starts processes of its own, on gloo")

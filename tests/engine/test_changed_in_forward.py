@@ -127,6 +127,8 @@ WAYS = {
         cpu_offload=CPUOffload(True),
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
     ),
+    # Shards lie in host memory, with a copy on the device, which is made once a pass.
+    "copied": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, move_grads_to_cpu=True),
     "original parameters": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, use_orig_params=True),
     "not ahead": lambda net, reshard: wrapped(net, reshard_after_forward=reshard, forward_prefetch=False),
     "fully_shard": lambda net, reshard: placed(net, reshard_after_forward=reshard),
@@ -196,3 +198,41 @@ def test_a_write_between_two_calls_that_are_trained_raises_in_the_backward(door)
             loss.backward()
     net.way = clamping
     net(randn(2, 3)).backward()
+
+
+class Again(nn.Linear):
+    """Calls ``outer``, its wrapper, once, after it has written to ``refs``."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        nn.init.constant_(self.weight, 0.5)
+        nn.init.zeros_(self.bias)
+        self.outer, self.refs, self.is_nested = [], [], False
+
+    def forward(self, x):
+        x = super().forward(x)
+        if not self.is_nested:
+            with torch.no_grad():
+                for param in self.refs:
+                    param.fill_(2.0)
+            self.is_nested = True
+            x = self.outer[0](x)
+            self.is_nested = False
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_call_inside_its_own_call_computes_with_the_same_weights(use_orig_params):
+    """The parameters in use are not freed; the backward raises, and the next pass has the new values."""
+    inner = Again().to(rank_device())
+    net = FSDP(nn.Sequential(FSDP(inner, use_orig_params=use_orig_params)))
+    inner.outer.append(net[0])
+    inputs = torch.ones(2, 3, device=rank_device())
+    net(inputs).sum().backward()
+    inner.refs = list(net.parameters())
+    outputs = net(inputs)
+    assert outputs.eq(1.5 * 1.5).all()
+    with pytest.raises(ShardChangedError, match="must not change between its forward and its backward"):
+        outputs.sum().backward()
+    assert net(inputs).eq(8 * 6 + 2).all()
