@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from fairshard.engine.listener import OrderListener
 from fairshard.engine.unit import Unit
 from fairshard.params.versions import versions_of
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.streams import now
 
 
-def adopt_changes(unit: Unit) -> bool:
-    """A call of ``unit`` begins: adopt changes of ``requires_grad``; free it, and return True, if it was written to.
+def adopt_changes(unit: Unit, order_check: OrderListener) -> None:
+    """A call of ``unit`` begins: adopt changes of ``requires_grad``; free it if it was gathered before a write.
 
-    It was gathered ahead, or stayed gathered after an earlier call. Every rank must write. On an accelerator the next
-    gather starts after the write; one that was ahead may have read half of it, and is discarded.
+    It was gathered ahead, or stayed gathered after an earlier call. Every rank must write: ``order_check`` is told of
+    the second gather. On an accelerator it starts after the write; the first may have read half of it.
     """
     if unit.listing.is_computing:  # called inside a call of its own: the leaves are registered
-        return False
+        return
     unit.following.follow()
     stamp = num_steps(), versions_of(unit.flat_params)
     if unit.shared.is_asynchronous and stamp != unit.seen:
         unit.shared.unshard_stream.wait(now(unit.device))
         unit.seen = stamp
     if unit.stamp is None or unit.stamp == stamp:
-        return False
+        return
     for flat_param in unit.flat_params:
         flat_param.begin_pass()
     if unit.is_gathered:
         unit.reshard()
-        return True
-    return False
+        order_check.gather_again(unit)

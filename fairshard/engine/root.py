@@ -159,8 +159,7 @@ class Root:
         bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
         self.note(unit)
         self._ahead.discard(unit)
-        if adopt_changes(unit):
-            self.order_check.gather_again(unit)
+        adopt_changes(unit, self.order_check)
         self._unshard(unit)
         for other in unit.prefetch.in_forward(self.order.enter(unit)):
             if not other.is_gathered:
