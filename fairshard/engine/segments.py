@@ -15,12 +15,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from fairshard.engine.exec_order import Bracket
 from fairshard.utils.autograd import nodes_before, reaches, sequence_number
 
-_CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
+# From torch 2.14 `checkpoint` only reads its arguments, which may be missing: it also makes decorators.
+_CHECKPOINT: CodeType = inspect.unwrap(getattr(torch_checkpoint, "_checkpoint_impl", checkpoint)).__code__
 _REENTRANT: CodeType = CheckpointFunction.forward.__code__
 _PACKS_FOR_CHECKPOINT = "_checkpoint_hook."
 _saved_tensor_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

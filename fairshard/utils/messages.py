@@ -169,34 +169,45 @@ def group_of_one() -> ProcessGroup:
     world = default_group()
     found = _groups_of_one.get(world)
     if found is None:
-        found = _groups_of_one[world] = dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
+        with _named_alike(None):
+            found = _groups_of_one[world] = dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
     return found
 
 
 @explained
 def subgroup(ranks: list[int], within: ProcessGroup) -> ProcessGroup:
     """A new group of ``ranks``, numbered as in the default group. **Collective** over ``within``, of which they are."""
-    with _equally_many_groups(within):
+    with _named_alike(within):
         group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
 
 
-@contextlib.contextmanager
-def _equally_many_groups(within: ProcessGroup) -> Iterator[None]:
-    """Count equally many groups on all ranks of ``within``. **Collective** over them.
+_OWN_NUMBERS = 1 << 20
+"""The groups that `_named_alike` names are counted from here, apart from those that others make."""
 
-    torch (to 2.13) names a group by its ranks and by the number of groups that a rank has. Ranks with different
-    numbers, because some have groups of their own, would wait for each other under two names.
+_numbers = [_OWN_NUMBERS]  # the next
+
+
+@contextlib.contextmanager
+def _named_alike(within: ProcessGroup | None) -> Iterator[None]:
+    """A group made in the block has one name on all ranks of ``within``. **Collective** over them; None: this rank.
+
+    torch names a group by its ranks and by the number of groups that a rank has (to 2.13), or has made (from 2.14).
+    Ranks with different numbers, because some have groups of their own, would wait for each other under two names.
+    The number of groups made is put back: torch gives it to groups that ranks outside of ``within`` make, too.
     """
     names: Any = _world.pg_names
-    most = len(names)
-    if backend_name(within, torch.device("cpu")) != "fake":
-        most = max(gather_objects(most, within))
-    extra = [object() for _ in range(most - len(names))]
+    own = most = len(names), _numbers[0]
+    if within is not None and backend_name(within, torch.device("cpu")) != "fake":
+        most = tuple(map(max, *gather_objects(own, within))) if within.size() > 1 else own
+    extra = [object() for _ in range(most[0] - own[0])]
     names.update(dict.fromkeys(extra, ""))
+    _world.group_count, made = most[1], _world.group_count
+    _numbers[0] = most[1] + 1
     try:
         yield
     finally:
+        _world.group_count = made
         for each in extra:
             del names[each]
 
@@ -289,7 +300,7 @@ def gloo_twin(group: ProcessGroup) -> ProcessGroup:
         CollectiveFailedError: a rank has ended; gloo notices after five times the timeout.
     """
     ranks = dist.get_process_group_ranks(group)
-    with _equally_many_groups(group):
+    with _named_alike(group):
         twin: ProcessGroup = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
     return twin
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, FairshardError
 from fairshard.utils.collectives import Transfer, communicator, counters, exchange_tag, reset_counters
-from fairshard.utils.messages import backend_name, default_group, gather_scalars, gloo_twin, subgroup
+from fairshard.utils.messages import backend_name, default_group, gather_scalars, gloo_twin, group_of_one, subgroup
 from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks
 
@@ -248,11 +248,10 @@ def test_a_group_that_cannot_connect_is_explained():
 
 @on_ranks(3)
 def test_ranks_may_have_different_numbers_of_groups():
-    """A rank that has made groups which others lack still finds them in a new one, under one name."""
+    """A rank with groups that others lack still finds them in a new one, of ours or torch's, under one name."""
     world = default_group()
     if dist.get_rank() == 0:
-        own = dist.new_group([0], use_local_synchronization=True)
-        assert communicator(own).world_size == 1
+        assert communicator(group_of_one()).world_size == 1
     pair = dist.new_group([0, 2])
     twins = [gloo_twin(world)]
     if dist.get_rank() != 1:
