@@ -146,7 +146,9 @@ def _build_chunk(made: metadata.ChunkStorageMetadata, state: Any, budget: Budget
 
 
 def _build_properties(made: metadata.TensorProperties, state: Any, budget: Budget) -> None:
-    dtype, layout, requires_grad, memory_format, pin_memory = state
+    dtype, layout, requires_grad, memory_format, pin_memory = state[:5]  # torch 2.15 adds the strides; not needed here
+    if len(state) > 6:
+        raise UnpicklingError(f"the properties of a tensor have {len(state)} entries")
     _is(dtype, torch.dtype)
     _is(layout, torch.layout)
     _is(memory_format, metadata._MEM_FORMAT_ENCODING)
