@@ -9,7 +9,7 @@ from fairshard.engine.exec_order import Record
 from fairshard.engine.listener import GradListener
 from fairshard.engine.shared import Shared
 from fairshard.engine.unit import Unit
-from fairshard.utils.autograd import reaches
+from fairshard.utils.autograd import reaches, runs
 from fairshard.utils.collectives import Communicator
 
 
@@ -62,7 +62,7 @@ def is_reached(model: Model) -> bool:
     for bracket in model.record:
         call = None if bracket.call is None else bracket.call()
         node = None if bracket.node is None else bracket.node()
-        if (call is not None and call.is_reached()) or (node is not None and reaches(node)):
+        if (call is not None and call.is_reached()) or (node is not None and runs(node)):
             return True
     return False
 

@@ -20,7 +20,7 @@ from fairshard.engine.schedule import ENDS, CallPlace, Schedule, UnitRule, build
 from fairshard.engine.segments import find_recomputed
 from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.autograd import reaches
+from fairshard.utils.autograd import reaches, runs
 from fairshard.utils.collectives import Communicator
 
 
@@ -247,7 +247,7 @@ class Planner:
                 continue
             lives[calls.places[index].forward] = 1
             unit = bracket.unit
-            if (call is not None and call.is_reached(is_restricted)) or (node is not None and reaches(node)):
+            if (call is not None and call.is_reached(is_restricted)) or (node is not None and runs(node)):
                 reached[index] = 1
                 if node is not None or (unit in unsure and self._is_unsure(unit, call)):
                     own.assumed[self.number[unit]] = 1

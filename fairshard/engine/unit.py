@@ -72,7 +72,7 @@ class Unit:
         self.is_gathered = self.is_held = self.is_pinned = False
         # When it was gathered: the number of optimizer steps, and the version counter of each shard.
         self.stamp: tuple[int, list[int]] | None = None  # None: no other forward may use what is gathered
-        self.seen: tuple[int, list[int]] | None = None  # the same when the pass began, or a call adopted later writes
+        self.seen: list[int] = []  # the counters when the pass began, or a call adopted later writes
         self.is_kept = False  # the user has asked to keep it gathered between passes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,11 +232,11 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.begin_pass()
         if self.is_gathered or self.shared.is_asynchronous:
-            self.seen = num_steps(), versions_of(self.flat_params)
+            self.seen = versions_of(self.flat_params)
         if self.is_gathered:
             self.listing.warn_if_written(is_pass=True)
             serves = self.is_kept or self.config.late.keeps_across_passes
-            if not serves or self.stamp != self.seen:
+            if not serves or self.stamp != (num_steps(), self.seen):
                 self.stamp = None
         if self.members is not None:
             self.members.begin_pass()

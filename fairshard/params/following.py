@@ -1,4 +1,4 @@
-"""Follows the user's changes of ``requires_grad`` in the flat params of a unit."""
+"""Follows what the user changes in the flat params of a unit between its gather and its call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 
+from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.watchdog import reported
 
 # `map` with them takes less host time than a loop.
 _LEAF_TRAINS, _TRAINS = attrgetter("leaf.requires_grad"), attrgetter("requires_grad")
@@ -14,19 +16,42 @@ _REGISTERED = attrgetter("shows.registered")
 
 
 class Following:
-    """Makes `flat_params` adopt changes of ``requires_grad``, if any flag has changed since the last time."""
+    """Makes `flat_params` adopt changes of ``requires_grad``, and finds writes that torch does not count."""
 
     def __init__(self, flat_params: Sequence[FlatParam]) -> None:
         self._flat_params = flat_params
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._flags: list[bool] = []
+        self._num_reused = 0
 
     def follow(self) -> None:
-        """See `Leaves.follow_requires_grad`."""
+        """See `Leaves.follow_requires_grad`; does nothing if no flag has changed since the last time."""
         if self._flags != self._read():
             for flat_param in self._flat_params:
                 flat_param.follow_requires_grad()
             self._flags = self._read()
+
+    def check_values(self) -> None:
+        """A call uses what was gathered ahead: raise if shards have other values since, of which torch knows nothing.
+
+        To save host time it looks in the first such call, in the second, the fourth, the eighth, ...
+
+        Raises:
+            ShardChangedError: names the first such shard.
+        """
+        self._num_reused += 1
+        if self._num_reused & (self._num_reused - 1):
+            return
+        for flat_param in self._flat_params:
+            if flat_param.is_gathered and flat_param.gathered.differs(flat_param.shows.shard.detach()):
+                raise reported(
+                    ShardChangedError(
+                        "Weights must not be written to through `.data` once they are gathered for the next call, but "
+                        f"those of `{flat_param.name}` (rank {flat_param.rank}) were: torch does not count those, so "
+                        "the call would compute with the values from before. Write to the parameters themselves "
+                        "(`with torch.no_grad(): param.mul_(m)`)."
+                    )
+                )
 
     def _read(self) -> list[bool]:
         registered = chain.from_iterable(map(_REGISTERED, self._flat_params))

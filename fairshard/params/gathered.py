@@ -107,6 +107,13 @@ class Gathered:
             transfer, self.transfer = self.transfer, None
             transfer.wait()
 
+    def differs(self, own: Tensor) -> bool:
+        """Whether this rank's shard ``own`` had other values when the running gather started; False without one."""
+        if self.transfer is None or not self._storage.nbytes():  # it has not gathered into the buffer
+            return False
+        row, own = self._row, own.to(self._row.dtype)
+        return not torch.equal(row.view(torch.uint8), own.view(torch.uint8))  # bits: NaN is equal to itself
+
     def free(self) -> None:
         """Wait for the running gather, if any, and free the memory."""
         if self.transfer is not None:

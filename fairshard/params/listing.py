@@ -76,6 +76,8 @@ class Listing:
         """
         if not self.is_on:
             return
+        if self.left is not None and self.left != before:
+            self.warn_if_written(is_pass=True)
         self.left = before
         if self.versions() == before and not self._shows_other():
             return

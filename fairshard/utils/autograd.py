@@ -61,6 +61,11 @@ def reaches(node: Any) -> bool:
         return False
 
 
+def runs(node: Any) -> bool:
+    """`reaches`, also for a node that runs now and is the only root of the graph task, which autograd does not list."""
+    return reaches(node) or node is torch._C._current_autograd_node()
+
+
 def reached(nodes: Sequence[Any]) -> bytearray:
     """`reaches` of each of ``nodes``, 1 or 0."""
     if _will_execute is None:

@@ -176,9 +176,12 @@ def group_of_one() -> ProcessGroup:
 
 @explained
 def subgroup(ranks: list[int], within: ProcessGroup) -> ProcessGroup:
-    """A new group of ``ranks``, numbered as in the default group. **Collective** over ``within``, of which they are."""
+    """A new group of ``ranks``, with the timeout of ``within``, of which they are. **Collective** over ``within``.
+
+    ``ranks``: their numbers in the default group.
+    """
     with _named_alike(within):
-        group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        group: ProcessGroup = dist.new_group(ranks, timeout_of(within), use_local_synchronization=True)
     return group
 
 

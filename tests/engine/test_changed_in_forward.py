@@ -1,10 +1,14 @@
 """Weights and flags of inner units that the outermost forward changes before it calls them."""
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from fairshard.errors import ShardChangedError
+from fairshard.errors import FairshardError, ParameterShardedError, ShardChangedError
 from fairshard.nn import CPUOffload, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
@@ -170,8 +174,130 @@ def test_gathers_start_after_writes():
     fill("not ahead", True)
 
 
-def fill(way, reshard):
-    net = Net(filling)
+def assigning(net, x):
+    """As ``filling``, by assignment: MoCo's ``param_k.data = param_k.data * m + param_q.data * (1 - m)``."""
+    net.seen = []
+    for number in (net.number, -net.number):
+        for param in net.inner.parameters():
+            param.data = torch.full_like(param.data, float(number))
+        net.seen.append(net.inner(torch.zeros_like(x)).mean().item())
+    net.number += 1
+    return x.square().sum()
+
+
+@pytest.mark.cpu_only(TORN)
+@on_ranks(in_full(1), 2, in_full(3))
+@pytest.mark.parametrize("way", [way for way in WAYS if "fully_shard" not in way])
+def test_calls_compute_with_what_was_assigned_before_them(way):
+    """In each pass, whether the unit was gathered ahead or not; DTensors refuse assignments."""
+    fill(way, True, assigning)
+
+
+def scaling(net, x):
+    """As ``filling``, through ``.data``, which torch does not count."""
+    for param in net.inner.parameters():
+        param.data.mul_(0.5)
+    return net.inner(x).square().sum()
+
+
+@pytest.mark.cpu_only("on a device values are not compared: the host would wait")
+@on_ranks(2)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "not ahead"])
+def test_writes_that_torch_does_not_count_raise(way):
+    """In the first pass in which the unit is gathered ahead; a pass without them works again, also with NaN."""
+    net = WAYS[way](Net(scaling), True)
+    net(randn(2, 3)).backward()
+    with pytest.raises(ShardChangedError, match=r"through `\.data` once they are gathered .* of `inner"):
+        net(randn(2, 3))
+    net.way = lambda net, x: net.inner(x).square().sum()
+    with torch.no_grad():
+        for param in net.inner.parameters():
+            param.fill_(torch.nan)
+    for _ in range(3):
+        net(randn(2, 3)).backward()
+
+
+def recomputed(net, x):
+    return checkpoint(functools.partial(adversarial, net), x, use_reentrant=True)
+
+
+@on_ranks(1, 2, in_full(3))
+@pytest.mark.parametrize("door", ["orig_params", "fully_shard", "owned"])
+def test_a_reentrant_checkpoint_trains_what_is_trained_in_its_second_run(door):
+    """A unit inside that is frozen for one of two calls."""
+    compare(door, recomputed, reshard=True)
+
+
+@on_ranks(2)
+def test_a_reentrant_checkpoint_names_flat_parameters_that_it_freezes():
+    """The whole parameters are registered in the second run, and have no flags of their own."""
+    net = shard(Net(recomputed), "wrapper")
+    with pytest.raises(FairshardError, match=r"`requires_grad` of parameter `inner\.weight` must not be changed"):
+        net(randn(2, 3)).backward()
+
+
+def ending(net, x):
+    return checkpoint(lambda x: net.inner(x).square().sum(), x, use_reentrant=True)
+
+
+@on_ranks(1, 2, in_full(3))
+@pytest.mark.parametrize("door", DOORS)
+def test_the_loss_may_be_the_output_of_a_reentrant_checkpoint(door):
+    """Autograd does not list the only root of a backward among the nodes that it runs."""
+    compare(door, ending, reshard=True)
+
+
+def probing(net, x):
+    if dist.get_rank() == 0:
+        probe = torch.zeros(2, requires_grad=True)
+        probe.grad = torch.ones(2)
+        torch.optim.SGD([probe], lr=0.1).step()
+    return net.inner(x).square().sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_an_optimizer_of_something_else_concerns_no_unit(door):
+    """It may step in a forward, on one rank only."""
+    net = shard(Net(probing), door)
+    for _ in range(3):
+        net(randn(2, 3)).backward()
+
+
+def halving(net, x):
+    y = net.inner(x)
+    with torch.no_grad():
+        net.inner.weight.mul_(0.5)
+    return net.inner(y).square().sum()
+
+
+@on_ranks(2)
+def test_a_write_to_whole_parameters_between_two_calls_warns():
+    """They stay gathered after the first call; the write is lost after the second."""
+    net = placed(Net(halving), reshard_after_forward=False)
+    net.first.requires_grad_(False)
+    net.inner.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"but `inner\.weight` was: the change is lost"):
+        net(randn(2, 3))
+
+
+def mixing(net, x):
+    with torch.no_grad():
+        for old, new in zip(net.inner.parameters(), net.first.parameters(), strict=True):
+            old.mul_(0.9).add_(new.sum() + torch.zeros(old.shape, device=x.device))
+    return net.inner(x).sum()
+
+
+@on_ranks(2)
+def test_an_average_of_whole_parameters_and_shards_is_told_which_are_whole():
+    """`first` stays whole after its call, `inner` is still cut."""
+    net = placed(Net(mixing), reshard_after_forward=False)
+    with pytest.raises(ParameterShardedError, match=r"first call `reshard\(\)` of `first`, which is whole"):
+        net(randn(2, 3))
+
+
+def fill(way, reshard, how=filling):
+    net = Net(how)
     net.inner.requires_grad_(False)
     net.number = 1
     net = WAYS[way](net, reshard)

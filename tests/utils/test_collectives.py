@@ -1,5 +1,6 @@
 """The engine's collectives give the right numbers on every path, and count themselves."""
 
+import datetime
 import functools
 from unittest import mock
 
@@ -9,7 +10,15 @@ import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, FairshardError
 from fairshard.utils.collectives import Transfer, communicator, counters, exchange_tag, reset_counters
-from fairshard.utils.messages import backend_name, default_group, gather_scalars, gloo_twin, group_of_one, subgroup
+from fairshard.utils.messages import (
+    backend_name,
+    default_group,
+    gather_scalars,
+    gloo_twin,
+    group_of_one,
+    subgroup,
+    timeout_of,
+)
 from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks
 
@@ -244,6 +253,14 @@ def test_a_group_that_cannot_connect_is_explained():
     assert "Connect timeout" in str(caught.value)
     assert caught.value.__cause__ is cause
     assert communicator(group).world_size == 2
+
+
+@on_ranks(2)
+def test_a_subgroup_has_the_timeout_of_the_group_that_it_is_in():
+    """Otherwise its ranks would wait for one that has gone for torch's half an hour."""
+    seconds = datetime.timedelta(seconds=100)
+    within = dist.new_group(timeout=seconds)
+    assert timeout_of(subgroup([dist.get_rank()], within)) == timeout_of(gloo_twin(within)) == seconds
 
 
 @on_ranks(3)

@@ -95,10 +95,12 @@ def _explain(module: nn.Module, name: str, error: RuntimeError) -> None:
         return
     place = f"`{name}` of the sharded {type(module).__name__.removeprefix('FSDP')} `{unit.fqn or 'root'}`"
     if unit.is_gathered:
+        whole = next((fqn for fqn, below in units_below(module) if below.is_gathered and below is not unit), None)
+        mixed = f" To compute with shards, first call `reshard()` of `{whole}`, which is whole." if whole else ""
         raise ParameterShardedError(
             f"{place} must use parameters of inner units by calling those units, but seems to compute with "
             f"parameters of `{sharded[0]}`, which is not gathered. Shard the two as one unit, or move the computation "
-            "there."
+            f"there.{mixed}"
         ) from error
     cure = (
         "Call the module itself"
