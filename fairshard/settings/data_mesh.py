@@ -38,6 +38,16 @@ class DataParallelMeshDims:
         if self.shard is None and self.replicate is None:
             raise ValueError("`shard` or `replicate` must name dimensions of the mesh, but both are None.")
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names of ``shard``."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names of ``replicate``."""
+        return _names(self.replicate)
+
 
 @dataclass(frozen=True)
 class ShardPlacementResult:

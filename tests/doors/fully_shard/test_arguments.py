@@ -234,3 +234,10 @@ def test_ranks_that_disagree():
         fully_shard(part)
     with pytest.raises(RanksDisagreeError, match="0, 2"):
         fully_shard(model)(randn(2, 4))
+
+
+def test_names_of_data_parallel_dimensions_are_tuples():
+    """As torch's class has them."""
+    dims = DataParallelMeshDims("dp", ("host", "pod"))
+    assert (dims.shard_names, dims.replicate_names) == (("dp",), ("host", "pod"))
+    assert DataParallelMeshDims(replicate="host").shard_names == ()
