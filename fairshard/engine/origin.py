@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.versions import versions_of
+from fairshard.params.versions import counters_of
 from fairshard.utils.containers import apply_to_tensors
 
 
@@ -57,11 +57,11 @@ class Origin:
 
     def note_cut(self, flat_params: Sequence[FlatParam]) -> None:
         """The shards of ``flat_params`` have just been cut."""
-        self._versions = versions_of(flat_params)
+        self._versions = counters_of(flat_params)
 
     def has_changed(self, flat_params: Sequence[FlatParam]) -> bool:
         """Whether a shard was written to after `note_cut`."""
-        return self._versions != versions_of(flat_params)
+        return self._versions != counters_of(flat_params)
 
     @property
     def trains_ignored(self) -> bool:

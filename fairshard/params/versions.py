@@ -15,10 +15,15 @@ from fairshard.params.flat_param import FlatParam
 _VERSION, _VERSIONED, _SHARD = attrgetter("_version"), attrgetter("shows.versioned"), attrgetter("shows.shard")
 
 
+def counters_of(flat_params: Sequence[FlatParam]) -> list[int]:
+    """The version counters of shards and of the parameters that are views of them."""
+    return list(map(_VERSION, chain.from_iterable(map(_VERSIONED, flat_params))))
+
+
 def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
-    """The version counters of shards and of the parameters that are views of them, then the addresses of shards."""
-    versions = map(_VERSION, chain.from_iterable(map(_VERSIONED, flat_params)))
-    return [*versions, *map(Tensor.data_ptr, map(_SHARD, flat_params))]
+    """`counters_of`, then the addresses of shards, which do not move between a forward and its backward."""
+    counters = map(_VERSION, chain.from_iterable(map(_VERSIONED, flat_params)))
+    return [*counters, *map(Tensor.data_ptr, map(_SHARD, flat_params))]
 
 
 def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:
