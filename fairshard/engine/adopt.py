@@ -21,7 +21,7 @@ def adopt_changes(unit: Unit, order_check: OrderListener) -> None:
     if unit.listing.is_computing:  # called inside a call of its own: the leaves are registered
         return
     unit.following.follow()
-    for flat_param in unit.flat_params:
+    for flat_param in unit.flat_params if unit.members is None else ():  # DTensors refuse it, when a pass begins
         if flat_param.shows.has_moved:  # the user has assigned to `.data` of a registered parameter
             flat_param.begin_pass()
     versions = versions_of(unit.flat_params)
