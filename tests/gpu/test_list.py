@@ -143,6 +143,7 @@ def test_outcomes_of_a_check(tmp_path, cpu_ranks, function, outcome, reason, num
     assert reason in found.reason
 
 
+@pytest.mark.full
 def test_the_reason_of_a_failure_is_its_error(tmp_path, cpu_ranks):
     """On two ranks the report has the first rank's error, and a file beside it has every traceback."""
     machine = Machine("cpu", 0, tmp_path)

@@ -45,7 +45,7 @@ def _figures(engine, case):
         in_full("NVLink, bf16, no reshard"),
         in_full("PCIe, bf16, 1 sequence"),
         in_full("the same, bucket_cap_mb=12.5"),
-        "offload, clipped",
+        in_full("offload, clipped"),
         in_full("offload, norm below the limit"),
     ],
 )

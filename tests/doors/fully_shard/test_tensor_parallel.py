@@ -245,7 +245,7 @@ def test_state_dicts_and_checkpoints_pass_between_engines_and_meshes(tmp_path):
 
 
 @beside_torch
-@on_ranks(4)
+@on_ranks(in_full(4))
 def test_meta_init_equals_torch():
     """A tensor-parallel model on the meta device gets memory and values after sharding, and trains as PyTorch's."""
     mesh, dp = mesh_of(2, 2)
