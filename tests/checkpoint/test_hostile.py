@@ -6,6 +6,7 @@ import pickle
 import warnings
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -370,6 +371,21 @@ def test_honest_metadata_are_within_the_limits(num_tensors, num_pieces, tmp_path
     (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
     assert num_tensors < 80_000 or (tmp_path / ".metadata").stat().st_size > 10**8
     assert CheckpointReader(str(tmp_path)).read_metadata() == written
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 2])
+def test_properties_of_tensors_may_have_the_strides_of_torch_2_15(num_more, tmp_path):
+    """They are not needed to read a tensor. Anything beyond is refused."""
+    written = metadata_of(1, 1)
+    state = dcp.TensorProperties(dtype=torch.float32).__getstate__()[:5] + ((1,),) * num_more
+    with mock.patch.object(dcp.TensorProperties, "__getstate__", return_value=state):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
+    if num_more == 2:
+        with pytest.raises(CheckpointError, match="properties of a tensor have 7 entries"):
+            CheckpointReader(str(tmp_path)).read_metadata()
+    else:
+        (read,) = CheckpointReader(str(tmp_path)).read_metadata().state_dict_metadata.values()
+        assert (read.properties.dtype, read.properties.layout) == (torch.float32, torch.strided)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
