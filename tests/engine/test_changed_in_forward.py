@@ -362,3 +362,62 @@ def test_a_call_inside_its_own_call_computes_with_the_same_weights(use_orig_para
     with pytest.raises(ShardChangedError, match="must not change between its forward and its backward"):
         outputs.sum().backward()
     assert net(inputs).eq(8 * 6 + 2).all()
+
+
+class Experts(nn.Module):
+    """Three experts, of which the second is frozen for its call, and an average of weights that each forward halves."""
+
+    is_unit = True
+
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.average = nn.Linear(4, 4).requires_grad_(False)
+        for module in (*self.experts, self.average):
+            module.is_unit = True
+        self.is_checkpointed = is_checkpointed
+
+    def mix(self, x, chosen):
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            if number == 1:
+                expert.requires_grad_(False)
+            mixed = mixed.masked_scatter(mask[:, None].expand_as(x), expert(x[mask]).tanh())
+            if number == 1:
+                expert.requires_grad_(True)
+        return (mixed + x).square().mean(0).sum()
+
+    def forward(self, x, chosen):
+        with torch.no_grad():
+            for param in self.average.parameters():
+                param.mul_(0.5)
+        x = x + self.average(x)
+        return checkpoint(self.mix, x, chosen, use_reentrant=True) if self.is_checkpointed else self.mix(x, chosen)
+
+
+@pytest.mark.cpu_only(TORN)
+@on_ranks(in_full(1), 2, in_full(3))
+@pytest.mark.parametrize("door", ["orig_params", "fully_shard"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_experts_may_have_no_tokens_and_be_frozen_for_a_call(door, is_checkpointed):
+    """Rank 0 has no tokens of the second expert, and in odd steps no rank has any of the third."""
+    torch.manual_seed(0)
+    plain = Experts(False).to(rank_device())
+    torch.manual_seed(0)
+    net = shard(Experts(is_checkpointed), door)
+    losses = []
+    for model in (plain, net):
+        optimizer, own = torch.optim.SGD(model.parameters(), lr=0.2), []
+        for step in range(4):
+            x = randn(6, 4, key=(step, dist.get_rank())).requires_grad_()
+            chosen = torch.arange(6, device=x.device) % (3 - step % 2)
+            loss = model(x, chosen.masked_fill(chosen == 1, 0) if dist.get_rank() == 0 else chosen)
+            loss.backward()
+            if model is plain:
+                average_grads_(plain.parameters(), keeps_none=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
