@@ -16,7 +16,6 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.following import Following
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
 from fairshard.params.listing import Listing
@@ -104,7 +103,8 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
             flat_param.gathered.copies = shared.copies
-        self.listing, self.following = Listing(self.flat_params), Following(self.flat_params)
+        self.listing = Listing(self.flat_params)
+        self.following = self.listing.following
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 
-from fairshard.errors import ShardChangedError
+from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.watchdog import reported
 
@@ -22,14 +22,29 @@ class Following:
         self._flat_params = flat_params
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._flags: list[bool] = []
+        self._refused: FairshardError | None = None
         self._num_reused = 0
 
     def follow(self) -> None:
         """See `Leaves.follow_requires_grad`; does nothing if no flag has changed since the last time."""
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
         if self._flags != self._read():
             for flat_param in self._flat_params:
                 flat_param.follow_requires_grad()
             self._flags = self._read()
+
+    def settle(self) -> None:
+        """`follow`, before users see the other of leaf and registered parameter.
+
+        The next `follow` raises what is refused: this may run after an exception, which must not be replaced.
+        """
+        if self._flags != self._read():
+            try:
+                self.follow()
+            except FairshardError as error:
+                self._refused = error
 
     def check_values(self) -> None:
         """A call uses what was gathered ahead: raise if shards have other values since, of which torch knows nothing.

@@ -106,7 +106,7 @@ class Leaves:
         again when the backward runs.
 
         Raises:
-            FairshardError: one leaf was changed, but one flat parameter is registered for several.
+            FairshardError: only some leaves were changed, but one flat parameter is registered for all.
         """
         if bytes(map(_TRAINS, self.slots)) != self.trained:
             self.shows.adopt_requires_grad(self.trained, self.name)

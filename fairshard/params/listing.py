@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.following import Following
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.user_line import level_of_user
 
@@ -33,6 +34,7 @@ class Listing:
     a gathered leaf is an attribute beside the registered parameter.
 
     Attributes:
+        following: adopts flags that users set on the leaves, before they see the shards again, and the reverse.
         is_computing: whether it is on for modules that compute.
         left: `versions` when the modules finished computing, if the unit stays gathered.
 
@@ -40,13 +42,13 @@ class Listing:
     """
 
     __slots__ = (
-        "_are_plain", "_flat_params", "_is_shard", "_places", "_slots",
-        "is_at_rest", "is_computing", "is_on", "left",
+        "_are_plain", "_is_shard", "_places", "_slots",
+        "following", "is_at_rest", "is_computing", "is_on", "left",
     )  # fmt: skip
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.is_on = self.is_at_rest = self.is_computing = False
-        self._flat_params = flat_params
+        self.following = Following(flat_params)
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
         self._is_shard = [flat_param.computes_on_shard for flat_param in flat_params for _ in flat_param.slots]
@@ -127,7 +129,7 @@ class Listing:
     def rest(self) -> None:
         """Turn on, or stay on, while the modules do not compute."""
         if not self.is_on:
-            self._follow_requires_grad()
+            self.following.settle()
             self.show()
         self.is_at_rest, self.is_computing = True, False
 
@@ -154,8 +156,7 @@ class Listing:
     def hide(self) -> None:
         """Register the shards again, and make the leaves attributes; no-op if off."""
         if self.is_on:
-            if self.is_at_rest:
-                self._follow_requires_grad()
+            self.following.settle()
             self.is_on = self.is_at_rest = self.is_computing = False
             for params, attributes, name, registered, leaf, _ in self._places:
                 if name in params and params[name] is leaf:
@@ -164,16 +165,10 @@ class Listing:
 
     def show_placeholders(self) -> None:
         """As `hide`, but the attributes are the placeholders, not the leaves."""
-        if self.is_at_rest:
-            self._follow_requires_grad()
+        self.following.settle()
         self.is_on = self.is_at_rest = self.is_computing = False
         for params, attributes, name, registered, leaf, placeholder in self._places:
             if name in params and params[name] is leaf:
                 params[name] = registered
                 if placeholder is not None:
                     attributes[name] = placeholder
-
-    def _follow_requires_grad(self) -> None:
-        """Adopt changes before users see the other of leaf and registered parameter."""
-        for flat_param in self._flat_params:
-            flat_param.follow_requires_grad()

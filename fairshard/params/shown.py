@@ -62,14 +62,21 @@ class ShownShard:
         """Adopt ``requires_grad`` of leaves that differ from ``before``; ``name``: the name of the flat param.
 
         Raises:
-            FairshardError: no parameter is registered for such a leaf alone.
+            FairshardError: only some leaves have changed, and no parameter is registered for such a leaf alone.
         """
-        slots = zip(self.slots, before, strict=True)
-        slot = next(slot for slot, trained in slots if slot.leaf.requires_grad != trained)
+        wanted = {slot.leaf.requires_grad for slot in self.slots}
+        if len(wanted) == 1:  # the second run of a checkpoint has frozen the module whose leaves it saw
+            self.shard.requires_grad_(wanted.pop())
+            return
+        trained = bool(before[0])
+        slot = next(slot for slot in self.slots if slot.leaf.requires_grad != trained)
+        for each in self.slots:
+            each.leaf.requires_grad_(trained)
         raise FairshardError(
             f"`requires_grad` of parameter `{slot.fqn}` must not be changed on the original parameter after wrapping, "
-            f"but is now {slot.leaf.requires_grad}. Set it on the flat parameter (`{name}` in named_parameters()), or "
-            "before wrapping, or wrap with `use_orig_params=True` and set it on that parameter of the wrapped model."
+            f"but was set to {not trained}, which is undone. Set it on the flat parameter (`{name}` in "
+            "named_parameters()), or before wrapping, or wrap with `use_orig_params=True` and set it on that parameter "
+            "of the wrapped model."
         )
 
     @property

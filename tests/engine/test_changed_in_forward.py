@@ -217,23 +217,51 @@ def test_writes_that_torch_does_not_count_raise(way):
         net(randn(2, 3)).backward()
 
 
-def recomputed(net, x):
-    return checkpoint(functools.partial(adversarial, net), x, use_reentrant=True)
+def rerun(way, use_reentrant):
+    """``way`` in a checkpoint, whose second run sees whole parameters, and sets their flags."""
+
+    def run(net, x):
+        return checkpoint(functools.partial(way, net), x, use_reentrant=use_reentrant)
+
+    return run
+
+
+def frozen_once(net, x):
+    """The only call of ``inner`` is frozen; of what follows, both runs save as much."""
+    net.inner.requires_grad_(False)
+    x = net.inner(x).tanh()
+    net.inner.requires_grad_(True)
+    return net.first(x[:, :3]).square().sum()
 
 
 @on_ranks(1, 2, in_full(3))
-@pytest.mark.parametrize("door", ["orig_params", "fully_shard", "owned"])
-def test_a_reentrant_checkpoint_trains_what_is_trained_in_its_second_run(door):
-    """A unit inside that is frozen for one of two calls."""
-    compare(door, recomputed, reshard=True)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("way", [adversarial, frozen_once], ids=lambda way: way.__name__)
+def test_a_checkpoint_may_freeze_units_inside_it(door, use_reentrant, way):
+    """For some of their calls or all; the next pass starts with the flags that the second run has left."""
+    compare(door, rerun(way, use_reentrant), reshard=True)
+
+
+class PartlyFrozen(nn.Linear):
+    is_unit = True
+
+    def forward(self, x):
+        self.weight.requires_grad_(False)
+        return super().forward(x)
 
 
 @on_ranks(2)
-def test_a_reentrant_checkpoint_names_flat_parameters_that_it_freezes():
-    """The whole parameters are registered in the second run, and have no flags of their own."""
-    net = shard(Net(recomputed), "wrapper")
-    with pytest.raises(FairshardError, match=r"`requires_grad` of parameter `inner\.weight` must not be changed"):
-        net(randn(2, 3)).backward()
+def test_a_forward_that_freezes_a_part_of_a_flat_parameter_is_named():
+    """No parameter is registered for one of several. The error is raised once, by what follows, and undoes it."""
+    net = shard(PartlyFrozen(3, 3), "wrapper")
+    loss = net(randn(2, 3)).sum()
+    with pytest.raises(FairshardError, match="`requires_grad` of parameter `weight` must not be changed"):
+        loss.backward()
+    net.module.forward = functools.partial(nn.Linear.forward, net.module)
+    net(randn(2, 3)).sum().backward()
+    with FSDP.summon_full_params(net, with_grads=True):
+        assert all(param.grad.any() for param in net.parameters())
 
 
 def ending(net, x):
