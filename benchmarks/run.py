@@ -34,7 +34,7 @@ from models import MODELS
 
 REFERENCE = "ddp"
 CHECK_STEPS = max(report.LOSS_STEPS, 3)
-OVERHEAD_ENGINES = (*engines.OURS, "fsdp2", "fsdp1")
+OVERHEAD_ENGINES = (*engines.OURS, "least", "fsdp2", "fsdp1")
 OVERHEAD_PASSES = 20
 
 

@@ -18,6 +18,7 @@ ADAPTERS = {
     "fairshard-fully-shard": "fully_shard_engine",
     "fsdp2": "fsdp2",
     "fsdp1": "fsdp1",
+    "least": "least",
     "ddp": "ddp",
     "deepspeed": "deepspeed",
 }

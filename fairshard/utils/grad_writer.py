@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairshard.utils.storage import alloc_storage_, free_storage_
-
 MAX_STAGED_NBYTES = 1 << 18
 """Gradients of a source up to this size are first written end to end, and then copied to their columns at once."""
 
@@ -29,17 +27,18 @@ class GradWriter:
             views = source.bucket_views(stage)
             if all(run.is_contiguous() for runs in views for run in runs):
                 self._stage, self._views = stage, views
-                free_storage_(stage)
+                self._storage, self._nbytes = stage.untyped_storage(), stage.nbytes
+                self._storage.resize_(0)
 
     def write(self) -> None:
         """Write the gradients, divided before the sum."""
         source, stage = self._source, self._stage
         if stage is not None:
-            alloc_storage_(stage)
+            self._storage.resize_(self._nbytes)
         source.write_grads(self._views)
         written = self._columns if stage is None else stage
         if source.division.before != 1 and source.hook is None:
             written.div_(source.division.before)
         if stage is not None:
             self._columns.copy_(stage)
-            free_storage_(stage)
+            self._storage.resize_(0)
