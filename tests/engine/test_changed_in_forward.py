@@ -234,7 +234,8 @@ def frozen_once(net, x):
     return net.first(x[:, :3]).square().sum()
 
 
-@on_ranks(1, 2, in_full(3))
+@pytest.mark.pairs
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("way", [adversarial, frozen_once], ids=lambda way: way.__name__)

@@ -178,7 +178,7 @@ def check(seeds, name, checkpoints=False, hybrid=False, exchange=True):
 def test_all_ranks_issue_the_same(name, exchange):
     """Nets with all doors, bucket caps and prefetch options; each rank reaches other parts in each step."""
     first = 40 * list(PASSES).index(name)
-    check(range(first, first + 4), name, exchange=exchange)
+    check(range(first, first + 3), name, exchange=exchange)
 
 
 @on_ranks(2)
@@ -186,7 +186,7 @@ def test_all_ranks_issue_the_same(name, exchange):
 def test_all_ranks_issue_the_same_with_checkpoints(name):
     """Reentrant and other checkpoints over one or several stages recompute more than a rank reaches."""
     first = 1000 + 40 * list(PASSES).index(name)
-    check(range(first, first + 6), name, checkpoints=True, exchange=False)
+    check(range(first, first + 4), name, checkpoints=True, exchange=False)
 
 
 @on_ranks(4)
@@ -194,7 +194,7 @@ def test_all_ranks_issue_the_same_with_checkpoints(name):
 def test_ranks_of_each_group_issue_the_same(name):
     """With two groups of two, any two ranks issue the collectives that they share in the same order."""
     first = 2000 + 40 * list(PASSES).index(name)
-    check(range(first, first + 4), name, hybrid=True)
+    check(range(first, first + 3), name, hybrid=True)
 
 
 @on_ranks(in_full(2), in_full(3), in_full(4), timeout=500.0)

@@ -16,7 +16,7 @@ from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.doors.wrapper.test_ddp_parity import train as train_whole_run
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, sgd
 
 PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -52,7 +52,7 @@ def test_a_strategy_trains_as_ddp_does(strategy, flatten, accumulate, clip):
     assert_same_state(wrapped.state_dict(), ddp.module.state_dict(), rtol, rtol)
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @pytest.mark.parametrize(
     "options",
     [
