@@ -34,7 +34,7 @@ from models import MODELS
 
 REFERENCE = "ddp"
 CHECK_STEPS = max(report.LOSS_STEPS, 3)
-OVERHEAD_ENGINES = (*engines.OURS, "least", "fsdp2", "fsdp1")
+OVERHEAD_ENGINES = (*engines.OURS, engines.FLOOR, "fsdp2", "fsdp1")
 OVERHEAD_PASSES = 20
 
 
@@ -204,7 +204,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verbatim = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
     known = list(engines.ADAPTERS)
-    parser.add_argument("--engines", default=",".join(known), help="comma-separated, of %(default)s")
+    usual = ",".join(name for name in known if name != engines.FLOOR)
+    parser.add_argument("--engines", default=usual, help=f"comma-separated, of %(default)s and {engines.FLOOR}")
     parser.add_argument("--model", choices=MODELS, default="gpt-29m")
     parser.add_argument("--device", default="cpu", help="type of the ranks' devices: cpu, cuda, xpu, ...")
     parser.add_argument("--world", type=int, help="ranks, all on this machine (default: 2 on cpu, 1 on an accelerator)")

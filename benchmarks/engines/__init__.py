@@ -26,6 +26,9 @@ ADAPTERS = {
 OURS = ("fairshard", "fairshard-fully-shard")
 """The wrapper and ``fully_shard``; all other engines are peers."""
 
+FLOOR = "least"
+"""Decides and checks nothing; measured only where ``--engines`` names it."""
+
 VARIANTS = {
     "fsdp2": ("fsdp2", "fsdp2-prefetch"),
     "fsdp1": ("fsdp1", "fsdp1-prefetch"),

@@ -6,6 +6,7 @@ order of the model, every parameter gets a gradient, all is fp32, and nothing is
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ BUCKET_NUMEL = 25 * 2**18
 
 
 def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
+    assert dist.group.WORLD is not None
+    if options.bf16 or options.device.type != "cpu":
+        raise ValueError("`least` computes in fp32 on the CPU only. Leave it out of --engines.")
     sums = _Sums(Communicator(dist.group.WORLD))
     inner = [_Unit(unit, sums, number) for number, unit in enumerate(units.children(), 1)]
     root = _Root(model, sums, inner)
@@ -60,7 +64,8 @@ class _Unit:
         self.gather = RowGather(sums.comm, self.line)
         self.storage, self.nbytes = self.line.untyped_storage(), self.line.nbytes
         self.storage.resize_(0)
-        self.sums, self.tag, self.transfer = sums, number, None
+        self.sums, self.tag = sums, number
+        self.transfer: Transfer | None = None
         self.module, self.forward = module, module.forward
 
     def start(self) -> None:
@@ -107,7 +112,7 @@ class _Root:
     """The whole model: its own parameters stay gathered for the whole pass."""
 
     def __init__(self, model: nn.Module, sums: _Sums, inner: list[_Unit]):
-        for unit, after in zip(inner, inner[1:], strict=False):
+        for unit, after in itertools.pairwise(inner):
             unit.after, after.before = after, unit
         for unit in inner:
             unit.module.forward = unit.run
@@ -143,7 +148,7 @@ class _Sums:
 
     def send(self, unit: _Unit) -> None:
         """Hand over the gradients of ``unit``."""
-        grads = [leaf.grad for leaf in unit.leaves]
+        grads = [leaf.grad for leaf in unit.leaves if leaf.grad is not None]
         for leaf in unit.leaves:
             leaf.grad = None
         world_size = self.comm.world_size
@@ -166,10 +171,9 @@ class _Sums:
 
     def flush(self) -> None:
         """Reduce what has been handed over."""
-        if self.members:
-            bucket, members = self.bucket, self.members
-            self.bucket, self.members = None, []
-            self._reduce(bucket[:, : self.used].contiguous(), members)
+        if self.bucket is not None:
+            self._reduce(self.bucket[:, : self.used].contiguous(), self.members)
+        self.bucket, self.members = None, []
         self.used = 0
 
     def end(self) -> None:
@@ -192,6 +196,8 @@ class _Sums:
     def _land(self) -> None:
         if self.under_way is not None:
             (transfer, _, members), self.under_way = self.under_way, None
-            reduced = transfer.wait().div_(self.comm.world_size)
+            reduced = transfer.wait()
+            assert reduced is not None
+            reduced.div_(self.comm.world_size)
             for unit, grad in zip(members, reduced.split([unit.width for unit in members]), strict=True):
                 unit.shard.grad = grad
