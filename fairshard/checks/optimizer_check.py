@@ -36,9 +36,10 @@ from fairshard.views.shown_extended import ShownExtended
 _sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Parameters that are shards. By `id`: `module.to` converts DTensors in place only if they have no weak references.
 _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
-# Optimizers that passed the check: how many parameters were sharded then, and how many the optimizer had; and the
-# shards that hold its DTensors.
-_clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[Tensor]]] = weakref.WeakKeyDictionary()
+# Optimizers that passed the check: how many parameters were sharded then, and how many the optimizer had; and what
+# `_shards_of` returns.
+_clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[tuple[Tensor, Tensor]]]]
+_clean = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # The gradients hidden from optimizers that are stepping, or whose last step has raised.
 _hidden: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
@@ -186,16 +187,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
-        _clean[optimizer] = seen, _shards_of_rows(optimizer)
+        _clean[optimizer] = seen, _shards_of(optimizer)
     if optimizer not in _fetchers:  # fetchers check gradients themselves, and may step on another thread
         check_whole_gradients(optimizer)
-    for shard in _clean[optimizer][1]:
-        increment_version(shard)
     if optimizer in _fetchers:  # they refuse to step while gradients are kept
+        _count_writes(optimizer, has_grads=False)
         return None
-    if len(args) > 1 and callable(args[1]):  # a closure; `args[0]` is the optimizer
+    positional = len(args) > 1 and callable(args[1])  # a closure; `args[0]` is the optimizer
+    has_closure = positional or callable(kwargs.get("closure"))
+    _count_writes(optimizer, has_grads=not has_closure)
+    if positional:
         return (args[0], _hiding(optimizer, args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
+    if has_closure:
         return args, {**kwargs, "closure": _hiding(optimizer, kwargs["closure"])}
     _hide_zeros(optimizer)
     return None
@@ -297,13 +300,21 @@ def check_whole_gradients(optimizer: Optimizer) -> None:
             flat_param.check_whole()
 
 
-def _shards_of_rows(optimizer: Optimizer) -> list[Tensor]:
-    """The shards that hold the DTensors of ``optimizer``.
+def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of ``optimizer`` that shows a shard, and that shard."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    pairs = ((param, _watched(param)[0]) for param in params)
+    return [(param, shard) for param, one in pairs if one is not None for shard in one.versioned[:1]]
 
-    torch does not count writes of foreach and fused kernels to DTensors, so they are counted here, before the step.
+
+def _count_writes(optimizer: Optimizer, has_grads: bool) -> None:
+    """Count the writes of the step that begins, because torch counts neither fused ones nor foreach ones to DTensors.
+
+    ``has_grads``: parameters without a gradient are not stepped; otherwise they may get one before they are.
     """
-    found = [_watched(p)[0] for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    return list({id(shard): shard for one in found if one is not None for shard in one.versioned[:1]}.values())
+    shards = (shard for param, shard in _clean[optimizer][1] if not has_grads or param.grad is not None)
+    for shard in {id(shard): shard for shard in shards}.values():
+        increment_version(shard)
 
 
 def _check(optimizer: Optimizer) -> None:

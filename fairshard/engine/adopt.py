@@ -20,7 +20,7 @@ def adopt_changes(unit: Unit, order_check: OrderListener) -> None:
     """
     if unit.listing.is_computing:  # called inside a call of its own: the leaves are registered
         return
-    unit.following.follow()
+    unit.listing.following.follow()
     for flat_param in unit.flat_params if unit.members is None else ():  # DTensors refuse it, when a pass begins
         if flat_param.shows.has_moved:  # the user has assigned to `.data` of a registered parameter
             flat_param.begin_pass()
@@ -30,7 +30,7 @@ def adopt_changes(unit: Unit, order_check: OrderListener) -> None:
         unit.seen = versions
     if unit.stamp is None or unit.stamp[1] == versions:
         if unit.is_resident and not unit.shared.is_asynchronous:
-            unit.following.check_values()
+            unit.listing.following.check_values()
         return
     for flat_param in unit.flat_params:
         flat_param.begin_pass()

@@ -24,7 +24,7 @@ import torch
 
 from fairshard.engine.exec_order import Bracket
 from fairshard.engine.model import Model, is_reached, is_split_off
-from fairshard.engine.notices import create_graph_error, late_error, split_error, unseen_error
+from fairshard.engine.notices import check_owed, create_graph_error, late_error, split_error, unseen_error
 from fairshard.engine.planner import Planner
 from fairshard.engine.schedule import Kind
 from fairshard.engine.task_end import at_end
@@ -103,7 +103,7 @@ class Backward:
             for model in self.models:
                 assert_none_summoned(model.units, "backward")
                 for unit in model.units:
-                    unit.following.follow()
+                    unit.listing.following.follow()
                     for flat_param in unit.flat_params:
                         flat_param.forget_zeroed()
             if begins and torch.is_grad_enabled():
@@ -184,6 +184,7 @@ class Backward:
         """The gradient of a leaf of ``unit`` is ready."""
         if unit in self._sent:
             raise late_error(unit.fqn)
+        check_owed(unit.flat_params)
         if unit.unshard_in_backward and not (unit.is_gathered or unit.is_held):
             raise unseen_error(unit.fqn)
         self.touched.add(unit)
@@ -199,6 +200,7 @@ class Backward:
     def _use(self, unit: Unit) -> None:
         """Compute with ``unit`` on this rank from now on; gather it first if the schedule did not."""
         self._used.add(unit)
+        unit.listing.following.follow()  # a hook may have frozen it meanwhile
         if unit.unshard_in_backward and (not (unit.is_gathered or unit.is_held) or unit in self._only_served):
             self._gather(unit, is_listed=False)
         unit.wait_unshard(attach=not unit.is_whole)  # gives leaves their shapes even if they have no memory

@@ -22,7 +22,7 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
     """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
     root: Root = unit.root
     if root.in_backward:  # a reentrant checkpoint runs the call, and trains what is trained now
-        unit.following.follow()
+        unit.listing.following.follow()
     args, kwargs, call = root.pre_forward(unit, args, kwargs)
     args, kwargs = waited(args, kwargs)
     listing = unit.listing

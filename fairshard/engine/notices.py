@@ -83,6 +83,22 @@ def late_error(fqn: str) -> BackwardOrderError:
     )
 
 
+def check_owed(flat_params: Sequence[Any]) -> None:
+    """Raise if leaves of ``flat_params`` have gradients, but no rank had a path to them when the backward began.
+
+    Raises:
+        BackwardOrderError: their gradients would never be summed.
+    """
+    for flat_param in flat_params:
+        is_lost = flat_param.has_elements and not flat_param.is_owed
+        if is_lost and any(slot.leaf.grad is not None for slot in flat_param.slots):
+            raise BackwardOrderError(
+                f"`{flat_param.name}` must be trained when the backward begins, but was frozen then, and gets a "
+                "gradient all the same: a checkpoint has run its function again, which has set `requires_grad`. After "
+                "the forward leave it as the function did, or freeze and train outside of checkpointed functions."
+            )
+
+
 def other_rank_error(problems: Sequence[str]) -> FairshardError:
     """Error for ranks whose own backward could begin, when that of another rank cannot."""
     return FairshardError(f"The backward could not begin on another rank: {problems[0] if problems else 'see its log'}")

@@ -104,7 +104,6 @@ class Unit:
             flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
             flat_param.gathered.copies = shared.copies
         self.listing = Listing(self.flat_params)
-        self.following = self.listing.following
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
@@ -235,8 +234,7 @@ class Unit:
             self.seen = versions_of(self.flat_params)
         if self.is_gathered:
             self.listing.warn_if_written(is_pass=True)
-            serves = self.is_kept or self.config.late.keeps_across_passes
-            if not serves or self.stamp != (num_steps(), self.seen):
+            if not (self.is_kept or self.config.late.keeps_across_passes) or self.stamp != (num_steps(), self.seen):
                 self.stamp = None
         if self.members is not None:
             self.members.begin_pass()

@@ -13,6 +13,7 @@ from fairshard.utils.watchdog import reported
 # `map` with them takes less host time than a loop.
 _LEAF_TRAINS, _TRAINS = attrgetter("leaf.requires_grad"), attrgetter("requires_grad")
 _REGISTERED = attrgetter("shows.registered")
+_EVERY = 13  # prime, so that writes in every second, fourth, tenth ... pass meet a check
 
 
 class Following:
@@ -24,6 +25,7 @@ class Following:
         self._flags: list[bool] = []
         self._refused: FairshardError | None = None
         self._num_reused = 0
+        self._turn = flat_params[0].tag_id if flat_params else 0
 
     def follow(self) -> None:
         """See `Leaves.follow_requires_grad`; does nothing if no flag has changed since the last time."""
@@ -49,21 +51,22 @@ class Following:
     def check_values(self) -> None:
         """A call uses what was gathered ahead: raise if shards have other values since, of which torch knows nothing.
 
-        To save host time it looks in the first such call, in the second, the fourth, the eighth, ...
+        To save host time it looks in the first two such calls, and then in each thirteenth, not in all units at once.
 
         Raises:
             ShardChangedError: names the first such shard.
         """
         self._num_reused += 1
-        if self._num_reused & (self._num_reused - 1):
+        if self._num_reused > 2 and (self._num_reused + self._turn) % _EVERY:
             return
         for flat_param in self._flat_params:
             if flat_param.is_gathered and flat_param.gathered.differs(flat_param.shows.shard.detach()):
                 raise reported(
                     ShardChangedError(
-                        "Weights must not be written to through `.data` once they are gathered for the next call, but "
-                        f"those of `{flat_param.name}` (rank {flat_param.rank}) were: torch does not count those, so "
-                        "the call would compute with the values from before. Write to the parameters themselves "
+                        "Weights must not be written to without torch counting it once they are gathered for the next "
+                        f"call, but those of `{flat_param.name}` (rank {flat_param.rank}) were: the call would compute "
+                        "with the values from before. torch counts neither writes through `.data` nor those of "
+                        "`torch._foreach_*` functions to DTensors. Write to the parameters themselves, one by one "
                         "(`with torch.no_grad(): param.mul_(m)`)."
                     )
                 )

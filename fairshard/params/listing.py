@@ -95,9 +95,10 @@ class Listing:
     def warn_if_written(self, is_pass: bool) -> None:
         """Warn if a user has written to a leaf since the modules last computed, and its memory is freed or refilled.
 
-        Looks for assignments to ``.data`` only where a new pass begins (``is_pass``): a backward undoes them.
+        Looks for assignments to ``.data`` only where a new pass begins (``is_pass``): a backward undoes them. Then it
+        also looks for what that pass writes.
         """
-        left, self.left = self.left, None
+        left, self.left = self.left, self.versions() if is_pass else None
         if left is None or not (is_pass or self.versions() != left):
             return
         fqn = self.written_since(left)

@@ -253,7 +253,9 @@ class ShardGrad:
             set_grad(self._shard, grad)
 
     def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
-        self._add_to(self.value, grad)
+        kept = self.value
+        if kept is not None or self._shard.requires_grad:  # not if it was frozen during the backward
+            self._add_to(kept, grad)
 
     def _add_to(self, kept: Tensor | None, grad: Tensor) -> None:
         self._is_new, self._had_none = kept is None or self._had_none, False

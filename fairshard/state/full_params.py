@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import set_grad
+from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import OrigParam, Stepped
 from fairshard.views.shown_extended import ShownExtended
 
@@ -217,7 +219,9 @@ class _Whole:
         """Register the parameters inside the ``with`` block."""
         flat_param, how = self._flat_param, self._how
         values = self._gather(flat_param.shard.detach())
-        self._params = [as_parameter(flat_param, value) for value in values]
+        flat_param.follow_requires_grad()
+        flags = list(map(bool, flat_param.trained))
+        self._params = list(map(nn.Parameter, values, flags))
         has_grads = how.with_grads and self._gather_grads()
         with ExitStack() as stack:
             if self._params:
@@ -228,6 +232,22 @@ class _Whole:
             if how.writeback:
                 with torch.no_grad():
                     self._write_back(has_grads)
+            self._keep_flags(flags)
+
+    def _keep_flags(self, before: list[bool]) -> None:
+        """Keep ``requires_grad`` of parameters on which the user has set it; ``before``: as they were shown."""
+        pairs = zip(self._flat_param.slots, self._params, before, strict=False)  # none where only rank 0 sees them
+        changed = [(slot, param) for slot, param, flag in pairs if param.requires_grad != flag]
+        if changed and self._how.from_first:
+            warnings.warn(
+                f"`requires_grad` must be set on all ranks, but that of `{changed[0][0].fqn}` was set where rank 0 "
+                "alone sees it, and stays as it was. Set it outside, or without `rank0_only=True`.",
+                stacklevel=level_of_user(),
+            )
+            return
+        for slot, param in changed:
+            slot.leaf.requires_grad_(param.requires_grad)
+        self._flat_param.follow_requires_grad()
 
     def _gather(self, values: Tensor) -> list[Tensor]:
         return gather_params(self._flat_param, values, self._how.from_first, self._how.offload_to_cpu)

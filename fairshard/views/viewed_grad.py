@@ -263,7 +263,7 @@ class ViewedGrad(ShardGrad):
                 self._show()
         else:
             which = [bool(own) or not none for own, none in zip(reached, self._were_none, strict=True)]
-            super()._set_or_add(grad, None)
+            self._add_to(self.value, grad)
             self._show([view.requires_grad and own for view, own in zip(self._views, which, strict=True)])
             for index, own in enumerate(which):
                 if not own:

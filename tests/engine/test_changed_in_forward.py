@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fairshard.errors import FairshardError, ParameterShardedError, ShardChangedError
+from fairshard.errors import BackwardOrderError, FairshardError, ParameterShardedError, ShardChangedError
 from fairshard.nn import CPUOffload, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
@@ -207,7 +207,7 @@ def test_writes_that_torch_does_not_count_raise(way):
     """In the first pass in which the unit is gathered ahead; a pass without them works again, also with NaN."""
     net = WAYS[way](Net(scaling), True)
     net(randn(2, 3)).backward()
-    with pytest.raises(ShardChangedError, match=r"through `\.data` once they are gathered .* of `inner"):
+    with pytest.raises(ShardChangedError, match=r"of `inner.* were: .* neither writes through `\.data`"):
         net(randn(2, 3))
     net.way = lambda net, x: net.inner(x).square().sum()
     with torch.no_grad():
@@ -215,6 +215,106 @@ def test_writes_that_torch_does_not_count_raise(way):
             param.fill_(torch.nan)
     for _ in range(3):
         net(randn(2, 3)).backward()
+
+
+def averaging(net, x):
+    """In every fourth pass, as `AveragedModel` does; torch does not count it on DTensors."""
+    net.number += 1
+    if net.number % 4 == 0:
+        with torch.no_grad():
+            torch._foreach_mul_(list(net.inner.parameters()), 0.5)
+    return net.inner(x).square().sum()
+
+
+@pytest.mark.cpu_only("on a device values are not compared: the host would wait")
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_writes_that_come_in_every_fourth_pass_meet_a_check(door):
+    """The check does not look in every pass, but in each thirteenth; shards of the wrapper count such writes."""
+    net = shard(Net(averaging), door)
+    net.inner.requires_grad_(False)
+    (net if door == "fully_shard" else net.module).number = 0
+    if door == "wrapper":
+        train(net, 60)
+    else:
+        with pytest.raises(ShardChangedError, match=r"nor those of `torch\._foreach_\*` functions to DTensors"):
+            train(net, 60)
+
+
+def train(net, num_passes):
+    for _ in range(num_passes):
+        net(randn(2, 3)).backward()
+
+
+def stepping(net, x):
+    """A fused step of ``inner``; torch counts such writes nowhere."""
+    for param in net.inner.parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.AdamW(net.inner.parameters(), lr=0.1, fused=True).step()
+    for param in net.inner.parameters():
+        param.grad = None
+    return net.inner(x).square().sum()
+
+
+@pytest.mark.cpu_only(TORN)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_fused_step_in_a_forward_counts(door):
+    """Units gathered ahead are gathered again; gradients of the last backward are dropped by the step here."""
+    compare(door, stepping, reshard=True)
+
+
+def stepping_first(net, x):
+    """A fused step of parameters without a gradient writes nothing, so what was gathered is still right."""
+    outputs = net.inner(x)
+    torch.optim.AdamW(net.parameters(), lr=0.1, fused=True).step()
+    return outputs.square().sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_step_without_gradients_changes_nothing(door):
+    """Between a forward and its backward it is no change of weights."""
+    compare(door, stepping_first, reshard=True)
+
+
+def freezing_late(net, x):
+    """A hook freezes ``first`` in the backward, before that reaches it."""
+    x = x.tanh()
+    x.register_hook(lambda grad: freeze(net.first))
+    return net.inner(x).square().sum()
+
+
+def freeze(module):
+    module.requires_grad_(False)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_hook_may_freeze_what_the_backward_has_not_reached(door):
+    """Its gradient stays None, as in plain PyTorch."""
+    net = shard(Net(freezing_late), door)
+    net(randn(2, 3)).backward()
+    first = net.get_submodule("module.first" if door in WRAPPED else "first")
+    assert all(param.grad is None for param in first.parameters())
+
+
+WRAPPED = {"wrapper", "no_flatten", "orig_params"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_second_run_trains_again_is_named(door, use_reentrant):
+    """The backward has agreed that no rank trains the unit: its gradient would be lost."""
+    net = shard(Net(rerun(adversarial, use_reentrant)), door)
+    loss = net(randn(2, 3))
+    inner = net.get_submodule("module.inner" if door in WRAPPED else "inner")
+    inner.requires_grad_(False)
+    with pytest.raises(BackwardOrderError, match=r"`inner.* must be trained when the backward begins, but was frozen"):
+        loss.backward()
+    inner.requires_grad_(True)
+    compare(door, adversarial, reshard=True)
 
 
 def rerun(way, use_reentrant):
@@ -308,6 +408,24 @@ def test_a_write_to_whole_parameters_between_two_calls_warns():
     net.inner.requires_grad_(False)
     with pytest.warns(UserWarning, match=r"but `inner\.weight` was: the change is lost"):
         net(randn(2, 3))
+
+
+def halving_first(net, x):
+    with torch.no_grad():
+        for param in net.inner.parameters():
+            param.mul_(0.5)
+    return (x + net.inner(x.detach())).sum()
+
+
+@on_ranks(2)
+def test_a_write_to_whole_parameters_in_a_second_forward_warns():
+    """Before its only call there; they have stayed gathered since the first forward."""
+    net = placed(Net(halving_first), reshard_after_forward=False)
+    net.inner.requires_grad_(False)
+    first = net(randn(2, 3))
+    with pytest.warns(UserWarning, match=r"but `inner\.weight` was: the change is lost"):
+        second = net(randn(2, 3))
+    (first + second).backward()
 
 
 def mixing(net, x):

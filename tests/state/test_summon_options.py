@@ -250,3 +250,49 @@ def test_twice_in_a_row_and_after_a_pass():
             fitting.step()
             fitting.zero_grad()
     assert_same_state(copy.copy(model.state_dict()), plain.state_dict())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{}, {"flatten_parameters": False}, {"use_orig_params": True}])
+def test_flags_set_inside_are_kept(options):
+    """As in PyTorch's FSDP with ``use_orig_params``: what is frozen inside gets no gradient afterwards."""
+    model = FSDP(nn.Sequential(*(FSDP(nn.Linear(3, 3), **options) for _ in range(2))), **options)
+    inner = model.module[0]
+    for trains in (False, True):
+        with model.summon_full_params():
+            assert {param.requires_grad for param in inner.parameters()} == {not trains}
+            inner.requires_grad_(trains)
+        assert {param.requires_grad for param in inner.parameters()} == {trains}
+        model(randn(2, 3)).sum().backward()
+        assert {param.grad is not None for param in inner.parameters()} == {trains}
+    assert all(param.grad is not None for param in model.module[1].parameters())
+
+
+@on_ranks(2)
+def test_flags_of_single_parameters_set_inside():
+    """Original parameters keep them and show them the next time; one of several in a flat parameter cannot."""
+    model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+    with model.summon_full_params():
+        model.weight.requires_grad_(False)
+    with model.summon_full_params():
+        assert [param.requires_grad for param in model.module.parameters()] == [False, True]
+    model(randn(2, 3)).sum().backward()
+    assert [param.grad is not None for param in model.parameters()] == [False, True]
+    flat = FSDP(nn.Linear(3, 3))
+    before = flat.state_dict()
+    with pytest.raises(FairshardError, match="`weight` must not be changed on the original"), flat.summon_full_params():
+        flat.weight.requires_grad_(False)
+    assert_same_state(flat.state_dict(), before)
+    flat(randn(2, 3)).sum().backward()
+
+
+@on_ranks(2)
+def test_flags_that_rank_0_alone_sets_are_not_kept():
+    """The other ranks could not follow."""
+    model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with model.summon_full_params(writeback=False, rank0_only=True):
+            model.module.requires_grad_(dist.get_rank() != 0)
+    assert ["must be set on all ranks" in str(one.message) for one in told] == [True] * (dist.get_rank() == 0)
+    assert all(param.requires_grad for param in model.parameters())
