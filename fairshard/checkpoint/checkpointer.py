@@ -102,7 +102,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank, if another run uses the folder.
+            ValueError: on every rank, if the checkpointers of the ranks differ.
         """
+        self._compare()
         self._claim.take()
 
     def maybe_save(
@@ -128,8 +130,6 @@ class Checkpointer:
                 f"`step` must be a number of steps, but is {type(step).__name__}. Call `maybe_save(step, model, "
                 "optimizer)`."
             )
-        if not self._is_compared:
-            self._compare()
         self.lock()
         is_last = self.preemption is not None and self.preemption.is_due()
         if self._memory and step % self._memory.every == 0 and not is_last:
@@ -143,15 +143,18 @@ class Checkpointer:
         return True
 
     def _compare(self) -> None:
-        """Check that all ranks save at the same steps: otherwise one would wait for the others. **Collective.**"""
-        own = {"every": self.every, "memory_every": None if self._memory is None else self._memory.every}
+        """Check once that all ranks use one folder and save at the same steps. **Collective.**"""
+        if self._is_compared:
+            return
+        memory_every = None if self._memory is None else self._memory.every
+        own = {"root": self.root, "every": self.every, "memory_every": memory_every}
         found = on_all_ranks(idle_group(), lambda: own)
         for rank, others in enumerate(found):
             for name, value in others.items():
                 if value != found[0][name]:
                     raise ValueError(
                         f"`{name}` of a Checkpointer must be the same on all ranks, but is {found[0][name]} on rank 0 "
-                        f"and {value} on rank {rank} of {len(found)}. Pass the same number on every rank."
+                        f"and {value} on rank {rank} of {len(found)}. Pass the same on every rank."
                     )
         self._is_compared = True
 
@@ -230,6 +233,7 @@ class Checkpointer:
             CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
         """
         self.wait()
+        self._compare()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         newest = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]

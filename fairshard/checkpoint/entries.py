@@ -15,7 +15,6 @@ the value.
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
+from fairshard.checkpoint.pieces import checksum
 from fairshard.checkpoint.reader import first_line, load_object
 from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
@@ -89,7 +89,7 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
 
 def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
     """Checksums of the model's replicated values, such as BatchNorm statistics."""
-    return {name: _checksum(value) for name, value in _replicated(entries).items()}
+    return {name: checksum(value) for name, value in _replicated(entries).items()}
 
 
 def add_own_values(entries: Mapping[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
@@ -169,10 +169,6 @@ def _replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     model = entries["model"].items()
     sharded = (SpanTensor, DTensor)
     return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, sharded)}
-
-
-def _checksum(value: Tensor) -> int:
-    return zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _plain(where: str, value: Any) -> Any:

@@ -23,7 +23,7 @@ from fairshard.checkpoint.contents import checkpoint_folder, model_keys
 from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
 from fairshard.checkpoint.manifest import Manifest, check_size, read_manifest, verify_file
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
-from fairshard.checkpoint.storage import MANIFEST, storage_of
+from fairshard.checkpoint.storage import MANIFEST, full_path, storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
 from fairshard.checkpoint.unchanged import unchanged_on_error
 from fairshard.errors import CheckpointError
@@ -106,8 +106,19 @@ class Trust:
 def load_training(folder: str | os.PathLike[str], training: Training, trust: Trust) -> int | None:
     """`load` into ``training``. **Collective.**"""
     group = idle_group()
-    path: str = on_all_ranks(group, lambda: checkpoint_folder(folder))[0]
-    loading = Loading(path, training, group)
+    given = [name for name in ("optimizer", "scheduler", "scaler") if getattr(training, name) is not None]
+    every = on_all_ranks(group, lambda: (full_path(folder), given, checkpoint_folder(folder)))
+    for rank, (its_folder, its_given, _) in enumerate(every):
+        if its_folder != every[0][0]:
+            raise CheckpointError(
+                f"All ranks must load the same folder, but rank 0 loads {every[0][0]}, and rank {rank} {its_folder}."
+            )
+        if its_given != every[0][1]:
+            raise ValueError(
+                "All ranks must load into the same objects, but besides the model rank 0 passes "
+                f"{', '.join(every[0][1]) or 'none'}, and rank {rank} {', '.join(its_given) or 'none'}."
+            )
+    loading = Loading(every[0][2], training, group)
     loading.check_files(trust)
     loading.read()
     return loading.apply()

@@ -30,6 +30,7 @@ from fairshard.checkpoint.entries import (
     replicated_sums,
 )
 from fairshard.checkpoint.manifest import FileEntry, Manifest
+from fairshard.checkpoint.pieces import Piece, check_shared, shared_by_few
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
 from fairshard.checkpoint.step_names import check_step
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
@@ -90,12 +91,14 @@ def save(
 ) -> None:
     """Write a checkpoint in ``torch.distributed.checkpoint``'s format into a new ``folder``. **Collective.**
 
+    All ranks of the default process group call it, also those that hold no part of ``model``.
     ``folder`` appears once all of it is on the disk. ``model`` may be wrapped, contain wrappers, or be plain.
     ``extra`` is a dict of this rank's plain data, or an object with ``state_dict`` and ``load_state_dict``. A
     ``folder`` with a protocol (``s3://...``) is written through fsspec.
 
     Raises:
-        CheckpointError: on every rank, if ``folder`` exists, cannot be written, or is not the same on all ranks.
+        CheckpointError: on every rank, if ``folder`` exists, cannot be written, or is not the same on all ranks; or if
+            process groups of some of the ranks hold different parameters under one name.
         TypeError: on every rank, if a value could not be read back as plain data.
         ValueError: on every rank, if ``step`` is no number of steps.
     """
@@ -137,15 +140,17 @@ def take_over(group: ProcessGroup | None, training: Training, step: int | None, 
     params = OptimParams(training.model)
     drafts: list[Draft] = []
 
-    def draft() -> tuple[int | None, Histories, dict[str, int], dict[str, str]]:
+    def draft() -> tuple[int | None, Histories, dict[str, int], dict[str, str], list[Piece]]:
         drafts.append(_draft(training, params, rank_in(group), step, buffers))
-        sums, described = replicated_sums(drafts[0].snapshot.entries), drafts[0].described_over(group)
-        return step, histories(training.model), sums, described
+        entries = drafts[0].snapshot.entries
+        pieces = [] if group is None else shared_by_few(entries["model"], params, group.size())
+        return step, histories(training.model), replicated_sums(entries), drafts[0].described_over(group), pieces
 
     try:
         # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
-        steps, run, sums, described = zip(*on_all_ranks(group, draft), strict=True)
+        steps, run, sums, described, pieces = zip(*on_all_ranks(group, draft), strict=True)
         check_histories(training.model, run, group)
+        check_shared(pieces)
         if len(set(steps)) > 1:
             raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
         drafts[0].check_optim(group, list(described))

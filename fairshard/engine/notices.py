@@ -79,7 +79,7 @@ def late_error(fqn: str) -> BackwardOrderError:
         f"The backward must finish unit `{fqn or 'root'}` before it reaches earlier computations, but gradients of "
         "the unit arrived later. Its calls must run on one thread, and on one device, in the order in which their "
         "results are used. If a checkpoint is around several sharded modules that are in no other, shard the whole "
-        "model, too."
+        "model, too. If checkpoints are nested, pass `use_reentrant=False` to all of them."
     )
 
 

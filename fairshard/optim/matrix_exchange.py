@@ -106,11 +106,13 @@ class MatrixExchange:
         self.device = device
         self._blocks = blocks
         self._parts = list(dict.fromkeys(block.part for block in blocks if block.is_cut))
-        self._lines = [f"{part.name} {tuple(part.shape)} cut at {part.spans}" for part in self._parts]
+        # Also of matrices that one rank has whole: they are work for that rank, so all ranks count them.
+        every = dict.fromkeys(block.part for block in blocks)
+        self._lines = [f"{part.name} {tuple(part.shape)} cut at {part.spans}" for part in every]
         self._digest = hashlib.sha256("\n".join(self._lines).encode()).digest()[:8]
         self._jobs: list[list[Block]] = []  # for each rank, the cut blocks that it computes
         self._running: tuple[Transfer, Tensor] | None = None  # with what it sends
-        self.is_connected = False
+        self.is_connected = self._is_compared = False
 
     @property
     def has_cut(self) -> bool:
@@ -120,7 +122,7 @@ class MatrixExchange:
     # ---- agreeing
 
     def agree(self, error: Exception | None, is_in_several: bool = False) -> set[OwnPart]:
-        """The cut parameters that have gradients, the same on every rank. **Collective**: one small message.
+        """The cut parameters that have gradients, the same on every rank. **Collective**: a small message, first two.
 
         ``error``: why this rank cannot step; then all ranks raise. ``is_in_several``: whether this rank is in several
         groups that exchange matrices.
@@ -130,23 +132,34 @@ class MatrixExchange:
         """
         has = [part.has_grad for part in self._parts]
         counts = [bool(part.span.numel) for part in self._parts]  # a rank without elements may have no gradient either
-        own = [*self._digest, *(255 - byte for byte in self._digest), error is not None, is_in_several]
-        own += [one and counted for one, counted in zip(has, counts, strict=True)]
+        head = [*self._digest, *(255 - byte for byte in self._digest), error is not None, is_in_several]
+        own = [one and counted for one, counted in zip(has, counts, strict=True)]
         own += [not one and counted for one, counted in zip(has, counts, strict=True)]
-        own += [0] * (-len(own) % _MESSAGE_NBYTES)
-        message = torch.tensor(own, dtype=torch.uint8, device=self.device)
-        self.comm.all_reduce(message, "max").wait()
-        most = bytes(message.tolist())
+        if not self._is_compared:  # as long on ranks that hold other matrices
+            self._check(self._most_of(head), error)
+            self._is_compared = True
+        most = self._most_of([*head, *own])
+        self._check(most, error)
+        some, none = most[len(head) : len(head) + len(has)], most[len(head) + len(has) :][: len(has)]
+        for part, present, missing in zip(self._parts, some, none, strict=True):
+            if present and missing:
+                self._raise_missing(part)
+        return {part for part, present in zip(self._parts, some, strict=True) if present}
+
+    def _check(self, most: bytes, error: Exception | None) -> None:
+        """Raise if ranks hold different matrices, or one has an ``error``."""
         self.is_connected = bool(most[17])
         if most[:8] != self._digest or most[8:16] != bytes(255 - byte for byte in self._digest):
             self._raise_difference()
         if most[16]:
             raise_together([self.comm], error)
-        some, none = most[18 : 18 + len(has)], most[18 + len(has) :][: len(has)]
-        for part, present, missing in zip(self._parts, some, none, strict=True):
-            if present and missing:
-                self._raise_missing(part)
-        return {part for part, present in zip(self._parts, some, strict=True) if present}
+
+    def _most_of(self, own: Sequence[int]) -> bytes:
+        """The largest of each of ``own`` over all ranks. **Collective.**"""
+        padded = [*own, *[0] * (-len(own) % _MESSAGE_NBYTES)]
+        message = torch.tensor(padded, dtype=torch.uint8, device=self.device)
+        self.comm.all_reduce(message, "max").wait()
+        return bytes(message.tolist())
 
     def _raise_difference(self) -> None:
         every = self.comm.gather_objects(self._lines)

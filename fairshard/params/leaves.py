@@ -353,9 +353,9 @@ class Leaves:
             return
         if not self._is_zeroed(self._partial):
             raise PartialGradientError(
-                f"The gradient of `{self.name}` must be whole before a step, but an exception ended a backward after a "
-                "part of it had been added, or after gradients that wait to be reduced had been changed. Call "
-                "zero_grad() and repeat the backwards of this step."
+                f"The gradient of `{self.name}` ({self.slots[0].fqn}, ...; rank {self.line.rank}) must be whole before "
+                "a step, but an exception ended a backward after a part of it had been added, or after gradients that "
+                "wait to be reduced had been changed. Call zero_grad() and repeat the backwards of this step."
             )
         self._partial = None
         interrupted.discard(self)

@@ -299,6 +299,7 @@ def test_what_one_rank_has_whole_is_not_sent():
     model = fully_shard(nn.Linear(6, 8, bias=False))
     optimizer = Muon(model.parameters())
     model(batch(0)[0]).sum().backward()
+    optimizer.step()
     reset_counters()
     optimizer.step()
     found = counters()

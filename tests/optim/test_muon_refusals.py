@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fairshard.errors import FairshardError, RanksDisagreeError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import fully_shard
+from fairshard.nn import RowBlocks, fully_shard
 from fairshard.optim import CPUOptimizer, Muon
 from fairshard.optim.connected_groups import ConnectedGroups, num_hops
 from fairshard.utils.testing import rank_device
@@ -118,6 +118,21 @@ def test_other_matrices_on_some_ranks():
     refused(fewer, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `down\.weight`")
     none = Muon(params, use_muon=dist.get_rank() == 1, **OPTIONS)
     refused(none, RanksDisagreeError, r"rank 0 has nothing more; rank 1 has `up\.weight`")
+
+
+@on_ranks(2, in_full(3))
+@pytest.mark.parametrize("num_whole", [1, 300])
+def test_other_matrices_that_one_rank_has_whole(num_whole):
+    """They are work for their rank, so ranks that count them differently would choose other owners for cut ones."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), *(nn.Linear(4, 4, bias=False) for _ in range(num_whole)))
+    for whole in model[1:]:
+        fully_shard(whole, shard_placement_fn=lambda param: RowBlocks(4))
+    fully_shard(model)
+    model(torch.ones(2, 4, device=rank_device())).sum().backward()
+    cut, *whole = model.parameters()
+    groups = [{"params": [cut]}, {"params": whole, "use_muon": dist.get_rank() == 0}]
+    refused(Muon(groups, **OPTIONS), RanksDisagreeError, r"first difference is: rank 0 has `1\.weight` .*nothing more")
+    Muon([cut, *whole], **OPTIONS).step()
 
 
 @on_ranks(4)

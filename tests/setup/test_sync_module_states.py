@@ -199,6 +199,30 @@ def test_other_weights_of_any_dtype_are_told(dtype):
     assert len(warnings_of(FSDP(model), randn(2, 3).to(dtype))) == 1
 
 
+def without_sync(model):
+    with model.no_sync():
+        pass
+
+
+def without_sync_on_first(model):
+    if dist.get_rank() == 0:
+        without_sync(model)
+
+
+def summon(model):
+    with model.summon_full_params():
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use", [without_sync, without_sync_on_first, summon, FSDP.state_dict])
+def test_other_weights_are_told_whatever_is_used_first(use):
+    """`no_sync`, also on one rank alone, a state dict or whole parameters: the first forward after them warns."""
+    model = wrap_each(mlp(3, 5, 4, seed=dist.get_rank()))
+    use(model)
+    assert len(warnings_of(model, randn(2, 3))) == 1
+
+
 @on_ranks(in_full(1), 2)
 def test_nothing_is_said_where_all_is_well():
     """No warning for ranks that were seeded alike, synced, or have loaded weights since."""

@@ -21,7 +21,7 @@ from fairshard.errors import FairshardError
 from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
-from fairshard.state.full_params import is_shown_on_first
+from fairshard.state.full_params import is_shown, is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
@@ -58,12 +58,13 @@ def run(
         raise _fake_error(unit)
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
         raise _transform_error(unit)
-    if unit.root is None:
-        warn_of_other_values(claim(holder).units)
+    root = unit.root or claim(holder)
+    if not (root.has_begun or any(map(is_shown, root.units))):
+        warn_of_other_values(root.units)
     if not unit.is_inner:
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:
-        follow_profiler(unit.root)
+        follow_profiler(root)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
     if unit.state is TrainingState.SUMMON_FULL_PARAMS and not is_shown_on_first(unit):
@@ -72,8 +73,7 @@ def run(
         return function(*args, **kwargs)
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
-    assert unit.root is not None
-    shared = unit.root.shared
+    shared = root.shared
     was_free = shared.take_thread(unit.fqn)
     try:
         return call_in(unit, function, args, kwargs)
