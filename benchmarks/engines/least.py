@@ -1,4 +1,4 @@
-"""A floor: the least that a ZeRO-3 engine in Python does, with fairshard's own transfers. Not an engine to train with.
+"""A floor: the least that a ZeRO-3 engine in Python does, with transfers like fairshard's. Not an engine to train with.
 
 It gathers, frees and reduce-scatters what the wrapper does, and decides nothing: every unit runs once a pass, in the
 order of the model, every parameter gets a gradient, all is fp32, and nothing is checked, also not after an exception.
@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from engines.engine import Engine, Options
-from fairshard.utils.collectives import Communicator, RowGather, Transfer, exchange_tag
 
 BUCKET_NUMEL = 25 * 2**18
 """Elements of a bucket that small units share, 25 MiB of fp32; a unit with a fourth of that has one of its own."""
+_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+_FIRST_TAG = 1 << 16  # of sums; gathers have the numbers of their units
 
 
 def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
-    assert dist.group.WORLD is not None
     if options.bf16 or options.device.type != "cpu":
         raise ValueError("`least` computes in fp32 on the CPU only. Leave it out of --engines.")
-    sums = _Sums(Communicator(dist.group.WORLD))
+    sums = _Sums(_Comm())
     inner = [_Unit(unit, sums, number) for number, unit in enumerate(units.children(), 1)]
     root = _Root(model, sums, inner)
     shards = [unit.shard for unit in (*inner, *([] if root.unit is None else [root.unit]))]
@@ -61,24 +62,23 @@ class _Unit:
         sums.leaves.update(self.leaves)
         self.row = self.line[sums.comm.rank]
         self.shard = nn.Parameter(self.row.clone())
-        self.gather = RowGather(sums.comm, self.line)
         self.storage, self.nbytes = self.line.untyped_storage(), self.line.nbytes
         self.storage.resize_(0)
-        self.sums, self.tag = sums, number
-        self.transfer: Transfer | None = None
+        self.sums, self.number = sums, number
+        self.works: list[Any] = []
         self.module, self.forward = module, module.forward
 
     def start(self) -> None:
         """Start gathering."""
         self.storage.resize_(self.nbytes)
         self.row.copy_(self.shard.detach())
-        self.transfer = self.gather.start(exchange_tag("all_gather", self.tag, 0))
+        self.works = self.sums.comm.gather(self.line, self.number)
 
     def wait(self) -> None:
         """Wait until the parameters are whole."""
-        transfer, self.transfer = self.transfer, None
-        if transfer is not None:
-            transfer.wait()
+        for work in self.works:
+            work.wait()
+        self.works = []
 
     def free(self) -> None:
         """Free the whole parameters."""
@@ -132,19 +132,48 @@ class _Root:
         return self.forward(x)
 
 
+class _Comm:
+    """All ranks: rows are exchanged directly on gloo, among few ranks, and otherwise by torch's collectives."""
+
+    def __init__(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.group, self.rank, self.world_size = group, group.rank(), group.size()
+        self.others = [other for other in range(self.world_size) if other != self.rank]
+        self.exchanges = dist.get_backend() == "gloo"
+
+    def gather(self, line: Tensor, tag: int) -> list[Any]:
+        """Start filling the rows of ``line`` ``[W, S]``; this rank's own is written already."""
+        if not self.exchanges:
+            return [getattr(self.group, _GATHER)(line.view(-1), line[self.rank])]
+        own = [line[self.rank]]
+        works = [self.group.recv([line[other]], other, tag) for other in self.others]
+        return works + [self.group.send(own, other, tag) for other in self.others]
+
+    def scatter(self, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
+        """Start to sum ``bucket`` ``[W, S]``; returns the works, and the rows to add up."""
+        if not self.exchanges:
+            reduced = bucket.new_empty(bucket.shape[1])
+            return [getattr(self.group, _SCATTER)(reduced, bucket.view(-1))], [reduced]
+        rows = [bucket.new_empty(bucket.shape[1]) for _ in self.others]
+        works = [self.group.recv([row], other, tag) for row, other in zip(rows, self.others, strict=True)]
+        works += [self.group.send([bucket[other]], other, tag) for other in self.others]
+        return works, [*rows, bucket[self.rank]]
+
+
 class _Sums:
     """The gradients on their way."""
 
     root: _Root
 
-    def __init__(self, comm: Communicator):
+    def __init__(self, comm: _Comm):
         self.comm = comm
         self.leaves: set[nn.Parameter] = set()
         self.bucket: Tensor | None = None
         self.used = 0
         self.members: list[_Unit] = []
-        self.under_way: tuple[Transfer, Tensor, list[_Unit]] | None = None
-        self.number = 0
+        self.under_way: tuple[list[Any], list[Tensor], Tensor, list[_Unit]] | None = None
+        self.number = _FIRST_TAG
 
     def send(self, unit: _Unit) -> None:
         """Hand over the gradients of ``unit``."""
@@ -190,14 +219,16 @@ class _Sums:
     def _reduce(self, bucket: Tensor, members: list[_Unit]) -> None:
         self._land()
         self.number += 1
-        transfer = self.comm.reduce_scatter(bucket, exchange_tag("reduce_scatter", 0, self.number))
-        self.under_way = transfer, bucket, members
+        self.under_way = *self.comm.scatter(bucket, self.number), bucket, members
 
     def _land(self) -> None:
         if self.under_way is not None:
-            (transfer, _, members), self.under_way = self.under_way, None
-            reduced = transfer.wait()
-            assert reduced is not None
+            (works, rows, _, members), self.under_way = self.under_way, None
+            for work in works:
+                work.wait()
+            reduced, *others = rows
+            for row in others:
+                reduced.add_(row)
             reduced.div_(self.comm.world_size)
             for unit, grad in zip(members, reduced.split([unit.width for unit in members]), strict=True):
                 unit.shard.grad = grad

@@ -10,6 +10,7 @@ from itertools import zip_longest
 
 import torch
 
+from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.dtensor_slot import DTensorSlot
@@ -56,8 +57,11 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
     raise RanksDisagreeError("Ranks disagree on the model, but the descriptions do not differ; please report this.")
 
 
-def warn_of_other_values(units: list[Unit]) -> None:
-    """Warn if ranks have cut ``units`` from different values; ignores units changed since. **Collective.**"""
+def compare_values(root: Root) -> None:
+    """Warn once if ranks have cut units from different values; ignores units changed since. **Collective** at first."""
+    if root.is_compared:
+        return
+    root.is_compared, units = True, root.units
     groups = {unit: [communicator(group) for group in unit.groups.spanning()] for unit in units}
     for comm in dict.fromkeys(comm for comms in groups.values() for comm in comms):
         own: dict[str, int | None] = {}

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.block_state import check_blocks
+from fairshard.checks.counted_writes import count_writes
 from fairshard.engine.root import Root, roots
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
@@ -191,11 +191,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if optimizer not in _fetchers:  # fetchers check gradients themselves, and may step on another thread
         check_whole_gradients(optimizer)
     if optimizer in _fetchers:  # they refuse to step while gradients are kept
-        _count_writes(optimizer, has_grads=False)
+        count_writes(_clean[optimizer][1], has_grads=False)
         return None
     positional = len(args) > 1 and callable(args[1])  # a closure; `args[0]` is the optimizer
     has_closure = positional or callable(kwargs.get("closure"))
-    _count_writes(optimizer, has_grads=not has_closure)
+    count_writes(_clean[optimizer][1], has_grads=not has_closure)
     if positional:
         return (args[0], _hiding(optimizer, args[1]), *args[2:]), kwargs
     if has_closure:
@@ -305,16 +305,6 @@ def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     pairs = ((param, _watched(param)[0]) for param in params)
     return [(param, shard) for param, one in pairs if one is not None for shard in one.versioned[:1]]
-
-
-def _count_writes(optimizer: Optimizer, has_grads: bool) -> None:
-    """Count the writes of the step that begins, because torch counts neither fused ones nor foreach ones to DTensors.
-
-    ``has_grads``: parameters without a gradient are not stepped; otherwise they may get one before they are.
-    """
-    shards = (shard for param, shard in _clean[optimizer][1] if not has_grads or param.grad is not None)
-    for shard in {id(shard): shard for shard in shards}.values():
-        increment_version(shard)
 
 
 def _check(optimizer: Optimizer) -> None:

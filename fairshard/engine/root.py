@@ -60,7 +60,7 @@ class Root:
         self.last = Last()
         self.backward: Backward | None = None
         self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
-        self.has_begun, self.is_last_backward = False, True
+        self.has_begun, self.is_compared, self.is_last_backward = False, False, True
         self.num_interrupted = 0
         self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)

@@ -45,7 +45,7 @@ CAUGHT = {
     "optim.grad_staging:GradStaging.fetch:wait": "held",
     "optim.sharded_grad_scaler:ShardedGradScaler._unscale_grads_:wait": "scaler",
     "optim.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
-    "optim.matrix_exchange:MatrixExchange.agree:wait": "muon-rows",
+    "optim.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",
     "params.flat_param:FlatParam.gather_rows:wait": "state",
     "params.flat_param:FlatParam.wait_unshard:wait": "wrapper-bf16-device",
     "params.gathered:Gathered.free:wait": "raises-in-forward",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from fairshard.checks.agreement import warn_of_other_values
+from fairshard.checks.agreement import compare_values
 from fairshard.engine.forward import call_in
 from fairshard.engine.origin import move_inputs
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -59,8 +59,8 @@ def run(
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
         raise _transform_error(unit)
     root = unit.root or claim(holder)
-    if not (root.has_begun or any(map(is_shown, root.units))):
-        warn_of_other_values(root.units)
+    if not root.is_compared and root.is_common and not any(map(is_shown, root.units)):
+        compare_values(root)
     if not unit.is_inner:
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:

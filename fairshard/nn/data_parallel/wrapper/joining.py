@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from fairshard.checks.agreement import compare_values
 from fairshard.engine.root import Root
 from fairshard.join.join import Call, Join
 from fairshard.join.optimizers import JoinedOptimizers, without_grads
@@ -102,6 +103,7 @@ class JoinMethods(StateMethods):
         optimizers = JoinedOptimizers(root, stateful)
         calls: dict[str, Call] = {"step": optimizers.follow, "clip_grad_norm_": partial(_follow_clip, root)}
         join = Join(root, throws, divides_by_all, calls)
+        compare_values(root)  # a rank may run out of batches before its first forward
         root.join = None
         root.assert_idle("join")
         root.join = join
