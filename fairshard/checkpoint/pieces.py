@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
 
 from fairshard.errors import CheckpointError
 from fairshard.state.optim_params import OptimParams
+from fairshard.utils.span_tensor import SpanTensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Piece:
 def shared_by_few(model: Mapping[str, Any], params: OptimParams, num_ranks: int) -> list[Piece]:
     """This rank's pieces of the entries of ``model`` that are cut among fewer ranks than the ``num_ranks`` that save.
 
-    Other ranks may have parameters of their own under the same names.
+    Other ranks may have parameters of their own under the same names. Values that are not cut are saved by each rank
+    where they differ.
     """
     names = {
         name
@@ -39,7 +42,7 @@ def shared_by_few(model: Mapping[str, Any], params: OptimParams, num_ranks: int)
         if named.flat_param is not None and named.flat_param.comms.num_ranks < num_ranks
         for name in named.first_names
     }
-    values = {name: model[name] for name in names & model.keys()}
+    values = {name: value for name, value in model.items() if name in names and _is_cut(value, num_ranks)}
     found = []
     for item in create_default_local_save_plan(values, is_coordinator=False).items:
         data = item.tensor_data
@@ -48,6 +51,12 @@ def shared_by_few(model: Mapping[str, Any], params: OptimParams, num_ranks: int)
         box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
         found.append(Piece(item.index.fqn, data.size.numel(), *box, checksum(own)))
     return found
+
+
+def _is_cut(value: Any, num_ranks: int) -> bool:
+    if isinstance(value, DTensor):
+        return value.device_mesh.size() < num_ranks  # otherwise the rest of its mesh has other parts of it
+    return isinstance(value, SpanTensor)
 
 
 def check_shared(every: Sequence[Sequence[Piece]]) -> None:
