@@ -18,7 +18,7 @@ from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn import FSDP, fully_shard, register_forward_method
 from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.utils.testing import rank_device, run_ranks
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
 pytest.importorskip("transformers")
@@ -197,7 +197,7 @@ def test_adapters_are_saved(nested, tmp_path):
         assert_same_state(load_file(tmp_path / "adapter_model.safetensors"), {n: p.cpu() for n, p in expected.items()})
 
 
-@names
+@pytest.mark.parametrize("name", [in_full(name) if name == "llama" else name for name in MODELS])
 def test_what_is_consolidated_is_loaded_by_from_pretrained(name, tmp_path):
     """Hugging Face loads what ``fairshard consolidate`` writes: logits and text equal those of the sharded model."""
     sharded = run_ranks(2, _train_and_save, name, str(tmp_path))

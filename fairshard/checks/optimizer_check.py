@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.block_state import check_blocks
-from fairshard.checks.counted_writes import count_writes
 from fairshard.engine.root import Root, roots
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
@@ -27,6 +26,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
 from fairshard.params.shard_grad import marked
 from fairshard.params.slot import ParamSlot
+from fairshard.params.versions import count_writes
 from fairshard.settings.config import GradHome, UnitConfig
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user

@@ -1,12 +1,13 @@
-"""Detects writes to shards through torch's version counters, and assignments to their ``.data`` by addresses."""
+"""Writes to shards, by torch's version counters, and assignments to their ``.data``, by addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
@@ -42,3 +43,14 @@ def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None
         f"`{changed.name}` (rank {changed.rank}) did. Run the backward before the optimizer's step, load_state_dict "
         "or any other change, or run the forward again after it."
     )
+
+
+def count_writes(shards: Iterable[tuple[Tensor, Tensor]], has_grads: bool) -> None:
+    """Count the writes of a step that begins: torch counts neither fused ones, nor foreach ones to DTensors.
+
+    ``shards``: pairs of a parameter and the shard that it shows. ``has_grads``: parameters without a gradient are not
+    stepped; otherwise they may get one first.
+    """
+    written = {id(shard): shard for param, shard in shards if not has_grads or param.grad is not None}
+    for shard in written.values():
+        increment_version(shard)

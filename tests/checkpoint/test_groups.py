@@ -15,7 +15,7 @@ from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils.testing import rank_device
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn
 
 doors = pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
@@ -79,7 +79,7 @@ def test_parameters_of_two_groups_under_one_name_are_refused(door, shared_folder
 
 
 @on_ranks(4)
-@doors
+@pytest.mark.parametrize("door", [in_full("wrapper"), "fully_shard"])
 def test_equal_parameters_of_two_groups_are_saved(door, shared_folder):
     """As of replicas that something else keeps equal: the pieces of one group stand for those of the other."""
     model, optimizer, _ = mixture(door, 1.0)

@@ -28,7 +28,7 @@ from fairshard.cli.wrapping import blocks
 from fairshard.planning.summary import unit_table
 from tests.cli import own_models
 from tests.cli.test_train import COMMAND, _environment
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 
 CPU = torch.device("cpu")
 SMALL = TrainOptions(layers=2, dim=16, heads=2, context=8, batch_size=12, steps=6, warmup=2, lr=1e-2)
@@ -59,7 +59,9 @@ def _losses(options):
 @pytest.mark.cpu_only("the trainer is told to use the CPU")
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "changes", [{"accumulate": 3}, {"cpu_offload": True, "optimizer": "cpu-adamw"}, {"precision": "bf16"}], ids=str
+    "changes",
+    [{"accumulate": 3}, {"cpu_offload": True, "optimizer": "cpu-adamw"}, in_full({"precision": "bf16"})],
+    ids=str,
 )
 def test_both_entry_points_train_alike(changes):
     """`fully_shard` has the losses and norms of the wrapper, up to the rounding of kernels, and the same units."""

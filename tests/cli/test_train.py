@@ -135,6 +135,7 @@ def test_a_failure_in_training_is_exit_1_and_one_line(tmp_path, data):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_all_ranks_with_exit_130(tmp_path, data):
     """SIGINT to the whole group, as a terminal sends it, gives exit code 130, one message, no traceback, no orphan."""
     command = [*COMMAND, *TINY, "--nproc", "2", "--data", data, "--steps", "100000", "--eval-every", "5"]

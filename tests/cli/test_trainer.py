@@ -62,7 +62,7 @@ def _plain_run(options):
 
 
 # Sums over the batch have another order, and Adam divides by roots: six steps agree to a few 1e-6.
-@on_ranks(in_full(1), 2, 3)
+@on_ranks(in_full(1), in_full(2), 3)
 @pytest.mark.parametrize(
     ("batch_size", "accumulate"),
     [(12, 1), (11, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in [(12, 2), (11, 1)])],

@@ -27,7 +27,14 @@ BESIDE_FSDP2 = (
     "Fabric no_backward_sync",
     "PEFT, fully_shard",
 )
-FAST = [*BESIDE_FSDP1, *(pytest.param(name, marks=needs_fsdp2_on_cpu) for name in BESIDE_FSDP2)]
+IN_FULL = ("accelerate v1, no, full state", "accelerate v2, no, full state", "Trainer v1, full state")
+FAST = [
+    *(pytest.param(name, marks=pytest.mark.full) if name in IN_FULL else name for name in BESIDE_FSDP1),
+    *(
+        pytest.param(name, marks=[needs_fsdp2_on_cpu, *([pytest.mark.full] if name in IN_FULL else [])])
+        for name in BESIDE_FSDP2
+    ),
+]
 
 
 def both_engines(name):

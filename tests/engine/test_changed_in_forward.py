@@ -257,7 +257,7 @@ def stepping(net, x):
 
 
 @pytest.mark.cpu_only(TORN)
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_fused_step_in_a_forward_counts(door):
     """Units gathered ahead are gathered again; gradients of the last backward are dropped by the step here."""
@@ -289,7 +289,7 @@ def freeze(module):
     module.requires_grad_(False)
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_hook_may_freeze_what_the_backward_has_not_reached(door):
     """Its gradient stays None, as in plain PyTorch."""
@@ -304,7 +304,7 @@ WRAPPED = {"wrapper", "no_flatten", "orig_params"}
 
 @on_ranks(2)
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, in_full(False)])
 def test_what_a_second_run_trains_again_is_named(door, use_reentrant):
     """The backward has agreed that no rank trains the unit: its gradient would be lost."""
     net = shard(Net(rerun(adversarial, use_reentrant)), door)

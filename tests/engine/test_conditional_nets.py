@@ -79,7 +79,7 @@ def test_nets_on_two_ranks():
     train_all(range(20))
 
 
-@on_ranks(3, in_full(4))
+@on_ranks(in_full(3), in_full(4))
 def test_nets_on_more_ranks():
     """Ten other nets for each world size: a gradient that only one rank has is averaged over all ranks."""
     first = 100 * dist.get_world_size()

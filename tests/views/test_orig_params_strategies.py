@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
 from fairshard.optim import CPUOptimizer
 from tests.models import mlp, wrap_each
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, sgd
 from tests.settings.test_hybrid import HYBRID, ZERO2, pairs
 
@@ -85,7 +85,7 @@ def test_param_groups_in_every_placement(strategy):
 
 @on_ranks(4)
 @strategies
-@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=["device", "offload"])
+@pytest.mark.parametrize("placement", [in_full(PLACEMENTS[0]), PLACEMENTS[1]], ids=["device", "offload"])
 def test_what_is_done_to_single_parameters(strategy, placement):
     """Freezing parameters, and dropping, zeroing, editing or assigning gradients work as with separate shards."""
     how = {**settings(strategy), **placement}

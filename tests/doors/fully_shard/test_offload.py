@@ -9,7 +9,7 @@ from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.assorted import Assorted
 from tests.doors.fully_shard.models import full_state, shard_tiny
 from tests.models import loss_of_tiny
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
 POLICIES = [OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), TorchCPUOffloadPolicy()]
@@ -22,7 +22,7 @@ def accumulate(model, step, way):
         loss_of_tiny(model, (step, micro)).backward()
 
 
-@on_ranks(2, 3)
+@on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("way", ["kept", "reduced"])
 def test_offload_changes_no_bit(way):
     """Offloading changes no bit, with any policy and way to accumulate, and tensors stay in host memory."""
