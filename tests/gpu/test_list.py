@@ -276,7 +276,10 @@ def test_outcomes_of_tests_are_written_as_they_come(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    map(in_full, ("one-rank-ready", "planted-bugs", "gather-after-free", "host-waits", "zeros-step", "train-losses")),
+    [
+        in_full(name)
+        for name in ("one-rank-ready", "planted-bugs", "gather-after-free", "host-waits", "zeros-step", "train-losses")
+    ],
 )
 def test_checks_run_on_the_simulated_accelerator(tmp_path, simulated_ranks, name):
     """Checks pass there, those on ranks in two orders of work, and without a race."""
