@@ -292,11 +292,19 @@ def freeze(module):
 @on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_hook_may_freeze_what_the_backward_has_not_reached(door):
-    """Its gradient stays None, as in plain PyTorch."""
+    """Its gradient stays None, or what earlier backwards have added, as in plain PyTorch."""
     net = shard(Net(freezing_late), door)
     net(randn(2, 3)).backward()
     first = net.get_submodule("module.first" if door in WRAPPED else "first")
     assert all(param.grad is None for param in first.parameters())
+    first.requires_grad_(True)
+    (net if door not in WRAPPED else net.module).way = thawing
+    net(randn(2, 3)).backward()
+    before = [param.grad.clone() for param in first.parameters()]
+    (net if door not in WRAPPED else net.module).way = freezing_late
+    net(randn(2, 3)).backward()
+    for param, grad in zip(first.parameters(), before, strict=True):
+        assert torch.equal(*((one.to_local() if hasattr(one, "to_local") else one) for one in (param.grad, grad)))
 
 
 WRAPPED = {"wrapper", "no_flatten", "orig_params"}
@@ -342,6 +350,32 @@ def frozen_once(net, x):
 def test_a_checkpoint_may_freeze_units_inside_it(door, use_reentrant, way):
     """For some of their calls or all; the next pass starts with the flags that the second run has left."""
     compare(door, rerun(way, use_reentrant), reshard=True)
+
+
+class Freezes(nn.Module):
+    """Freezes its own parameters, and those of the unit inside, in their own forwards."""
+
+    is_unit = True
+
+    def __init__(self, inside=None):
+        super().__init__()
+        self.weight, self.inside = nn.Parameter(torch.ones(3)), inside
+
+    def forward(self, x):
+        self.weight.requires_grad_(False)
+        return self.weight * (x if self.inside is None else self.inside(x))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", DOORS)
+def test_what_a_forward_freezes_is_frozen_once_it_is_over(door):
+    """Of a unit that is freed, and of the outermost, which stays gathered; and users may train it again."""
+    net = shard(Freezes(Freezes()), door)
+    for _ in range(2):
+        net(randn(2, 3))
+        assert not any(param.requires_grad for param in net.parameters())
+        net.requires_grad_(True)
+        assert all(param.requires_grad for param in net.parameters())
 
 
 class PartlyFrozen(nn.Linear):

@@ -121,18 +121,21 @@ def test_other_matrices_on_some_ranks():
 
 
 @on_ranks(2, in_full(3))
-@pytest.mark.parametrize("num_whole", [1, 300])
-def test_other_matrices_that_one_rank_has_whole(num_whole):
-    """They are work for their rank, so ranks that count them differently would choose other owners for cut ones."""
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), *(nn.Linear(4, 4, bias=False) for _ in range(num_whole)))
-    for whole in model[1:]:
-        fully_shard(whole, shard_placement_fn=lambda param: RowBlocks(4))
+@pytest.mark.parametrize(("num_others", "rows"), [(1, 4), (300, 1)], ids=["whole", "many"])
+def test_other_matrices_that_one_rank_has_whole(num_others, rows):
+    """They are work for their rank, so ranks that count them differently would choose other owners for cut ones.
+
+    Ranks that have many cut matrices more than others send as long a message at first.
+    """
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), *(nn.Linear(4, 4, bias=False) for _ in range(num_others)))
+    for other in model[1:]:
+        fully_shard(other, shard_placement_fn=lambda param: RowBlocks(rows))
     fully_shard(model)
     model(torch.ones(2, 4, device=rank_device())).sum().backward()
-    cut, *whole = model.parameters()
-    groups = [{"params": [cut]}, {"params": whole, "use_muon": dist.get_rank() == 0}]
+    cut, *others = model.parameters()
+    groups = [{"params": [cut]}, {"params": others, "use_muon": dist.get_rank() == 0}]
     refused(Muon(groups, **OPTIONS), RanksDisagreeError, r"first difference is: rank 0 has `1\.weight` .*nothing more")
-    Muon([cut, *whole], **OPTIONS).step()
+    Muon([cut, *others], **OPTIONS).step()
 
 
 @on_ranks(4)
