@@ -352,30 +352,31 @@ def test_a_checkpoint_may_freeze_units_inside_it(door, use_reentrant, way):
     compare(door, rerun(way, use_reentrant), reshard=True)
 
 
-class Freezes(nn.Module):
-    """Freezes its own parameters, and those of the unit inside, in their own forwards."""
+class SetsFlags(nn.Module):
+    """Sets ``requires_grad`` of its own parameters to ``trains`` in its forward, and so does the unit inside."""
 
     is_unit = True
 
-    def __init__(self, inside=None):
+    def __init__(self, trains, inside=None):
         super().__init__()
-        self.weight, self.inside = nn.Parameter(torch.ones(3)), inside
+        self.weight, self.trains, self.inside = nn.Parameter(torch.ones(3)), trains, inside
 
     def forward(self, x):
-        self.weight.requires_grad_(False)
+        self.weight.requires_grad_(self.trains)
         return self.weight * (x if self.inside is None else self.inside(x))
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("door", DOORS)
-def test_what_a_forward_freezes_is_frozen_once_it_is_over(door):
-    """Of a unit that is freed, and of the outermost, which stays gathered; and users may train it again."""
-    net = shard(Freezes(Freezes()), door)
+@pytest.mark.parametrize("trains", [False, True])
+def test_flags_that_a_forward_sets_count_once_it_is_over(door, trains):
+    """Of a unit that is held or freed, and of the outermost, which stays gathered; users may change them again."""
+    net = shard(SetsFlags(trains, SetsFlags(trains)), door)
     for _ in range(2):
+        net.requires_grad_(not trains)
+        assert {param.requires_grad for param in net.parameters()} == {not trains}
         net(randn(2, 3))
-        assert not any(param.requires_grad for param in net.parameters())
-        net.requires_grad_(True)
-        assert all(param.requires_grad for param in net.parameters())
+        assert {param.requires_grad for param in net.parameters()} == {trains}
 
 
 class PartlyFrozen(nn.Linear):
