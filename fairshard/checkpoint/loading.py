@@ -31,6 +31,7 @@ from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_loading import ShardedOptimState, check_of_class
 from fairshard.state.optim_params import OptimParams
+from fairshard.utils.collector import collector_paused
 from fairshard.utils.user_line import level_of_user
 from fairshard.utils.watchdog import explained
 
@@ -118,10 +119,11 @@ def load_training(folder: str | os.PathLike[str], training: Training, trust: Tru
                 "All ranks must load into the same objects, but besides the model rank 0 passes "
                 f"{', '.join(every[0][1]) or 'none'}, and rank {rank} {', '.join(its_given) or 'none'}."
             )
-    loading = Loading(every[0][2], training, group)
-    loading.check_files(trust)
-    loading.read()
-    return loading.apply()
+    with collector_paused():
+        loading = Loading(every[0][2], training, group)
+        loading.check_files(trust)
+        loading.read()
+        return loading.apply()
 
 
 def load_optimizer(
@@ -156,10 +158,11 @@ def load_optimizer(
     def make_state() -> None:
         made.update(_made_for(optimizer, model, params, target.state_dict(target.values)))
 
-    on_all_ranks(group, make_room)
-    _read(target.values, reader, group)
-    on_all_ranks(group, make_state)
-    optimizer.load_state_dict(made)
+    with collector_paused():
+        on_all_ranks(group, make_room)
+        _read(target.values, reader, group)
+        on_all_ranks(group, make_state)
+        optimizer.load_state_dict(made)
 
 
 class RankReader(CheckpointReader):
@@ -281,8 +284,7 @@ class Loading:
                 extra = saved["extra"]
                 if self._is_same_number:
                     rng.check(saved["rng"])
-                    entries = model_entries(self._training.model)
-                    if any(entries[name].shape != value.shape for name, value in saved["values"].items()):
+                    if any(target.shape != value.shape for target, value in self._own_values(saved["values"])):
                         raise ValueError("a value has another shape than the model's")
                 if isinstance(self._training.extra, dict):
                     dict(extra or {})
@@ -295,6 +297,11 @@ class Loading:
             raise CheckpointError(
                 f"{self._folder} must hold an `extra` to load one, but was saved without one. Leave `extra` out."
             )
+
+    def _own_values(self, values: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
+        """The model's entries for ``values``, each with its value."""
+        entries = model_entries(self._training.model) if values else {}  # it takes as long as a state dict
+        return [(entries[name], value) for name, value in values.items()]
 
     def _make_room(self, state: Mapping[str, Any], params: OptimParams) -> None:
         metadata = self._reader.read_metadata()
@@ -373,9 +380,8 @@ class Loading:
             extra.update(saved["extra"] or {})
         if self._is_same_number:
             rng.restore(saved["rng"])
-            entries = model_entries(self._training.model)
-            for name, value in saved["values"].items():
-                entries[name].copy_(value)
+            for target, value in self._own_values(saved["values"]):
+                target.copy_(value)
         else:
             warnings.warn(
                 f"{self._folder} was saved by another number of ranks: the state of random number generators is "

@@ -21,6 +21,7 @@ from fairshard.checkpoint.memory_place import FileTransfers, Place, exchange_fil
 from fairshard.checkpoint.reader import METADATA
 from fairshard.checkpoint.storage import LocalStorage
 from fairshard.errors import CheckpointError
+from fairshard.utils.collector import collector_paused
 
 _log = logging.getLogger("fairshard")
 
@@ -63,8 +64,9 @@ def load_copy(copy: SpreadCopy, place: Place, training: Training, verify: str) -
     loading = Loading(folder, training, place.group, reader)
     try:
         files.collect_metadata()
-        loading.trust_files(copy.manifest, verify == "before")
-        loading.read()
+        with collector_paused():
+            loading.trust_files(copy.manifest, verify == "before")
+            loading.read()
     except CheckpointError as error:
         if place.rank == 0:
             _log.warning("The copy of step %d in memory is not used: %s", copy.step, error)

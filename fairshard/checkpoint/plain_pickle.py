@@ -26,13 +26,13 @@ Source: the opcodes are those of Python's ``pickletools``.
 
 from __future__ import annotations
 
-import gc
 import struct
 from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from fairshard.checkpoint.pickle_limits import LIMITS, MAPPINGS, MUTABLE, Call, Keys, Limits, Names, Pickled, measure
+from fairshard.utils.collector import collector_paused
 
 # Memory of each, in bytes, a little rounded up; lists, the memo and dicts grow in steps.
 _LIST, _DICT, _TUPLE, _SLOT, _ITEM, _PAIR = 80, 64, 56, 8, 12, 44
@@ -49,14 +49,13 @@ _SHAREABLE = MUTABLE | {tuple, type(_MISSING)}
 _U16, _I32, _U32, _U64, _F64 = (struct.Struct(form).unpack_from for form in ("<H", "<i", "<I", "<Q", ">d"))
 
 
+@collector_paused()  # with millions of new containers it takes longer than reading
 def read_pickle(data: Any, names: Names, limits: Limits = LIMITS, start: int = 0) -> Pickled:
     """Read the pickle that begins at byte ``start`` of ``data``, which is bytes or a memoryview of bytes.
 
     Raises:
         UnpicklingError: it is damaged, names what it must not, or exceeds ``limits``.
     """
-    collects = gc.isenabled()
-    gc.disable()  # there is no garbage; with millions of new containers its search takes longer than reading
     try:
         run = _Run(data, names, limits, start)
         found = run.read(start)
@@ -67,9 +66,6 @@ def read_pickle(data: Any, names: Names, limits: Limits = LIMITS, start: int = 0
         raise UnpicklingError("it ends too early, or is damaged") from None
     except Exception as error:  # damaged bytes can raise anything
         raise UnpicklingError(f"{type(error).__name__}: {error}") from error
-    finally:
-        if collects:
-            gc.enable()
     return found
 
 

@@ -40,6 +40,7 @@ from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardEr
 from fairshard.state.optim_gathering import GatheredOptimState, problem_among
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.collector import collector_paused
 from fairshard.utils.messages import gather_objects
 from fairshard.utils.watchdog import explained
 
@@ -116,11 +117,12 @@ def save(
     paths = on_all_ranks(group, checked)
     if len(set(paths)) > 1:
         raise CheckpointError(f"All ranks must save to the same folder, but theirs are {', '.join(paths[:4])}.")
-    draft = take(training, step, None)
-    try:
-        write(draft, path, group)
-    finally:
-        draft.snapshot.close()
+    with collector_paused():
+        draft = take(training, step, None)
+        try:
+            write(draft, path, group)
+        finally:
+            draft.snapshot.close()
 
 
 def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft:
@@ -148,7 +150,8 @@ def take_over(group: ProcessGroup | None, training: Training, step: int | None, 
 
     try:
         # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
-        steps, run, sums, described, pieces = zip(*on_all_ranks(group, draft), strict=True)
+        with collector_paused():
+            steps, run, sums, described, pieces = zip(*on_all_ranks(group, draft), strict=True)
         check_histories(training.model, run, group)
         check_shared(pieces)
         if len(set(steps)) > 1:
