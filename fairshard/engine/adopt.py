@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fairshard.engine.listener import OrderListener
 from fairshard.engine.unit import Unit
-from fairshard.params.versions import versions_of
 from fairshard.utils.streams import now
 
 
@@ -24,7 +23,7 @@ def adopt_changes(unit: Unit, order_check: OrderListener) -> None:
     for flat_param in unit.flat_params if unit.members is None else ():  # DTensors refuse it, when a pass begins
         if flat_param.shows.has_moved:  # the user has assigned to `.data` of a registered parameter
             flat_param.begin_pass()
-    versions = versions_of(unit.flat_params)
+    versions = unit.versions.read()
     if unit.shared.is_asynchronous and versions != unit.seen:
         unit.shared.unshard_stream.wait(now(unit.device))
         unit.seen = versions

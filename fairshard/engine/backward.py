@@ -31,7 +31,6 @@ from fairshard.engine.task_end import at_end
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.params.listing import Listing
-from fairshard.params.versions import check_unchanged
 from fairshard.utils.autograd import NO_BACKWARD, current_task
 
 _MAX_ONLY_SERVED = 1  # units that this rank has gathered only to serve other ranks, and has not freed yet
@@ -144,13 +143,13 @@ class Backward:
         if position > self._passed:
             self._walk(self._until_recomputed(bracket, position) if plan.own_segments else position)
             for other in plan.take_entered(self._passed) if plan.unannounced else ():
-                check_unchanged(other.unit.flat_params, other.versions)
+                other.unit.versions.check_unchanged(other.versions)
                 self._use(other.unit)
         elif unit in self._used:
             return
         elif unit in self._sent and not unit.is_whole:
             raise late_error(unit.fqn)
-        check_unchanged(unit.flat_params, call.versions)
+        unit.versions.check_unchanged(call.versions)
         self._use(unit)
 
     def finish(self, call: Any) -> None:

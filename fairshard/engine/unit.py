@@ -19,7 +19,7 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
 from fairshard.params.listing import Listing
-from fairshard.params.versions import versions_of
+from fairshard.params.versions import ShardVersions
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
 from fairshard.settings.state_dicts import default_settings
@@ -34,8 +34,8 @@ class Unit:
 
     Attributes:
         root: the `Root` of its model; None before the first forward. The unit itself never reads it.
-        comm: the ranks that the parameters are cut among; like ``parts``, ``listing`` and ``buffers`` set together
-            with ``root``.
+        comm: the ranks that the parameters are cut among; like ``parts``, ``listing``, ``versions`` and ``buffers`` set
+            together with ``root``.
         parts: parts of the parameters that stay gathered among a few ranks; None if not configured.
         listing: registers the leaves, which `parameters()` then yields, while modules compute (without a wrapper: also
             while the unit stays gathered).
@@ -49,6 +49,7 @@ class Unit:
     comm: Communicator | None = None
     parts: KeptParts | None = None
     listing = Listing()
+    versions = ShardVersions()
     buffers: ComputeBuffers | None = None
 
     def __init__(
@@ -103,7 +104,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
             flat_param.gathered.copies = shared.copies
-        self.listing = Listing(self.flat_params)
+        self.listing, self.versions = Listing(self.flat_params), ShardVersions(self.flat_params)
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
@@ -148,7 +149,7 @@ class Unit:
         else:
             self._start_gathers(parts)
         self.is_gathered = True
-        self.stamp = num_steps(), versions_of(self.flat_params)
+        self.stamp = num_steps(), self.versions.read()
 
     def _start_gathers(self, parts: KeptParts | None) -> None:
         if parts is None:
@@ -222,7 +223,7 @@ class Unit:
     def keep_gathered(self) -> None:
         """Stay gathered between passes, until the shards change."""
         self.is_kept = True
-        self.stamp = num_steps(), versions_of(self.flat_params)
+        self.stamp = num_steps(), self.versions.read()
 
     # ---- passes
 
@@ -231,7 +232,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.begin_pass()
         if self.is_gathered or self.shared.is_asynchronous:
-            self.seen = versions_of(self.flat_params)
+            self.seen = self.versions.read()
         if self.is_gathered:
             self.listing.warn_if_written(is_pass=True)
             if not (self.is_kept or self.config.late.keeps_across_passes) or self.stamp != (num_steps(), self.seen):

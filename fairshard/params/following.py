@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.watchdog import reported
 
-# `map` with them takes less host time than a loop.
-_LEAF_TRAINS, _TRAINS = attrgetter("leaf.requires_grad"), attrgetter("requires_grad")
-_REGISTERED = attrgetter("shows.registered")
+_TRAINS = attrgetter("requires_grad")  # `map` with it takes less host time than a loop
 _EVERY = 13  # prime, so that writes in every second, fourth, tenth ... pass meet a check
 
 
@@ -21,7 +18,9 @@ class Following:
 
     def __init__(self, flat_params: Sequence[FlatParam]) -> None:
         self._flat_params = flat_params
-        self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
+        self._leaves = [slot.leaf for flat_param in flat_params for slot in flat_param.slots]
+        self._registered = [param for flat_param in flat_params for param in flat_param.shows.registered]
+        self._leaf_flags: list[bool] = []  # when last followed
         self._flags: list[bool] = []
         self._refused: FairshardError | None = None
         self._num_reused = 0
@@ -32,17 +31,18 @@ class Following:
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
-        if self._flags != self._read():
+        if self._leaf_flags != [*map(_TRAINS, self._leaves)] or self._flags != [*map(_TRAINS, self._registered)]:
             for flat_param in self._flat_params:
                 flat_param.follow_requires_grad()
-            self._flags = self._read()
+            self._leaf_flags = [*map(_TRAINS, self._leaves)]
+            self._flags = [*map(_TRAINS, self._registered)]
 
     def settle(self) -> None:
-        """`follow`, before users see the other of leaf and registered parameter.
+        """`follow` flags of leaves, before users see the registered parameters instead.
 
         The next `follow` raises what is refused: this may run after an exception, which must not be replaced.
         """
-        if self._flags != self._read():
+        if self._leaf_flags != [*map(_TRAINS, self._leaves)]:
             try:
                 self.follow()
             except FairshardError as error:
@@ -70,7 +70,3 @@ class Following:
                         "(`with torch.no_grad(): param.mul_(m)`)."
                     )
                 )
-
-    def _read(self) -> list[bool]:
-        registered = chain.from_iterable(map(_REGISTERED, self._flat_params))
-        return [*map(_LEAF_TRAINS, self._slots), *map(_TRAINS, registered)]

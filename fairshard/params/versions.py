@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from operator import attrgetter
 
 from torch import Tensor
@@ -12,37 +11,44 @@ from torch.autograd.graph import increment_version
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 
-# `map` with them takes less host time than a loop.
-_VERSION, _VERSIONED, _SHARD = attrgetter("_version"), attrgetter("shows.versioned"), attrgetter("shows.shard")
+_VERSION = attrgetter("_version")  # `map` with it takes less host time than a loop
 
 
 def counters_of(flat_params: Sequence[FlatParam]) -> list[int]:
     """The version counters of shards and of the parameters that are views of them."""
-    return list(map(_VERSION, chain.from_iterable(map(_VERSIONED, flat_params))))
+    return [tensor._version for flat_param in flat_params for tensor in flat_param.shows.versioned]
 
 
-def versions_of(flat_params: Sequence[FlatParam]) -> list[int]:
-    """`counters_of`, then the addresses of shards, which do not move between a forward and its backward."""
-    counters = map(_VERSION, chain.from_iterable(map(_VERSIONED, flat_params)))
-    return [*counters, *map(Tensor.data_ptr, map(_SHARD, flat_params))]
+class ShardVersions:
+    """The version counters and addresses of the shards of ``flat_params``, which keep their tensors from now on."""
 
+    __slots__ = ("_flat_params", "_shards", "_versioned")
 
-def check_unchanged(flat_params: Sequence[FlatParam], before: list[int]) -> None:
-    """Raise if a shard was written to since the forward, when `versions_of` returned ``before``.
+    def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
+        self._flat_params = flat_params
+        self._versioned = [tensor for flat_param in flat_params for tensor in flat_param.shows.versioned]
+        self._shards = [flat_param.shows.shard for flat_param in flat_params]
 
-    Raises:
-        ShardChangedError: names the first such shard.
-    """
-    versions = versions_of(flat_params)
-    if versions == before:
-        return
-    owners = [*(flat_param for flat_param in flat_params for _ in flat_param.versioned), *flat_params]
-    changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
-    raise ShardChangedError(
-        "The weights of a unit must not change between its forward and its backward, but those of "
-        f"`{changed.name}` (rank {changed.rank}) did. Run the backward before the optimizer's step, load_state_dict "
-        "or any other change, or run the forward again after it."
-    )
+    def read(self) -> list[int]:
+        """`counters_of`, then the addresses of shards, which do not move between a forward and its backward."""
+        return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._shards)]
+
+    def check_unchanged(self, before: list[int]) -> None:
+        """Raise if a shard was written to since the forward, when `read` returned ``before``.
+
+        Raises:
+            ShardChangedError: names the first such shard.
+        """
+        versions = self.read()
+        if versions == before:
+            return
+        owners = [*(flat_param for flat_param in self._flat_params for _ in flat_param.versioned), *self._flat_params]
+        changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
+        raise ShardChangedError(
+            "The weights of a unit must not change between its forward and its backward, but those of "
+            f"`{changed.name}` (rank {changed.rank}) did. Run the backward before the optimizer's step, "
+            "load_state_dict or any other change, or run the forward again after it."
+        )
 
 
 def count_writes(shards: Iterable[tuple[Tensor, Tensor]], has_grads: bool) -> None:
