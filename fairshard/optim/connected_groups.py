@@ -56,6 +56,20 @@ class ConnectedGroups:
         """Whether this rank is in several groups."""
         return len(self._used) > 1
 
+    def forget(self) -> None:
+        """Find out again in the next `spread`; every rank of a group calls it, because one of them must."""
+        self._used = {comm: stays for comm, stays in self._used.items() if stays}
+        self._num_rounds = None
+
+    def go_on_as(self, others: ConnectedGroups) -> bool:
+        """Whether ``others``, of a later plan, are those that this one goes on with."""
+        return self.are_known and {comm for comm, stays in self._used.items() if stays} == set(others._used)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether `spread` has found out how the groups are connected."""
+        return self._num_rounds is not None
+
     def spread(self, error: Exception | None, device: torch.device) -> Exception | None:
         """``error``, or an error of another rank. **Collective** over all connected groups: every rank calls it.
 

@@ -9,6 +9,7 @@ Both ways are one all-to-all of bf16 elements; a rank sends each owner the parts
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,10 @@ from fairshard.utils.collectives import Communicator, Transfer
 from fairshard.utils.span import Span, overlap
 
 _MESSAGE_NBYTES = 512
-"""Messages about gradients have multiples of this size, so that ranks with different optimizers can still compare."""
+"""Size of the first message, the same for ranks with different optimizers, so that they can compare."""
+
+_settled: weakref.WeakKeyDictionary[Communicator, set[bytes]] = weakref.WeakKeyDictionary()
+"""Digests of the matrices that the ranks of a group have agreed on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +103,7 @@ class MatrixExchange:
 
     Attributes:
         is_connected: whether a rank of ``comm`` is in several such groups; known after `agree`.
+        explores: whether a rank of ``comm`` does not know yet how these are connected; known after `agree`.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, blocks: Sequence[Block]) -> None:
@@ -112,7 +117,12 @@ class MatrixExchange:
         self._digest = hashlib.sha256("\n".join(self._lines).encode()).digest()[:8]
         self._jobs: list[list[Block]] = []  # for each rank, the cut blocks that it computes
         self._running: tuple[Transfer, Tensor] | None = None  # with what it sends
-        self.is_connected = self._is_compared = False
+        self.is_connected = self.explores = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all ranks have agreed before that they hold these matrices, perhaps for another optimizer."""
+        return self._digest in _settled.get(self.comm, ())
 
     @property
     def has_cut(self) -> bool:
@@ -121,25 +131,30 @@ class MatrixExchange:
 
     # ---- agreeing
 
-    def agree(self, error: Exception | None, is_in_several: bool = False) -> set[OwnPart]:
-        """The cut parameters that have gradients, the same on every rank. **Collective**: a small message, first two.
+    def agree(
+        self, error: Exception | None, is_in_several: bool = False, explores: bool = False
+    ) -> set[OwnPart]:
+        """The cut parameters that have gradients, the same on every rank. **Collective**: a message of 512 bytes.
+
+        One byte in it is for each matrix twice; what does not fit follows once all are known to hold the same matrices.
 
         ``error``: why this rank cannot step; then all ranks raise. ``is_in_several``: whether this rank is in several
-        groups that exchange matrices.
+        groups that exchange matrices, ``explores``: whether it does not know yet how they are connected.
 
         Raises:
             RanksDisagreeError: on all ranks, if they step different parameters, or if only some ranks have a gradient.
         """
         has = [part.has_grad for part in self._parts]
         counts = [bool(part.span.numel) for part in self._parts]  # a rank without elements may have no gradient either
-        head = [*self._digest, *(255 - byte for byte in self._digest), error is not None, is_in_several]
+        head = [*self._digest, *(255 - byte for byte in self._digest), error is not None, is_in_several, explores]
         own = [one and counted for one, counted in zip(has, counts, strict=True)]
         own += [not one and counted for one, counted in zip(has, counts, strict=True)]
-        if not self._is_compared:  # as long on ranks that hold other matrices
-            self._check(self._most_of(head), error)
-            self._is_compared = True
-        most = self._most_of([*head, *own])
+        message = [*head, *own]
+        most = self._most_of(message[:_MESSAGE_NBYTES])
         self._check(most, error)
+        if len(message) > _MESSAGE_NBYTES:
+            most += self._most_of(message[_MESSAGE_NBYTES:])
+        _settled.setdefault(self.comm, set()).add(self._digest)
         some, none = most[len(head) : len(head) + len(has)], most[len(head) + len(has) :][: len(has)]
         for part, present, missing in zip(self._parts, some, none, strict=True):
             if present and missing:
@@ -148,7 +163,7 @@ class MatrixExchange:
 
     def _check(self, most: bytes, error: Exception | None) -> None:
         """Raise if ranks hold different matrices, or one has an ``error``."""
-        self.is_connected = bool(most[17])
+        self.is_connected, self.explores = bool(most[17]), bool(most[18])
         if most[:8] != self._digest or most[8:16] != bytes(255 - byte for byte in self._digest):
             self._raise_difference()
         if most[16]:

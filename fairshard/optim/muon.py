@@ -118,6 +118,7 @@ class Muon(Optimizer):
             "adamw_eps": adamw_eps,
         }
         self._plan: _Plan | None = None
+        self._groups: ConnectedGroups | None = None  # of the last plan
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,7 +138,7 @@ class Muon(Optimizer):
                 group.setdefault(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plan": None}
+        return {**super().__getstate__(), "_plan": None, "_groups": None}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,7 +155,8 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._plan is None or not self._plan.fits(self.param_groups):
-            self._plan = _Plan(self.param_groups, self.state)
+            self._plan = _Plan(self.param_groups, self.state, self._groups)
+            self._groups = self._plan.groups
         plan = self._plan
         found = plan.agree()
         matrices = zip(self.param_groups, plan.matrices, strict=True)
@@ -231,9 +233,13 @@ class _Plan:
         matrices, others: for each param group the parts that are matrices or stacks of them, and all other parts.
         here: matrices that this rank has whole.
         exchanges: one for each process group whose ranks cut matrices, in the same order on all ranks.
+        groups: how these process groups are connected.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
+    def __init__(
+        self, param_groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]], groups: ConnectedGroups | None
+    ) -> None:
+        """``groups``: those of the last plan, if any."""
         every = [[part for param in group["params"] for part in own_parts(param)] for group in param_groups]
         self._key = _key_of(param_groups)
         self._layouts = [part.layout for parts in every for part in parts]
@@ -258,10 +264,13 @@ class _Plan:
                 together.setdefault((part.comm, part.device), []).extend(blocks.get(part, ()))
         # Ranks without cut matrices agree once that they have none: others would wait. Owned ones are never cut.
         asked = [key for key, own in together.items() if not own or not all(block.part.is_owned for block in own)]
-        self._asked = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
-        self.exchanges = [exchange for exchange in self._asked if exchange.has_cut]
+        every_exchange = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
+        self.exchanges = [exchange for exchange in every_exchange if exchange.has_cut]
+        # A rank may make a plan alone, for example to load its own state: it must not ask what is settled.
+        self._asked = [exchange for exchange in every_exchange if exchange.has_cut or not exchange.is_settled]
         comms = [exchange.comm for exchange in self._asked]
-        self._groups = ConnectedGroups(comms, [exchange.has_cut for exchange in self._asked])
+        found = ConnectedGroups(comms, [exchange.has_cut for exchange in self._asked])
+        self.groups = groups if groups is not None and groups.go_on_as(found) else found
 
     def fits(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the plan is the one of ``param_groups``."""
@@ -275,11 +284,13 @@ class _Plan:
         found: set[OwnPart] = set()
         for exchange in self._asked:
             try:
-                found |= exchange.agree(error, self._groups.are_several)
+                found |= exchange.agree(error, self.groups.are_several, not self.groups.are_known)
             except (RuntimeError, ValueError, KeyError, TypeError) as refused:  # by all ranks of this group
                 error = refused
         if any(exchange.is_connected for exchange in self._asked):
-            error = self._groups.spread(error, self._asked[0].device)
+            if any(exchange.explores for exchange in self._asked) and self.groups.are_known:
+                self.groups.forget()
+            error = self.groups.spread(error, self._asked[0].device)
         if error is not None:
             raise error
         self._asked = self.exchanges

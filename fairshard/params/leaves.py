@@ -213,7 +213,7 @@ class Leaves:
             route.kept.complete()
         if route.hook is not None:
             route.change(reduced)
-        self.grad.add(reduced, self.reached)
+        self.grad.add(reduced, self.reached, bytes(self.contributed) if 0 in self.contributed else None)
         self._num_landed += 1
         for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
             self.grad.land()

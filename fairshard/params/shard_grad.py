@@ -117,6 +117,7 @@ class _Flight:
     host: Tensor
     landed: Event
     reached: bytes | None
+    given: bytes | None
 
 
 class ShardGrad:
@@ -160,18 +161,19 @@ class ShardGrad:
         """Memory that this object keeps between steps."""
         return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
 
-    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes | None = None, given: bytes | None = None) -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
 
-        ``reached``: for each parameter 1 if it has a gradient; None: all have one.
+        ``reached``: for each parameter 1 if it has a gradient; None: all have one. ``given``: 1 if this rank has had a
+        part of it; None: of all. What was frozen before any rank had a part of it gets no gradient.
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
         if self._home is not GradHome.HOST:
-            self._set_or_add(reduced, reached)
+            self._set_or_add(reduced, reached, given)
             return
         host = self._take_buffer()
-        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
+        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached, given))
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
@@ -183,7 +185,7 @@ class ShardGrad:
         while self.flights:
             flight = self.flights.popleft()
             self.transfers.wait(flight.landed, counts)
-            self._set_or_add(flight.host, flight.reached)
+            self._set_or_add(flight.host, flight.reached, flight.given)
 
     def discard_flights(self) -> None:
         """Wait for all copies and drop their gradients, because their backward was interrupted."""
@@ -252,9 +254,9 @@ class ShardGrad:
         else:
             set_grad(self._shard, grad)
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
+    def _set_or_add(self, grad: Tensor, reached: bytes | None, given: bytes | None) -> None:
         kept = self.value
-        if kept is not None or self._shard.requires_grad:  # not if it was frozen during the backward
+        if kept is not None or given is None or 1 in given or self._shard.requires_grad or bool(grad.any()):
             self._add_to(kept, grad)
 
     def _add_to(self, kept: Tensor | None, grad: Tensor) -> None:

@@ -270,9 +270,7 @@ class _Whole:
 
     def _gather_grads(self) -> bool:
         flat_param = self._flat_param
-        if not flat_param.requires_grad:
-            return False
-        grad = flat_param.grad.value
+        grad = flat_param.grad.value  # also of what is frozen now
         has_grads = torch.tensor([float(grad is not None)], device=flat_param.compute_device)
         flat_param.comm.all_reduce(has_grads, "max").wait()
         if not has_grads.item():
@@ -284,8 +282,6 @@ class _Whole:
     def _keep_grads(self, had_grads: bool) -> None:
         """Write gradients back; a missing one counts as zeros; if all are missing, drop the shard's gradient."""
         flat_param = self._flat_param
-        if not flat_param.requires_grad:
-            return
         if all(param.grad is None for param in self._params):
             if had_grads:
                 flat_param.grad.zero(set_to_none=True)

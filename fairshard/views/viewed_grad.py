@@ -106,11 +106,11 @@ class ViewedGrad(ShardGrad):
         if self._held_runs:
             self._held_runs[index] = None
 
-    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes | None = None, given: bytes | None = None) -> None:
         """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
         if self.is_on_host:
             self.forget_dropped()  # otherwise their memory would count as in use
-        super().add(reduced, reached)
+        super().add(reduced, reached, given)
 
     def value_or_zeros(self) -> Tensor:
         """The gradient; creates zeros if missing, and shows it on all views."""
@@ -220,6 +220,7 @@ class ViewedGrad(ShardGrad):
         self._shows = () if whole is None else self.shows_of(whole)
 
     def _show(self, which: Sequence[bool] | None = None) -> None:
+        """Show ``which`` gradients on their views; None: those of parameters that are trained."""
         if self.is_held:
             self._held_runs = list(self._runs)
             return
@@ -229,7 +230,7 @@ class ViewedGrad(ShardGrad):
             if is_shown:
                 view.grad = show
 
-    def _set(self, grad: Tensor | None) -> None:
+    def _set(self, grad: Tensor | None, which: Sequence[bool] | None = None) -> None:
         if grad is None:
             self._forget()
             for view in self._views:
@@ -237,7 +238,7 @@ class ViewedGrad(ShardGrad):
         else:
             super()._set(grad)
             self._cut(grad)
-            self._show()
+            self._show(which)
 
     def _forget(self) -> None:
         """Free the memory; the views have no gradients, or lose them next."""
@@ -247,28 +248,37 @@ class ViewedGrad(ShardGrad):
         self._had_none = bytearray()
         self._hidden = {}
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None) -> None:
+    def _set_or_add(self, grad: Tensor, reached: bytes | None, given: bytes | None) -> None:
         had_none = self._had_none or bytes(len(self._views))
         shown = self._shown() or had_none
+        gets = self._receivers(grad, given)
         if reached is None and _are_all_none(shown):  # the usual case, for which the rest takes too much host time
             self._were_none = bytearray(b"\1") * len(self._views)
-            self._add_to(None, grad)
+            self._is_new = True
+            self._set(grad.data, gets)  # with its own version counter, not the whole bucket's
             self._had_none = bytearray()
             return
         self._were_none = bytearray([none or grad is None for grad, none in zip(shown, had_none)])  # noqa: B905
         if reached is None:
-            kept = self.value
-            self._add_to(kept, grad)
-            if kept is not None:  # `_set` shows a new gradient itself
-                self._show()
+            self._add_to(self.value, grad)
+            self._show(gets)
         else:
             which = [bool(own) or not none for own, none in zip(reached, self._were_none, strict=True)]
             self._add_to(self.value, grad)
-            self._show([view.requires_grad and own for view, own in zip(self._views, which, strict=True)])
+            self._show([gets_it and own for gets_it, own in zip(gets, which, strict=True)])
             for index, own in enumerate(which):
                 if not own:
                     self.drop(index)
         self._had_none = bytearray()
+
+    def _receivers(self, grad: Tensor, given: bytes | None) -> list[bool]:
+        """Which parameters get their part of ``grad``; see `ShardGrad.add`."""
+        if given is None:
+            return [True] * len(self._views)
+        gets = [bool(own) or view.requires_grad for own, view in zip(given, self._views, strict=True)]
+        if False in gets:
+            gets = [one or bool(part.any()) for one, part in zip(gets, self.parts_of(grad), strict=True)]
+        return gets
 
 
 _GRAD, _TRAINS = attrgetter("grad"), attrgetter("requires_grad")  # `map` with them costs less host time than a loop
