@@ -28,7 +28,7 @@ def adopt_changes(unit: Unit, order_check: OrderListener) -> None:
         unit.shared.unshard_stream.wait(now(unit.device))
         unit.seen = versions
     if unit.stamp is None or unit.stamp[1] == versions:
-        if unit.is_resident and not unit.shared.is_asynchronous:
+        if unit.is_resident and not unit.shared.is_asynchronous and not unit.listing.is_written:
             unit.listing.following.check_values()
         return
     for flat_param in unit.flat_params:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fairshard.engine.leaf_hook import leaf_hook
 from fairshard.engine.members import Members
+from fairshard.engine.notices import check_owed
 from fairshard.engine.origin import Origin
 from fairshard.engine.prefetch import Prefetch
 from fairshard.engine.shared import Shared
@@ -169,6 +170,7 @@ class Unit:
         """Free the whole parameters and keep the shards, unless this rank holds the unit (``is_held``)."""
         listing = self.listing
         listing.warn_if_written(is_pass=False)
+        listing.has_lost = False
         if self.is_held:
             listing.hide()
         else:
@@ -264,9 +266,15 @@ class Unit:
             self.listing.show()  # for a checkpoint that recomputes
 
     def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
-        """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
+        """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows.
+
+        Raises:
+            BackwardOrderError: some would be lost; see `check_owed`.
+        """
         for flat_param in self.flat_params:
-            if flat_param.is_owed:
+            if not flat_param.is_owed:
+                check_owed(flat_param)
+            else:
                 if self.sync:
                     flat_param.num_sent += 1
                     bucketer.reduce(flat_param, yields)

@@ -49,7 +49,7 @@ class Following:
                 self._refused = error
 
     def check_values(self) -> None:
-        """A call uses what was gathered ahead: raise if shards have other values since, of which torch knows nothing.
+        """A call uses what was gathered before: raise if shards have other values since, of which torch knows nothing.
 
         To save host time it looks in the first two such calls, and then in each thirteenth, not in all units at once.
 
@@ -60,10 +60,10 @@ class Following:
         if self._num_reused > 2 and (self._num_reused + self._turn) % _EVERY:
             return
         for flat_param in self._flat_params:
-            if flat_param.is_gathered and flat_param.gathered.differs(flat_param.shows.shard.detach()):
+            if flat_param.is_gathered and flat_param.differs():
                 raise reported(
                     ShardChangedError(
-                        "Weights must not be written to without torch counting it once they are gathered for the next "
+                        "Weights must not be written to without torch counting it while they are gathered for the next "
                         f"call, but those of `{flat_param.name}` (rank {flat_param.rank}) were: the call would compute "
                         "with the values from before. torch counts neither writes through `.data` nor those of "
                         "`torch._foreach_*` functions to DTensors. Write to the parameters themselves, one by one "

@@ -32,6 +32,16 @@ interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
 """Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
 
 
+def unexpected_error(fqn: str) -> BackwardOrderError:
+    """Error for a gradient of parameter ``fqn`` to which no rank had a path when the backward began."""
+    return BackwardOrderError(
+        f"`{fqn}` must be trained when the backward begins, and reached through its unit's graph, but gets a gradient "
+        "that no rank has announced: a hook, or the second run of a checkpoint, has set `requires_grad`; or a function "
+        "of its own recomputes. Freeze and train outside of hooks and of checkpointed functions, and recompute with "
+        "torch.utils.checkpoint."
+    )
+
+
 class Leaves:
     """The leaves of the parameters whose shard ``shows`` registers.
 
@@ -168,10 +178,7 @@ class Leaves:
                 continue
             self.contributed[index] = 1
             if self.reached is not None and not self.reached[index]:
-                raise BackwardOrderError(
-                    f"The backward must reach `{slot.fqn}` through its unit's graph, but its gradient came through a "
-                    "second graph, made by a function that recomputes. Use torch.utils.checkpoint."
-                )
+                raise unexpected_error(slot.fqn)
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
                 sources += (grad,)

@@ -35,6 +35,7 @@ class Listing:
 
     Attributes:
         following: adopts flags that users set on the leaves, before they see the shards again, and the reverse.
+        has_lost: whether a write to a leaf is lost when the unit is freed.
         is_computing: whether it is on for modules that compute.
         left: `versions` when the modules finished computing, if the unit stays gathered.
 
@@ -43,11 +44,11 @@ class Listing:
 
     __slots__ = (
         "_are_plain", "_is_shard", "_places", "_slots",
-        "following", "is_at_rest", "is_computing", "is_on", "left",
+        "following", "has_lost", "is_at_rest", "is_computing", "is_on", "left",
     )  # fmt: skip
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
-        self.is_on = self.is_at_rest = self.is_computing = False
+        self.is_on = self.is_at_rest = self.is_computing = self.has_lost = False
         self.following = Following(flat_params)
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
@@ -92,6 +93,11 @@ class Listing:
                     "steps: inside `summon_full_params`, or to the DTensor of `fully_shard`."
                 )
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a user has written to a leaf since it was gathered; see `warn_if_written`."""
+        return self.has_lost or (self.left is not None and self.left != self.versions())
+
     def warn_if_written(self, is_pass: bool) -> None:
         """Warn if a user has written to a leaf since the modules last computed, and its memory is freed or refilled.
 
@@ -103,6 +109,7 @@ class Listing:
             return
         fqn = self.written_since(left)
         if fqn is not None:
+            self.has_lost = True
             warnings.warn(
                 f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the change "
                 "is lost when they are freed. Write inside `summon_full_params`, or to the shards that `parameters()` "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.gathered import Gather
+from fairshard.params.gathered import Gather, Line
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.views.copied_out import Beside, CopiedOut
@@ -56,7 +56,7 @@ class ExtendedGathered(CopiedOut):
         self._is_to_complete = True
         super().start(None, None, tag)
 
-    def differs(self, own: Tensor) -> bool:
+    def differs(self, own: Tensor, line: Line) -> bool:
         """See `Gathered.differs`: only the class knows how values are sent."""
         return False
 

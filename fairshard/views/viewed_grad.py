@@ -190,12 +190,15 @@ class ViewedGrad(ShardGrad):
         whole = super().value
         if whole is None:
             return
+        shown, parts = self._shown(), self.parts_of(whole)
+        values = [None if grad is None else self.own_of(index, grad) for index, grad in enumerate(shown)]
+        if all(one is None or is_same_memory(one, part) for one, part in zip(values, parts, strict=True)):
+            return
         before = [run.clone() for run in self._runs]
-        shown = [grad is not None for grad in self._shown()]
         self._cut(whole)
         for run, value in zip(self._runs, before, strict=True):
             run.copy_(value)
-        self._show(shown)
+        self._show([grad is not None for grad in shown])
 
     def _shown(self) -> Sequence[Tensor | None]:
         if self.is_held:
