@@ -269,7 +269,8 @@ class Loading:
         with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict(keep_vars=True)  # live values, of which only the form is used
         params = OptimParams(model)
-        on_all_ranks(self._group, lambda: self._make_room(state, params))
+        missing = on_all_ranks(self._group, lambda: self._make_room(state, params))
+        self._model.check_used(self._folder, missing)  # ranks may have parts of a pipeline, or experts of their own
         _read(self._values, self._reader, self._group)
         on_all_ranks(self._group, self._check_own)
         if optimizer is not None:
@@ -303,7 +304,8 @@ class Loading:
         entries = model_entries(self._training.model) if values else {}  # it takes as long as a state dict
         return [(entries[name], value) for name, value in values.items()]
 
-    def _make_room(self, state: Mapping[str, Any], params: OptimParams) -> None:
+    def _make_room(self, state: Mapping[str, Any], params: OptimParams) -> bytes:
+        """Allocate the targets; returns the `ModelTarget.missing`."""
         metadata = self._reader.read_metadata()
         known = metadata.state_dict_metadata
         self._model = ModelTarget.of(self._folder, state, metadata, params)
@@ -324,6 +326,7 @@ class Loading:
         self._own_key = self._own_objects(known)
         if self._own_key is not None:
             self._values[self._own_key] = None
+        return self._model.missing
 
     def _own_objects(self, known: Mapping[str, Any]) -> str | None:
         """Key of the rank's own values to load: this rank's, or rank 0's if the number of ranks differs."""

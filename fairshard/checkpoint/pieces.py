@@ -21,7 +21,7 @@ from fairshard.utils.span_tensor import SpanTensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of parameter ``name``, which has ``numel_of_all`` elements, and the checksum of its values."""
+    """A box of ``name``, a parameter or its state, which has ``numel_of_all`` elements, and the checksum of its values."""
 
     name: str
     numel_of_all: int
@@ -30,8 +30,8 @@ class Piece:
     sum: int
 
 
-def shared_by_few(model: Mapping[str, Any], params: OptimParams, num_ranks: int) -> list[Piece]:
-    """This rank's pieces of the entries of ``model`` that are cut among fewer ranks than the ``num_ranks`` that save.
+def shared_by_few(entries: Mapping[str, Any], params: OptimParams, num_ranks: int) -> list[Piece]:
+    """This rank's pieces of what is cut among fewer ranks than the ``num_ranks`` that save ``entries``.
 
     Other ranks may have parameters of their own under the same names. Values that are not cut are saved by each rank
     where they differ.
@@ -42,7 +42,10 @@ def shared_by_few(model: Mapping[str, Any], params: OptimParams, num_ranks: int)
         if named.flat_param is not None and named.flat_param.comms.num_ranks < num_ranks
         for name in named.first_names
     }
-    values = {name: value for name, value in model.items() if name in names and _is_cut(value, num_ranks)}
+    values = {name: value for name, value in entries["model"].items() if name in names}
+    for name, state in entries.get("optim", {"state": {}})["state"].items():
+        values.update({f"{key}` of `{name}": value for key, value in state.items() if name in names})
+    values = {name: value for name, value in values.items() if _is_cut(value, num_ranks)}
     found = []
     for item in create_default_local_save_plan(values, is_coordinator=False).items:
         data = item.tensor_data
@@ -70,13 +73,14 @@ def check_shared(every: Sequence[Sequence[Piece]]) -> None:
         for piece in pieces:
             boxes = by_name[piece.name]
             first, known = boxes.setdefault((piece.offsets, piece.sizes), (rank, piece.sum))
-            others = next(iter(boxes.values()))[0] if known == piece.sum else first
             is_covered_twice = sum(torch.Size(sizes).numel() for _, sizes in boxes) > piece.numel_of_all
             if known != piece.sum or is_covered_twice:
+                others = first if known != piece.sum else next(iter(boxes.values()))[0]
+                problem = "is another one" if known != piece.sum else "is another one, or is cut in another way,"
                 raise CheckpointError(
-                    f"A checkpoint holds one parameter of each name, but `{piece.name}` is another one on rank {rank} "
-                    f"than on rank {others}: it is sharded among some of the ranks only, and others have weights of "
-                    "their own under its name. Save such modules apart, each group its own into a folder of its own: "
+                    f"A checkpoint holds one value of each name, but `{piece.name}` {problem} on rank {rank} than on "
+                    f"rank {others}: it is sharded among some of the ranks only, and others have weights of their own "
+                    "under its name. Save such modules apart, each group its own into a folder of its own: "
                     "torch.distributed.checkpoint.save(module.state_dict(), checkpoint_id=..., process_group=group)."
                 )
 

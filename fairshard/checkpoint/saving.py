@@ -37,7 +37,7 @@ from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.checks.histories import Histories, check_histories, histories
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError, RanksDisagreeError
-from fairshard.state.optim_gathering import GatheredOptimState, problem_among
+from fairshard.state.optim_gathering import GatheredOptimState, problem_among, problem_of_places
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.collector import collector_paused
@@ -142,21 +142,25 @@ def take_over(group: ProcessGroup | None, training: Training, step: int | None, 
     params = OptimParams(training.model)
     drafts: list[Draft] = []
 
-    def draft() -> tuple[int | None, Histories, dict[str, int], dict[str, str], list[Piece]]:
+    def draft() -> tuple[int | None, Histories, dict[str, int], dict[str, str], list[Piece], dict[str, str]]:
         drafts.append(_draft(training, params, rank_in(group), step, buffers))
-        entries = drafts[0].snapshot.entries
-        pieces = [] if group is None else shared_by_few(entries["model"], params, group.size())
-        return step, histories(training.model), replicated_sums(entries), drafts[0].described_over(group), pieces
+        own, entries = drafts[0], drafts[0].snapshot.entries
+        pieces = [] if group is None else shared_by_few(entries, params, group.size())
+        settings = {} if group is None or own.optim is None else own.optim.settings(group.size())
+        sums = replicated_sums(entries)
+        return step, histories(training.model), sums, own.described_over(group), pieces, settings
 
     try:
         # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
         with collector_paused():
-            steps, run, sums, described, pieces = zip(*on_all_ranks(group, draft), strict=True)
+            steps, run, sums, described, pieces, settings = zip(*on_all_ranks(group, draft), strict=True)
         check_histories(training.model, run, group)
         check_shared(pieces)
         if len(set(steps)) > 1:
             raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
         drafts[0].check_optim(group, list(described))
+        if (problem := problem_of_places(list(settings))) is not None:
+            raise problem
         add_own_values(drafts[0].snapshot.entries, rank_in(group), list(sums))
     except BaseException:
         for own in drafts:

@@ -5,10 +5,11 @@ Keys may be ours, or those of torch's tools for FSDP2 and plain modules, with or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
@@ -33,11 +34,13 @@ class ModelTarget:
     """The model's part: the key of each name in its state dict, and the values to read into, by key.
 
     ``parts``: of an object that was saved in parts, such as a dict of ``get_extra_state``, the path in it of each key.
+    ``saved``: the names in the checkpoint, in its order, each with whether the model has it on this rank.
     """
 
     keys: dict[str, str]
     values: dict[str, Any]
     parts: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
+    saved: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: str, state: Mapping[str, Any], metadata: Metadata, params: OptimParams) -> ModelTarget:
@@ -71,15 +74,26 @@ class ModelTarget:
                 problems.append(f"`{name}` has shape {tuple(size)} instead of {tuple(value.shape)}")
             keys[name] = key
             values[key] = _room_like(value) if isinstance(value, Tensor) else value
-        used = set(values)
-        problems += [f"`{name}` is not in the model" for name, key in there.items() if key not in used]
+        saved = {name: key in values for name, key in there.items()}
         if problems:
-            more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
-            raise CheckpointError(
-                f"{folder} must be a checkpoint of this model, but: {', '.join(problems[:_MOST_NAMES])}{more}. "
-                "Build the model that was saved, or choose another checkpoint."
-            )
-        return cls(keys, values, parts)
+            raise _other_model(folder, problems + [_not_in_model(name) for name, is_here in saved.items() if not is_here])
+        return cls(keys, values, parts, saved)
+
+    @property
+    def missing(self) -> bytes:
+        """Of the names in `saved`, in order, a bit for each that the model does not have on this rank."""
+        return np.packbits([not is_here for is_here in self.saved.values()]).tobytes()
+
+    def check_used(self, folder: str, missing: Sequence[bytes]) -> None:
+        """Check that each saved name is in the model of some rank; ``missing``: that of each rank.
+
+        Raises:
+            CheckpointError: on every rank, if some are in none.
+        """
+        nowhere = np.bitwise_and.reduce([np.frombuffer(one, np.uint8) for one in missing])
+        names = [name for name, bit in zip(self.saved, np.unpackbits(nowhere), strict=False) if bit]
+        if names:
+            raise _other_model(folder, [_not_in_model(name) for name in names])
 
     def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The model's state dict, from the ``values`` read."""
@@ -179,6 +193,18 @@ class OptimizerTarget:
             number, setting = path[0], ".".join(map(str, path[1:]))
             by_number.setdefault(number, {} if isinstance(number, int) else {"params": [number]})[setting] = values[key]
         return list(by_number.values())
+
+
+def _not_in_model(name: str) -> str:
+    return f"`{name}` is not in the model"
+
+
+def _other_model(folder: str, problems: Sequence[str]) -> CheckpointError:
+    more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
+    return CheckpointError(
+        f"{folder} must be a checkpoint of this model, but: {', '.join(problems[:_MOST_NAMES])}{more}. Build the model "
+        "that was saved, or choose another checkpoint."
+    )
 
 
 def _parts_of(name: str, prefix: str, metadata: Metadata) -> dict[str, tuple[Any, ...]]:

@@ -87,6 +87,20 @@ class GatheredOptimState:
                     described[f"`{name}` of the group of `{own[0].first_names[0]}`"] = text
         return described
 
+    def settings(self, num_ranks: int) -> dict[str, str]:
+        """The settings, by place, of the groups with parameters that are cut among fewer than ``num_ranks`` ranks.
+
+        Other ranks may have parameters of other names in a group of the same place: see `problem_of_places`.
+        """
+        found: dict[str, str] = {}
+        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
+        for place, group in enumerate(self._saved.get("param_groups", ())):
+            cut = (by_key[key].flat_param for key in group["params"])
+            if any(one is not None and one.comms.num_ranks < num_ranks for one in cut):
+                texts = {name: _setting(value) for name, value in group.items() if name not in ("params", "param_names")}
+                found.update({f"`{name}` of param group {place}": text for name, text in texts.items() if text})
+        return found
+
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
         """State with whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
         state: dict[str, Any] = {}
@@ -175,6 +189,21 @@ def problem_among(every: list[dict[str, str]]) -> ValueError | None:
                     f"{every[0].get(key, 'absent')} on rank 0 and {own.get(key, 'absent')} on rank {rank}. "
                     "Step the optimizer on every rank, and for the same parameters; step a scheduler with the same "
                     "values on every rank."
+                )
+    return None
+
+
+def problem_of_places(every: list[dict[str, str]]) -> ValueError | None:
+    """The error for `GatheredOptimState.settings` that differ among ranks: a checkpoint holds one group of each place."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, own in enumerate(every):
+        for key, text in own.items():
+            first, other = known.setdefault(key, (rank, text))
+            if other != text:
+                return ValueError(
+                    f"Param groups of one place must have the same settings on all ranks, because a checkpoint holds "
+                    f"one of them, but {key} is {other} on rank {first} and {text} on rank {rank}. Put parameters with "
+                    "settings of their own into another group, at a place of its own on every rank."
                 )
     return None
 

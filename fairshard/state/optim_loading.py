@@ -105,7 +105,7 @@ class ShardedOptimState:
             state[key] = copy.deepcopy(values["state"][key])
         made: dict[str, Any] = {"state": state}
         if "param_groups" in values:
-            made["param_groups"] = self._groups(values["param_groups"], groups, keys)
+            made["param_groups"] = self._groups(values, groups, keys)
         return made
 
     def _skeleton(self, saved: Any) -> Mapping[str, Any]:
@@ -188,9 +188,12 @@ class ShardedOptimState:
         ]
         return shard.copy_(scatter_params(flat_param, wholes, dtype))
 
-    def _groups(self, saved: Iterable[Any], groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
-        """The saved hyperparameters of each of ``groups``, with the keys of its parameters."""
-        saved = list(saved)
+    def _groups(self, values: Any, groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
+        """The saved hyperparameters of each of ``groups``, with the keys of its parameters.
+
+        Groups of parameters that only other ranks have were saved with the names of those: then places count.
+        """
+        saved = list(values["param_groups"])
         of_param: dict[nn.Parameter, set[int]] = {}
         for number, group in enumerate(saved):
             for name in group["params"]:
@@ -204,7 +207,9 @@ class ShardedOptimState:
                 own = {key: value for key, value in saved[number].items() if key not in ("params", "param_names")}
                 if own not in settings:
                     settings.append(own)
-            if not settings and index < len(saved) and len(saved) == len(groups) and not saved[index]["params"]:
+            has_state = any(_entry(values["state"], names) for p in params for names in self._params.of(p).names)
+            is_in_place = index < len(saved) == len(groups) and (has_state or not saved[index]["params"])
+            if not settings and is_in_place:
                 settings = [{key: value for key, value in saved[index].items() if key != "params"}]
             if len(settings) != 1:
                 problem = "they differ between its parameters" if settings else "none of its parameters was saved"
