@@ -46,12 +46,13 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
     if comm.agree(_digest(own), device):
         return
     every = comm.gather_objects(own)
-    for rank, lines in enumerate(every):
+    first, *_ = ranks = comm.global_ranks
+    for rank, lines in zip(ranks, every, strict=True):
         for ours, theirs in zip_longest(every[0], lines, fillvalue="nothing more"):
             if ours != theirs:
                 raise RanksDisagreeError(
-                    "All ranks must wrap the same model in the same way, but the first difference is: rank 0 has "
-                    f"{ours}; rank {rank} has {theirs}. Build the model from the same code and configuration on "
+                    "All ranks must wrap the same model in the same way, but the first difference is: rank "
+                    f"{first} has {ours}; rank {rank} has {theirs}. Build the model from the same code and configuration on "
                     "every rank."
                 )
     raise RanksDisagreeError("Ranks disagree on the model, but the descriptions do not differ; please report this.")
@@ -70,18 +71,18 @@ def compare_values(root: Root) -> None:
                 sums, is_cut = unit.origin.sums, not unit.origin.has_changed(unit.flat_params)
                 own.update({join(unit.fqn, fqn): int(value) if is_cut else None for fqn, value in sums.items()})
         if not comm.agree(_digest([f"{fqn} {value}" for fqn, value in own.items()]), units[0].device):
-            _warn_of_difference(comm.gather_objects(own))
+            _warn_of_difference(comm.global_ranks, comm.gather_objects(own))
     for unit in units:
         unit.origin.sums = {}
 
 
-def _warn_of_difference(every: list[dict[str, int | None]]) -> None:
-    for rank, theirs in enumerate(every):
+def _warn_of_difference(ranks: list[int], every: list[dict[str, int | None]]) -> None:
+    for rank, theirs in zip(ranks, every, strict=True):
         for fqn, value in every[0].items():
             if None not in (value, theirs.get(fqn)) and value != theirs[fqn]:
                 warnings.warn(
-                    f"All ranks should begin with the same weights, but `{fqn}` differed between ranks 0 and {rank} "
-                    "when it was sharded: the model now has parts of both. Seed all ranks alike, load a state dict, or "
+                    f"All ranks should begin with the same weights, but `{fqn}` differed between ranks {ranks[0]} and "
+                    f"{rank} when it was sharded: the model now has parts of both. Seed all ranks alike, load a state dict, or "
                     "pass `sync_module_states=True` to every FullyShardedDataParallel.",
                     stacklevel=level_of_user(),
                 )

@@ -178,19 +178,20 @@ class MatrixExchange:
 
     def _raise_difference(self) -> None:
         every = self.comm.gather_objects(self._lines)
-        for rank, lines in enumerate(every):
+        first, *_ = ranks = self.comm.global_ranks
+        for rank, lines in zip(ranks, every, strict=True):
             for index in range(max(len(lines), len(every[0]))):
                 theirs, ours = (each[index] if index < len(each) else "nothing more" for each in (lines, every[0]))
                 if theirs != ours:
                     raise RanksDisagreeError(
                         "Muon must hold the same matrices in the same order on all ranks, but the first difference is: "
-                        f"rank 0 has {ours}; rank {rank} has {theirs}. Build its param groups from the same code on "
+                        f"rank {first} has {ours}; rank {rank} has {theirs}. Build its param groups from the same code on "
                         "every rank."
                     )
 
     def _raise_missing(self, part: OwnPart) -> None:
         every = self.comm.gather_objects(part.has_grad or not part.span.numel)
-        ranks = [rank for rank, has in enumerate(every) if not has]
+        ranks = [rank for rank, has in zip(self.comm.global_ranks, every, strict=True) if not has]
         raise RanksDisagreeError(
             f"A matrix that is cut among ranks must have a gradient on all of them or on none, but {part.name} has "
             f"none on rank {', '.join(map(str, ranks))}. Drop gradients on every rank, or on none."

@@ -27,7 +27,7 @@ from fairshard.utils.subclasses import inner_tensors
 from fairshard.utils.user_line import level_of_user
 
 _BUCKET_NBYTES = 250 * 2**20
-_RUN_NUMEL = 2**14  # a sum of int32 makes an int64 copy of its input
+_RUN_NUMEL = 2**14  # its elements are copied to int64
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,14 @@ def _warn_unsynced(module: nn.Module) -> None:
 
 
 def _checksum(param: nn.Parameter) -> Tensor:
-    """0-d int64: the sum of the bit patterns."""
+    """0-d int64: the sum of the bit patterns, each times its place, so that their order counts."""
     total = torch.zeros((), dtype=torch.int64, device=param.device)
     for tensor in inner_tensors(memory_of(param.detach())):
         integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
         line = tensor.detach().contiguous().view(-1).view(integer)
+        places = torch.arange(1, min(_RUN_NUMEL, len(line)) + 1, device=param.device)
         for run in line.split(_RUN_NUMEL):
-            total += run.sum(dtype=torch.int64)
+            total = total * 31 + (run * places[: len(run)]).sum()  # wraps around
     return total
 
 
