@@ -90,11 +90,75 @@ def test_equal_parameters_of_two_groups_are_saved(door, shared_folder):
     assert_same_state(whole(model), saved)
 
 
+@on_ranks(4)
+@doors
+def test_state_of_two_groups_under_one_name_is_refused(door, shared_folder):
+    """Weights are equal after a step with a learning rate of 0, but moments are not."""
+    model, optimizer, _ = mixture(door, 1.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    model["expert"](randn(2, 4, key=dist.get_rank())).square().sum().backward()
+    optimizer.step()
+    save(f"{shared_folder}/weights", model)
+    with pytest.raises(CheckpointError, match=r"`exp_avg` of `expert\.weight` is another one on rank 2 than on rank 0"):
+        save(f"{shared_folder}/both", model, optimizer)
+
+
+def stages(door):
+    """Two stages of a pipeline under names of their own, each on two ranks; one optimizer each."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage = dist.get_rank() // 2
+    torch.manual_seed(stage)
+    model = nn.ModuleDict({str(stage): nn.Linear(4, 4)}).to(rank_device())
+    if door == "fully_shard":
+        fully_shard(model[str(stage)], mesh=DeviceMesh.from_group(groups[stage], rank_device().type))
+    else:
+        wrapped = FSDP(model[str(stage)], process_group=groups[stage], use_orig_params=door == "orig_params")
+        model[str(stage)] = wrapped
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("door", ["wrapper", in_full("orig_params"), "fully_shard"])
+def test_ranks_may_have_parts_under_names_of_their_own(door, shared_folder):
+    """A name that no rank has any more is refused, and so are settings of one place that differ."""
+    model, optimizer = stages(door)
+    stage = dist.get_rank() // 2
+
+    def train():
+        model[str(stage)](randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    saved = whole(model)
+    save(f"{shared_folder}/both", model, optimizer)
+    train()
+    expected = whole(model)
+    train()
+    load(f"{shared_folder}/both", model, optimizer)
+    assert_same_state(whole(model), saved)
+    train()
+    assert_same_state(whole(model), expected)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + stage)
+    with pytest.raises(ValueError, match=r"`lr` of param group 0 is 0\.1 on rank 0 and 0\.2 on rank 2"):
+        save(f"{shared_folder}/other", model, optimizer)
+    save(f"{shared_folder}/weights", model)
+    if stage:
+        model["renamed"] = nn.Linear(1, 1).to(rank_device())
+        del model["1"]
+    with pytest.raises(CheckpointError, match=r"`renamed\.\w+` is missing.*`0\.\w+` is not in the model"):
+        load(f"{shared_folder}/weights", model)
+    if stage:
+        del model["renamed"]
+    with pytest.raises(CheckpointError, match=r"but: `1\.weight` is not in the model, `1\.bias` is not in the model"):
+        load(f"{shared_folder}/weights", model)
+
+
 def test_pieces_that_overlap_are_of_several_parameters():
     """Groups of two and of one rank cut a parameter of their own elsewhere: the pieces are more than one."""
     half = [Piece("x", 8, (start,), (4,), 0) for start in (0, 4)]
     check_shared([[half[0]], [half[1]], [], [half[1]]])
-    with pytest.raises(CheckpointError, match="`x` is another one on rank 2 than on rank 0"):
+    with pytest.raises(CheckpointError, match="`x` is another one, or is cut in another way, on rank 2 than on rank 0"):
         check_shared([[half[0]], [half[1]], [Piece("x", 8, (0,), (8,), 0)]])
 
 

@@ -1,6 +1,7 @@
 """Weights and flags of inner units that the outermost forward changes before it calls them."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -217,6 +218,46 @@ def test_writes_that_torch_does_not_count_raise(way):
         net(randn(2, 3)).backward()
 
 
+def scaling_between(net, x):
+    """Scales ``inner`` between two calls through ``.data``, which torch does not count."""
+    y = net.inner(x)
+    for param in net.inner.parameters():
+        param.data.mul_(0.5)
+    return net.inner(y).square().sum()
+
+
+@pytest.mark.cpu_only("on a device values are not compared: the host would wait")
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["wrapper", "original parameters", "offload, bf16"])
+def test_writes_that_torch_does_not_count_to_a_unit_that_stays_gathered_raise(way):
+    """Between two calls of one forward, the second of which would compute with the values from before."""
+    net = WAYS[way](Net(scaling_between), False)
+    net.inner.requires_grad_(False)
+    with pytest.raises(ShardChangedError, match=r"of `inner.* were: .* neither writes through `\.data`"):
+        net(randn(2, 3))
+
+
+@pytest.mark.cpu_only("on a device values are not compared: the host would wait")
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("width", [4, 600])
+def test_foreach_writes_to_a_unit_that_is_kept_between_passes_raise(width):
+    """Small rows are copied out of the gathered buffer, large ones are received in place. NaN is no write."""
+    net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 4)).to(rank_device())
+    for module in (*net, net):
+        fully_shard(module)
+    net.set_reshard_after_backward(False)
+    nn.init.constant_(net[1].bias, torch.nan)
+    for _ in range(3):
+        net(randn(2, width)).sum().backward()
+    is_cut = dist.get_world_size() > 1  # otherwise the whole parameters lie in the shard
+    expected = pytest.raises(ShardChangedError, match=r"of `0\.weight` .* were") if is_cut else nullcontext()
+    with expected:
+        for _ in range(13):
+            with torch.no_grad():
+                torch._foreach_mul_(list(net[0].parameters()), 0.5)
+            net(randn(2, width)).sum().backward()
+
+
 def averaging(net, x):
     """In every fourth pass, as `AveragedModel` does; torch does not count it on DTensors."""
     net.number += 1
@@ -307,6 +348,26 @@ def test_a_hook_may_freeze_what_the_backward_has_not_reached(door):
         assert torch.equal(*((one.to_local() if hasattr(one, "to_local") else one) for one in (param.grad, grad)))
 
 
+def freezing_passed(net, x):
+    """A hook freezes ``inner`` when the backward has just computed its gradients."""
+    net.inner.requires_grad_(True)
+    x.register_hook(lambda grad: freeze(net.inner))
+    return net.inner(x).square().sum()
+
+
+@on_ranks(in_full(1), 2)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_hook_may_freeze_what_the_backward_has_passed(door):
+    """The gradients are there already, and stay; `summon_full_params` shows them, too."""
+    compare(door, freezing_passed, reshard=True)
+    net = shard(Net(freezing_passed), door)
+    net(randn(2, 3)).backward()
+    assert all(param.grad is not None for param in net.parameters())
+    if door in WRAPPED:
+        with FSDP.summon_full_params(net, with_grads=True):
+            assert all(param.grad.any() for param in net.parameters())
+
+
 WRAPPED = {"wrapper", "no_flatten", "orig_params"}
 
 
@@ -323,6 +384,34 @@ def test_what_a_second_run_trains_again_is_named(door, use_reentrant):
         loss.backward()
     inner.requires_grad_(True)
     compare(door, adversarial, reshard=True)
+
+
+class ThawsOne(nn.Module):
+    """A reentrant checkpoint whose second run trains ``late.weight``, which its first has frozen."""
+
+    is_unit = True
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.late, self.is_second = nn.Linear(3, 3), nn.Linear(3, 3), False
+
+    def run(self, x):
+        self.late.weight.requires_grad_(self.is_second)
+        self.is_second = not self.is_second
+        return self.late(self.early(x))
+
+    def forward(self, x):
+        return checkpoint(self.run, x.requires_grad_(), use_reentrant=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["no_flatten", "orig_params", "fully_shard", in_full("owned")])
+def test_one_parameter_that_a_second_run_trains_again_is_named(door):
+    """Although other gradients of its unit were ready before."""
+    net = shard(ThawsOne(), door)
+    loss = net(randn(2, 3)).sum()
+    with pytest.raises(BackwardOrderError, match=r"`.*late.weight` must be trained when the backward begins"):
+        loss.backward()
 
 
 def rerun(way, use_reentrant):

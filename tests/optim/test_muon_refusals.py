@@ -138,6 +138,51 @@ def test_other_matrices_that_one_rank_has_whole(num_others, rows):
     Muon([cut, *others], **OPTIONS).step()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("num_matrices", [3, 300])
+def test_one_rank_may_prepare_its_steps_again(num_matrices):
+    """It loads its own state, adds a group, or makes another optimizer of the same matrices. Others are refused."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_matrices)))
+    fully_shard(model)
+    twin = copy.deepcopy(model)
+
+    def train(one, optimizer):
+        one(torch.ones(2, 4, device=rank_device())).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer, expected = (Muon(one.parameters(), **OPTIONS) for one in (model, twin))
+    for change in ("none", "load", "group", "new"):
+        if dist.get_rank() == 1 and change == "load":
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif dist.get_rank() == 1 and change == "group":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=rank_device()))]})
+        elif dist.get_rank() == 1 and change == "new":
+            again = Muon(model.parameters(), **OPTIONS)
+            del optimizer.param_groups[1]
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        train(model, optimizer)
+        train(twin, expected)
+    assert_same_state(full(model.state_dict()), full(twin.state_dict()))
+    optimizer.param_groups[0]["use_muon"] = dist.get_rank() == 0
+    model(torch.ones(2, 4, device=rank_device())).sum().backward()
+    refused(optimizer, RanksDisagreeError, r"rank 0 has `0\.weight` .*rank 1 has nothing more")
+
+
+@on_ranks(2)
+def test_one_rank_may_prepare_steps_without_exchanges_again():
+    """Ranks agree once that they cut no matrix."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)).to(rank_device())
+    for number in range(3):
+        if number == 0:
+            fully_shard(model)
+        if number == 0 or dist.get_rank() == 0:
+            optimizer = Muon(model.parameters(), use_muon=False, **OPTIONS)
+        model(torch.arange(4, device=rank_device())).square().sum().backward()
+        optimizer.step()
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("backwards", [False, in_full(True)])
 def test_an_error_reaches_all_connected_groups(backwards):
@@ -156,9 +201,15 @@ def test_an_error_reaches_all_connected_groups(backwards):
         if step < 2:  # in the first step ranks do not know of other groups yet
             if rank == 3:
                 expert.weight.grad = None
-            refused(optimizer, RuntimeError, r"`1.weight` has none on rank 1")
+            refused(optimizer, RuntimeError, r"`1.weight` has none on rank 3")
             assert all(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
             expert.weight.grad = grad
+        if rank == 2 and step == 2:  # alone: what ranks know of the groups stays, or is found out again
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif rank == 1 and step == 2:
+            again = Muon(optimizer.param_groups[0]["params"])
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
         optimizer.step()
         assert not any(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
 

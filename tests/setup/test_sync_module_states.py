@@ -192,6 +192,25 @@ def test_ranks_that_begin_with_other_weights_are_told(kwargs):
 
 
 @on_ranks(2)
+def test_weights_in_another_order_are_told():
+    """The same values, but rows in another order on rank 1, as if heads or experts were sorted there."""
+    model = mlp(3, 5, 4, seed=1)
+    if dist.get_rank() == 1:
+        model[2].weight.data = model[2].weight.data.flip(0)
+    (message,) = warnings_of(wrap_each(model), randn(2, 3))
+    assert "`2.weight` differed between ranks 0 and 1" in message
+
+
+@on_ranks(4)
+def test_ranks_of_a_group_are_named_by_their_numbers_among_all():
+    """A model on ranks 2 and 3."""
+    group = dist.new_group([2, 3])
+    if dist.get_rank() > 1:
+        model = FSDP(mlp(3, 5, seed=dist.get_rank()), process_group=group)
+        assert "differed between ranks 2 and 3" in warnings_of(model, randn(2, 3))[0]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_weights_of_any_dtype_are_told(dtype):
     """A difference in any dtype warns, because the checksum compares bits."""

@@ -291,6 +291,26 @@ def test_a_written_view_is_seen_by_the_next_forward(how, settings):
         assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [*SETTINGS, "own shapes"])
+def test_weights_assigned_while_gradients_wait(settings):
+    """Under ``no_sync``: the gradients stay, and later ones are added, as after a write in place."""
+    options = {"flatten_parameters": False} if settings == "own shapes" else SETTINGS[settings] | SHOWN
+    models = [FSDP(mlp(4, 9, 7, 5), **options) for _ in range(2)]
+    for model in models:
+        with model.no_sync():
+            backward(model, 0)
+        with torch.no_grad():
+            for param in model.parameters():
+                if model is models[0]:
+                    param.mul_(0.5)
+                else:
+                    param.data = param.data * 0.5
+        backward(model, 1)
+    for grads in zip(*(tuple(param.grad for param in model.parameters()) for model in models), strict=True):
+        assert torch.equal(*grads)
+
+
 @on_ranks(1, in_full(2), 3)
 @pytest.mark.parametrize("settings", [*SETTINGS, "own shapes"])
 def test_weights_swapped_for_an_evaluation_come_back(settings):
