@@ -21,7 +21,7 @@ from fairshard.utils.span_tensor import SpanTensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of ``name``, a parameter or its state, which has ``numel_of_all`` elements, and the checksum of its values."""
+    """A box of ``name``, a parameter or its state of ``numel_of_all`` elements, and the checksum of its values."""
 
     name: str
     numel_of_all: int

@@ -76,7 +76,8 @@ class ModelTarget:
             values[key] = _room_like(value) if isinstance(value, Tensor) else value
         saved = {name: key in values for name, key in there.items()}
         if problems:
-            raise _other_model(folder, problems + [_not_in_model(name) for name, is_here in saved.items() if not is_here])
+            problems += [_not_in_model(name) for name, is_here in saved.items() if not is_here]
+            raise _other_model(folder, problems)
         return cls(keys, values, parts, saved)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import fields
 from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
 
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
@@ -46,14 +47,14 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
     if comm.agree(_digest(own), device):
         return
     every = comm.gather_objects(own)
-    first, *_ = ranks = comm.global_ranks
+    first, *_ = ranks = ranks_of(comm)
     for rank, lines in zip(ranks, every, strict=True):
         for ours, theirs in zip_longest(every[0], lines, fillvalue="nothing more"):
             if ours != theirs:
                 raise RanksDisagreeError(
                     "All ranks must wrap the same model in the same way, but the first difference is: rank "
-                    f"{first} has {ours}; rank {rank} has {theirs}. Build the model from the same code and configuration on "
-                    "every rank."
+                    f"{first} has {ours}; rank {rank} has {theirs}. Build the model from the same code and "
+                    "configuration on every rank."
                 )
     raise RanksDisagreeError("Ranks disagree on the model, but the descriptions do not differ; please report this.")
 
@@ -71,7 +72,7 @@ def compare_values(root: Root) -> None:
                 sums, is_cut = unit.origin.sums, not unit.origin.has_changed(unit.flat_params)
                 own.update({join(unit.fqn, fqn): int(value) if is_cut else None for fqn, value in sums.items()})
         if not comm.agree(_digest([f"{fqn} {value}" for fqn, value in own.items()]), units[0].device):
-            _warn_of_difference(comm.global_ranks, comm.gather_objects(own))
+            _warn_of_difference(ranks_of(comm), comm.gather_objects(own))
     for unit in units:
         unit.origin.sums = {}
 
@@ -82,11 +83,16 @@ def _warn_of_difference(ranks: list[int], every: list[dict[str, int | None]]) ->
             if None not in (value, theirs.get(fqn)) and value != theirs[fqn]:
                 warnings.warn(
                     f"All ranks should begin with the same weights, but `{fqn}` differed between ranks {ranks[0]} and "
-                    f"{rank} when it was sharded: the model now has parts of both. Seed all ranks alike, load a state dict, or "
-                    "pass `sync_module_states=True` to every FullyShardedDataParallel.",
+                    f"{rank} when it was sharded: the model now has parts of both. Seed all ranks alike, load a state "
+                    "dict, or pass `sync_module_states=True` to every FullyShardedDataParallel.",
                     stacklevel=level_of_user(),
                 )
                 return
+
+
+def ranks_of(comm: Communicator) -> list[int]:
+    """The numbers of its ranks among all ranks: those that people know."""
+    return dist.get_process_group_ranks(comm.group)
 
 
 def raise_together(comms: Iterable[Communicator], error: Exception | None) -> None:

@@ -183,8 +183,7 @@ class Backward:
         """The gradient of a leaf of ``unit`` is ready."""
         if unit in self._sent:
             raise late_error(unit.fqn)
-        for flat_param in unit.flat_params:
-            check_owed(flat_param)
+        check_owed(unit.flat_params)
         if unit.unshard_in_backward and not (unit.is_gathered or unit.is_held):
             raise unseen_error(unit.fqn)
         self.touched.add(unit)

@@ -10,7 +10,7 @@ import torch
 
 from fairshard.errors import BackwardOrderError, FairshardError, GradRequiresGradError, ParameterShardedError
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.leaves import unexpected_error
+from fairshard.params.shard_grad import unexpected_error
 from fairshard.utils.user_line import level_of_user
 
 
@@ -84,15 +84,16 @@ def late_error(fqn: str) -> BackwardOrderError:
     )
 
 
-def check_owed(flat_param: Any) -> None:
-    """Raise if leaves of ``flat_param`` have gradients, but no rank had a path to them when the backward began.
+def check_owed(flat_params: Sequence[Any]) -> None:
+    """Raise if leaves of ``flat_params`` have gradients, but no rank had a path to them when the backward began.
 
     Raises:
         BackwardOrderError: their gradients would never be summed.
     """
-    is_lost = flat_param.has_elements and not flat_param.is_owed
-    if is_lost and any(slot.leaf.grad is not None for slot in flat_param.slots):
-        raise unexpected_error(flat_param.name)
+    for flat_param in flat_params:
+        is_lost = flat_param.has_elements and not flat_param.is_owed
+        if is_lost and any(slot.leaf.grad is not None for slot in flat_param.slots):
+            raise unexpected_error(flat_param.name)
 
 
 def other_rank_error(problems: Sequence[str]) -> FairshardError:

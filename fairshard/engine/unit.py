@@ -49,8 +49,7 @@ class Unit:
     root: Any = None
     comm: Communicator | None = None
     parts: KeptParts | None = None
-    listing = Listing()
-    versions = ShardVersions()
+    listing, versions = Listing(), ShardVersions()
     buffers: ComputeBuffers | None = None
 
     def __init__(
@@ -170,7 +169,6 @@ class Unit:
         """Free the whole parameters and keep the shards, unless this rank holds the unit (``is_held``)."""
         listing = self.listing
         listing.warn_if_written(is_pass=False)
-        listing.has_lost = False
         if self.is_held:
             listing.hide()
         else:
@@ -266,14 +264,10 @@ class Unit:
             self.listing.show()  # for a checkpoint that recomputes
 
     def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
-        """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows.
-
-        Raises:
-            BackwardOrderError: some would be lost; see `check_owed`.
-        """
+        """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
             if not flat_param.is_owed:
-                check_owed(flat_param)
+                check_owed([flat_param])
             else:
                 if self.sync:
                     flat_param.num_sent += 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairshard.checks.agreement import raise_together
+from fairshard.checks.agreement import raise_together, ranks_of
 from fairshard.errors import RanksDisagreeError
 from fairshard.optim.newton_schulz import num_flops
 from fairshard.optim.own_part import OwnPart
@@ -178,20 +178,20 @@ class MatrixExchange:
 
     def _raise_difference(self) -> None:
         every = self.comm.gather_objects(self._lines)
-        first, *_ = ranks = self.comm.global_ranks
+        first, *_ = ranks = ranks_of(self.comm)
         for rank, lines in zip(ranks, every, strict=True):
             for index in range(max(len(lines), len(every[0]))):
                 theirs, ours = (each[index] if index < len(each) else "nothing more" for each in (lines, every[0]))
                 if theirs != ours:
                     raise RanksDisagreeError(
                         "Muon must hold the same matrices in the same order on all ranks, but the first difference is: "
-                        f"rank {first} has {ours}; rank {rank} has {theirs}. Build its param groups from the same code on "
-                        "every rank."
+                        f"rank {first} has {ours}; rank {rank} has {theirs}. Build its param groups from the same code "
+                        "on every rank."
                     )
 
     def _raise_missing(self, part: OwnPart) -> None:
         every = self.comm.gather_objects(part.has_grad or not part.span.numel)
-        ranks = [rank for rank, has in zip(self.comm.global_ranks, every, strict=True) if not has]
+        ranks = [rank for rank, has in zip(ranks_of(self.comm), every, strict=True) if not has]
         raise RanksDisagreeError(
             f"A matrix that is cut among ranks must have a gradient on all of them or on none, but {part.name} has "
             f"none on rank {', '.join(map(str, ranks))}. Drop gradients on every rank, or on none."

@@ -288,10 +288,6 @@ class FlatParam(Leaves):
             self._is_updated = False
         return self._device_shard
 
-    def differs(self) -> bool:
-        """Whether the shard had other values when the whole parameters were gathered."""
-        return not self.computes_on_shard and self.gathered.differs(self.shows.shard.detach(), self.line)
-
     @property
     def buffer(self) -> Tensor:
         """The buffer ``[W, S]`` into which rows are gathered."""

@@ -60,7 +60,8 @@ class Following:
         if self._num_reused > 2 and (self._num_reused + self._turn) % _EVERY:
             return
         for flat_param in self._flat_params:
-            if flat_param.is_gathered and flat_param.differs():
+            is_copy = flat_param.is_gathered and not flat_param.computes_on_shard
+            if is_copy and flat_param.gathered.differs(flat_param.shows.shard.detach(), flat_param.line):
                 raise reported(
                     ShardChangedError(
                         "Weights must not be written to without torch counting it while they are gathered for the next "

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import BackwardOrderError, FairshardError, PartialGradientError
+from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
 from fairshard.params.route import Route
+from fairshard.params.shard_grad import unexpected_error
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, plain_and_others
 from fairshard.utils.autograd import accumulate_node, reached, reaches
@@ -30,16 +31,6 @@ from fairshard.utils.tensors import joined_columns
 _TRAINS, _HOOKS = attrgetter("leaf.requires_grad"), attrgetter("_post_accumulate_grad_hooks")
 interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
 """Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
-
-
-def unexpected_error(fqn: str) -> BackwardOrderError:
-    """Error for a gradient of parameter ``fqn`` to which no rank had a path when the backward began."""
-    return BackwardOrderError(
-        f"`{fqn}` must be trained when the backward begins, and reached through its unit's graph, but gets a gradient "
-        "that no rank has announced: a hook, or the second run of a checkpoint, has set `requires_grad`; or a function "
-        "of its own recomputes. Freeze and train outside of hooks and of checkpointed functions, and recompute with "
-        "torch.utils.checkpoint."
-    )
 
 
 class Leaves:

@@ -105,11 +105,12 @@ class Listing:
         also looks for what that pass writes.
         """
         left, self.left = self.left, self.versions() if is_pass else None
+        self.has_lost = self.has_lost and is_pass
         if left is None or not (is_pass or self.versions() != left):
             return
         fqn = self.written_since(left)
         if fqn is not None:
-            self.has_lost = True
+            self.has_lost = is_pass
             warnings.warn(
                 f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the change "
                 "is lost when they are freed. Write inside `summon_full_params`, or to the shards that `parameters()` "

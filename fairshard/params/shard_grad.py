@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import FairshardError
+from fairshard.errors import BackwardOrderError, FairshardError
 from fairshard.settings.config import GradHome
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import is_aliased
@@ -108,6 +108,16 @@ def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: 
             "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
         )
     return True
+
+
+def unexpected_error(fqn: str) -> BackwardOrderError:
+    """Error for a gradient of parameter ``fqn`` to which no rank had a path when the backward began."""
+    return BackwardOrderError(
+        f"`{fqn}` must be trained when the backward begins, and reached through its unit's graph, but gets a gradient "
+        "that no rank has announced: a hook, or the second run of a checkpoint, has set `requires_grad`; or a function "
+        "of its own recomputes. Freeze and train outside of hooks and of checkpointed functions, and recompute with "
+        "torch.utils.checkpoint."
+    )
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ class GatheredOptimState:
         for place, group in enumerate(self._saved.get("param_groups", ())):
             cut = (by_key[key].flat_param for key in group["params"])
             if any(one is not None and one.comms.num_ranks < num_ranks for one in cut):
-                texts = {name: _setting(value) for name, value in group.items() if name not in ("params", "param_names")}
-                found.update({f"`{name}` of param group {place}": text for name, text in texts.items() if text})
+                texts = ((name, _setting(group[name])) for name in group.keys() - {"params", "param_names"})
+                found.update({f"`{name}` of param group {place}": text for name, text in texts if text})
         return found
 
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def problem_among(every: list[dict[str, str]]) -> ValueError | None:
 
 
 def problem_of_places(every: list[dict[str, str]]) -> ValueError | None:
-    """The error for `GatheredOptimState.settings` that differ among ranks: a checkpoint holds one group of each place."""
+    """The error for `GatheredOptimState.settings` that differ among ranks; None if none do."""
     known: dict[str, tuple[int, str]] = {}
     for rank, own in enumerate(every):
         for key, text in own.items():

@@ -151,11 +151,6 @@ class Communicator(GroupMessages):
         self._host = gloo_twin(self.group)
         return communicator(self._host)
 
-    @property
-    def global_ranks(self) -> list[int]:
-        """The numbers of its ranks among all ranks: those that people know."""
-        return dist.get_process_group_ranks(self.group)
-
     def gather_messages(self, rows: Tensor) -> Transfer:
         """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
         self._num_messages += 1
