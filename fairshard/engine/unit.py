@@ -268,12 +268,11 @@ class Unit:
         for flat_param in self.flat_params:
             if not flat_param.is_owed:
                 check_owed([flat_param])
+            elif self.sync:
+                flat_param.num_sent += 1
+                bucketer.reduce(flat_param, yields)
             else:
-                if self.sync:
-                    flat_param.num_sent += 1
-                    bucketer.reduce(flat_param, yields)
-                else:
-                    flat_param.accumulate()
+                flat_param.accumulate()
 
     def finish_pass(self) -> None:
         """A backward has finished with one forward of the unit: free the parameters."""

@@ -131,9 +131,7 @@ class MatrixExchange:
 
     # ---- agreeing
 
-    def agree(
-        self, error: Exception | None, is_in_several: bool = False, explores: bool = False
-    ) -> set[OwnPart]:
+    def agree(self, error: Exception | None, is_in_several: bool = False, explores: bool = False) -> set[OwnPart]:
         """The cut parameters that have gradients, the same on every rank. **Collective**: a message of 512 bytes.
 
         One byte in it is for each matrix twice; what does not fit follows once all are known to hold the same matrices.

@@ -88,17 +88,17 @@ class GatheredOptimState:
         return described
 
     def settings(self, num_ranks: int) -> dict[str, str]:
-        """The settings, by place, of the groups with parameters that are cut among fewer than ``num_ranks`` ranks.
+        """The settings of the groups, by place, if some parameter is cut among fewer than ``num_ranks`` ranks.
 
         Other ranks may have parameters of other names in a group of the same place: see `problem_of_places`.
         """
+        cut = (named.flat_param for named in self.params)
+        if not any(one is not None and one.comms.num_ranks < num_ranks for one in cut):
+            return {}
         found: dict[str, str] = {}
-        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
         for place, group in enumerate(self._saved.get("param_groups", ())):
-            cut = (by_key[key].flat_param for key in group["params"])
-            if any(one is not None and one.comms.num_ranks < num_ranks for one in cut):
-                texts = ((name, _setting(group[name])) for name in group.keys() - {"params", "param_names"})
-                found.update({f"`{name}` of param group {place}": text for name, text in texts if text})
+            texts = ((name, _setting(group[name])) for name in group.keys() - {"params", "param_names"})
+            found.update({f"`{name}` of param group {place}": text for name, text in texts if text})
         return found
 
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
@@ -201,9 +201,9 @@ def problem_of_places(every: list[dict[str, str]]) -> ValueError | None:
             first, other = known.setdefault(key, (rank, text))
             if other != text:
                 return ValueError(
-                    f"Param groups of one place must have the same settings on all ranks, because a checkpoint holds "
-                    f"one of them, but {key} is {other} on rank {first} and {text} on rank {rank}. Put parameters with "
-                    "settings of their own into another group, at a place of its own on every rank."
+                    "Param groups of one place must have the same settings on all ranks, because a checkpoint holds one "
+                    f"of them, but {key} is {other} on rank {first} and {text} on rank {rank}. Give parameters with "
+                    "settings of their own a place of their own, where the other ranks have a group without parameters."
                 )
     return None
 

@@ -208,7 +208,8 @@ class ShardedOptimState:
                 if own not in settings:
                     settings.append(own)
             has_state = any(_entry(values["state"], names) for p in params for names in self._params.of(p).names)
-            is_in_place = index < len(saved) == len(groups) and (has_state or not saved[index]["params"])
+            is_elsewhere = has_state or not params
+            is_in_place = index < len(saved) == len(groups) and (is_elsewhere or not saved[index]["params"])
             if not settings and is_in_place:
                 settings = [{key: value for key, value in saved[index].items() if key != "params"}]
             if len(settings) != 1:

@@ -91,7 +91,7 @@ def test_equal_parameters_of_two_groups_are_saved(door, shared_folder):
 
 
 @on_ranks(4)
-@doors
+@pytest.mark.parametrize("door", [in_full("wrapper"), "fully_shard"])
 def test_state_of_two_groups_under_one_name_is_refused(door, shared_folder):
     """Weights are equal after a step with a learning rate of 0, but moments are not."""
     model, optimizer, _ = mixture(door, 1.0)
@@ -118,7 +118,7 @@ def stages(door):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("door", ["wrapper", in_full("orig_params"), "fully_shard"])
+@pytest.mark.parametrize("door", [*map(in_full, ["wrapper", "orig_params"]), "fully_shard"])
 def test_ranks_may_have_parts_under_names_of_their_own(door, shared_folder):
     """A name that no rank has any more is refused, and so are settings of one place that differ."""
     model, optimizer = stages(door)
@@ -142,6 +142,15 @@ def test_ranks_may_have_parts_under_names_of_their_own(door, shared_folder):
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + stage)
     with pytest.raises(ValueError, match=r"`lr` of param group 0 is 0\.1 on rank 0 and 0\.2 on rank 2"):
         save(f"{shared_folder}/other", model, optimizer)
+    own = list(model.parameters())
+    places = [{"params": own if stage == place else [], "lr": 0.1 * (1 + place)} for place in range(2)]
+    optimizer = torch.optim.AdamW(places)
+    train()
+    save(f"{shared_folder}/other", model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    load(f"{shared_folder}/other", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     save(f"{shared_folder}/weights", model)
     if stage:
         model["renamed"] = nn.Linear(1, 1).to(rank_device())

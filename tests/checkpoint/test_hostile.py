@@ -55,7 +55,7 @@ def as_old_shard(pickled, folder):
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("place", [as_metadata, as_shard, as_old_shard])
+@pytest.mark.parametrize("place", [as_metadata, as_shard, pytest.param(as_old_shard, marks=pytest.mark.full)])
 def test_a_hostile_pickle_is_refused_soon(place, nbytes, tmp_path):
     """No pickle overflows the stack, is quadratic, or takes far more memory than its file."""
     for name, write in PICKLES.items():

@@ -356,7 +356,7 @@ def freezing_passed(net, x):
 
 
 @on_ranks(in_full(1), 2)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ["wrapper", *map(in_full, ["no_flatten", "owned"]), "orig_params", "fully_shard"])
 def test_a_hook_may_freeze_what_the_backward_has_passed(door):
     """The gradients are there already, and stay; `summon_full_params` shows them, too."""
     compare(door, freezing_passed, reshard=True)

@@ -291,7 +291,7 @@ def test_a_written_view_is_seen_by_the_next_forward(how, settings):
         assert_same_state(wrapped.state_dict(), plain.state_dict())
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("settings", [*SETTINGS, "own shapes"])
 def test_weights_assigned_while_gradients_wait(settings):
     """Under ``no_sync``: the gradients stay, and later ones are added, as after a write in place."""
