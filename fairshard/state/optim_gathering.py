@@ -201,9 +201,9 @@ def problem_of_places(every: list[dict[str, str]]) -> ValueError | None:
             first, other = known.setdefault(key, (rank, text))
             if other != text:
                 return ValueError(
-                    "Param groups of one place must have the same settings on all ranks, because a checkpoint holds one "
-                    f"of them, but {key} is {other} on rank {first} and {text} on rank {rank}. Give parameters with "
-                    "settings of their own a place of their own, where the other ranks have a group without parameters."
+                    "Param groups of one place must have the same settings on all ranks, because a checkpoint holds "
+                    f"one of them, but {key} is {other} on rank {first} and {text} on rank {rank}. Give parameters "
+                    "with settings of their own a place of their own, where other ranks have a group without any."
                 )
     return None
 
