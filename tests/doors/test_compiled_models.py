@@ -122,7 +122,7 @@ def test_blocks_are_compiled_once_and_train_alike(door, way):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("door", ["wrapper", in_full("fully_shard")])
 def test_a_compiled_step_does_not_trace_the_engine(door):
     """A whole step, compiled with backward and optimizer, gives the losses of the uncompiled one."""
     twin, model, backend = stack(door), stack(door), counting_backend("aot_eager")
@@ -204,7 +204,7 @@ def no_sync(model):
         model.set_requires_gradient_sync(True)
 
 
-IN_SHORT = {("wrapper", "bf16"), ("wrapper", "offload"), ("fully_shard", "kept"), ("fully_shard", "bf16")}
+IN_SHORT = {("wrapper", "offload"), ("fully_shard", "bf16")}
 PAIRS = [(door, setting) for door in SETTINGS for setting in SETTINGS[door]]
 MARKS = [pytest.param(*pair, marks=[] if pair in IN_SHORT else pytest.mark.full) for pair in PAIRS]
 

@@ -455,7 +455,7 @@ class SetsFlags(nn.Module):
         return self.weight * (x if self.inside is None else self.inside(x))
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("trains", [False, True])
 def test_flags_that_a_forward_sets_count_once_it_is_over(door, trains):

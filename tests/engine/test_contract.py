@@ -190,7 +190,7 @@ def test_all_ranks_issue_the_same_with_checkpoints(name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["one_pass", in_full("several_forwards"), "no_sync"])
+@pytest.mark.parametrize("name", ["one_pass", *map(in_full, ["several_forwards", "no_sync"])])
 def test_ranks_of_each_group_issue_the_same(name):
     """With two groups of two, any two ranks issue the collectives that they share in the same order."""
     first = 2000 + 40 * list(PASSES).index(name)
@@ -320,7 +320,7 @@ class Segment(nn.Module):
 
 @on_ranks(2, timeout=30.0)
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [in_full(True), False])
 @pytest.mark.parametrize("case", ["one rank reaches the inner unit", "no rank does, and one recomputes"])
 def test_a_checkpoint_of_which_a_rank_reaches_the_outer_layer_alone(door, exchange, case):
     """A rank that reaches only the outer layer still recomputes the inner unit, though no gradient reaches it."""

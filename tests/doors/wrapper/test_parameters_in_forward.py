@@ -18,7 +18,7 @@ from fairshard.errors import ParameterShardedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_forward_method
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.testing import rank_device
-from tests.on_ranks import on_ranks
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn
 
 DOORS = {
@@ -121,7 +121,7 @@ def check_seen(seen, plain, dtype=torch.float32):
         assert torch.equal(value, expected[name].detach().to(dtype)), name
 
 
-@on_ranks(1, 2)
+@on_ranks(in_full(1), 2)
 @every_door
 @pytest.mark.parametrize("more", MORE)
 def test_a_forward_sees_whole_parameters(door, more):
