@@ -61,10 +61,6 @@ class ConnectedGroups:
         self._used = {comm: stays for comm, stays in self._used.items() if stays}
         self._num_rounds = None
 
-    def go_on_as(self, others: ConnectedGroups) -> bool:
-        """Whether ``others``, of a later plan, are those that this one goes on with."""
-        return self.are_known and {comm for comm, stays in self._used.items() if stays} == set(others._used)
-
     @property
     def are_known(self) -> bool:
         """Whether `spread` has found out how the groups are connected."""

@@ -27,7 +27,7 @@ from fairshard.utils.span import Span, overlap
 _MESSAGE_NBYTES = 512
 """Size of the first message, the same for ranks with different optimizers, so that they can compare."""
 
-_settled: weakref.WeakKeyDictionary[Communicator, set[bytes]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[Communicator, set[bytes]] = weakref.WeakKeyDictionary()
 """Digests of the matrices that the ranks of a group have agreed on."""
 
 
@@ -120,9 +120,9 @@ class MatrixExchange:
         self.is_connected = self.explores = False
 
     @property
-    def is_settled(self) -> bool:
+    def is_agreed(self) -> bool:
         """Whether all ranks have agreed before that they hold these matrices, perhaps for another optimizer."""
-        return self._digest in _settled.get(self.comm, ())
+        return self._digest in _agreed.get(self.comm, ())
 
     @property
     def has_cut(self) -> bool:
@@ -152,7 +152,7 @@ class MatrixExchange:
         self._check(most, error)
         if len(message) > _MESSAGE_NBYTES:
             most += self._most_of(message[_MESSAGE_NBYTES:])
-        _settled.setdefault(self.comm, set()).add(self._digest)
+        _agreed.setdefault(self.comm, set()).add(self._digest)
         some, none = most[len(head) : len(head) + len(has)], most[len(head) + len(has) :][: len(has)]
         for part, present, missing in zip(self._parts, some, none, strict=True):
             if present and missing:

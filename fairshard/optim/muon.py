@@ -118,7 +118,6 @@ class Muon(Optimizer):
             "adamw_eps": adamw_eps,
         }
         self._plan: _Plan | None = None
-        self._groups: ConnectedGroups | None = None  # of the last plan
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -138,7 +137,7 @@ class Muon(Optimizer):
                 group.setdefault(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plan": None, "_groups": None}
+        return {**super().__getstate__(), "_plan": None}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -155,8 +154,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._plan is None or not self._plan.fits(self.param_groups):
-            self._plan = _Plan(self.param_groups, self.state, self._groups)
-            self._groups = self._plan.groups
+            self._plan = _Plan(self.param_groups, self.state)
         plan = self._plan
         found = plan.agree()
         matrices = zip(self.param_groups, plan.matrices, strict=True)
@@ -236,10 +234,7 @@ class _Plan:
         groups: how these process groups are connected.
     """
 
-    def __init__(
-        self, param_groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]], groups: ConnectedGroups | None
-    ) -> None:
-        """``groups``: those of the last plan, if any."""
+    def __init__(self, param_groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
         every = [[part for param in group["params"] for part in own_parts(param)] for group in param_groups]
         self._key = _key_of(param_groups)
         self._layouts = [part.layout for parts in every for part in parts]
@@ -266,11 +261,10 @@ class _Plan:
         asked = [key for key, own in together.items() if not own or not all(block.part.is_owned for block in own)]
         every_exchange = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
         self.exchanges = [exchange for exchange in every_exchange if exchange.has_cut]
-        # A rank may make a plan alone, for example to load its own state: it must not ask what is settled.
-        self._asked = [exchange for exchange in every_exchange if exchange.has_cut or not exchange.is_settled]
+        # A rank may make a plan alone, for example to load its own state: it must not ask again what is agreed.
+        self._asked = [exchange for exchange in every_exchange if exchange.has_cut or not exchange.is_agreed]
         comms = [exchange.comm for exchange in self._asked]
-        found = ConnectedGroups(comms, [exchange.has_cut for exchange in self._asked])
-        self.groups = groups if groups is not None and groups.go_on_as(found) else found
+        self.groups = ConnectedGroups(comms, [exchange.has_cut for exchange in self._asked])
 
     def fits(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the plan is the one of ``param_groups``."""
