@@ -368,6 +368,16 @@ def test_a_hook_may_freeze_what_the_backward_has_passed(door):
             assert all(param.grad.any() for param in net.parameters())
 
 
+@on_ranks(2)
+def test_a_hook_may_freeze_a_flat_parameter_of_which_a_part_was_used():
+    """It keeps its gradient, although a part of it, which no rank has used, has none."""
+    net = Net(freezing_passed)
+    net.inner.unused = nn.Parameter(torch.ones(2))
+    net = shard(net, "wrapper")
+    net(randn(2, 3)).backward()
+    assert all(param.grad is not None for param in net.parameters())
+
+
 WRAPPED = {"wrapper", "no_flatten", "orig_params"}
 
 
