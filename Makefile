@@ -17,6 +17,7 @@
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
 #   make gpu                      what docs/notes/gpu.md lists, on the accelerator of PYTHON's torch; installs nothing
 #   make gpu PART=2 OUT=DIR       one part of it, at most 8 minutes; DEVICE=sim tries all of it without an accelerator
+#   make gpu RANKS=4              lines of several ranks too, which share the devices that are there
 #   make clean                    remove what make made; the runs stay
 #
 # PYTHON chooses the interpreter. PIP_FLAGS is passed to pip; "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -30,6 +31,8 @@ TORCH ?=
 PART ?=
 OUT ?= runs/gpu
 DEVICE ?=
+RANKS ?= 1
+LINES ?=
 
 ifeq ($(TORCH),)
 VENV := .venv
@@ -90,7 +93,7 @@ bench: $(INSTALLED)
 
 gpu:
 	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "make gpu: $(PYTHON) has no torch; name one that has: PYTHON=..."; exit 2; }
-	$(PYTHON) -m tests.gpu --part "$(PART)" --out "$(OUT)" --device "$(DEVICE)"
+	$(PYTHON) -m tests.gpu --part "$(PART)" --out "$(OUT)" --device "$(DEVICE)" --ranks-per-device "$(RANKS)" --lines "$(LINES)"
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

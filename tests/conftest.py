@@ -13,7 +13,7 @@ from tests import sim
 from tests.covering import leave_cells_to_full
 from tests.sim import ranks
 from tests.test_features import refuse_skip_of_a_row
-from tests.torch_gaps import PREFIX
+from tests.torch_gaps import PREFIX, gap_of
 
 
 def pytest_addoption(parser):
@@ -22,6 +22,9 @@ def pytest_addoption(parser):
         default="cpu",
         help="device of the test ranks' models: cpu (gloo, default), cuda (NCCL, one GPU a rank), or another type of "
         "accelerator; sim is the simulated one of tests/sim, its order of work drawn from FAIRSHARD_SIM_SEED",
+    )
+    parser.addoption(
+        "--ranks-per-device", type=int, default=1, help="ranks that share one accelerator; NCCL then uses sockets"
     )
     parser.addoption(
         "--strict-features", action="store_true", help="fail while a row of the page of compatibility says: not yet"
@@ -44,21 +47,32 @@ def pytest_configure(config):
         sim.build()
         pool.around = ranks.around()
     elif pool.device != "cpu":
-        pool.run = functools.partial(_run_or_skip, pool.run, torch.get_device_module(pool.device).device_count())
+        pool.run = functools.partial(_run_or_skip, pool.run, _max_ranks(config))
 
 
-def _run_or_skip(run, num_devices, world_size, *args, **kwargs):
+def _max_ranks(config):
+    """The number of ranks that the devices have room for."""
+    device = config.getoption("--device")
+    if device == "sim":
+        return float("inf")
+    return torch.get_device_module(device).device_count() * config.getoption("--ranks-per-device")
+
+
+def _run_or_skip(run, max_ranks, world_size, *args, **kwargs):
     """`RankPool.run`, for tests that ask for more ranks than there are devices without saying so in a parameter."""
     __tracebackhide__ = True
-    if world_size > num_devices:
-        pytest.skip(f"needs {world_size} devices, but {num_devices} are there")
+    if world_size > max_ranks:
+        pytest.skip(f"needs {world_size} ranks, but the devices have room for {max_ranks}")
     return run(world_size, *args, **kwargs)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Fail a skipped test that a row of the page of compatibility names, other than for a gap of an older torch."""
+    """Skip a test that failed because of a gap of this torch; fail skipped ones of the page of compatibility."""
     report = yield
+    gap = gap_of(str(report.longrepr)) if report.failed else ""
+    if gap:
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] + 1, f"Skipped: {gap}")
     if report.skipped and item.config.getoption("--device") == "cpu" and PREFIX not in str(report.longrepr):
         refuse_skip_of_a_row(report)
     return report
@@ -93,9 +107,8 @@ def pytest_collection_modifyitems(config, items):
     leave_cells_to_full(items)
     if config.getoption("--device") == "cpu":
         return
-    device = config.getoption("--device")
-    num_devices = float("inf") if device == "sim" else torch.get_device_module(device).device_count()
-    if device == "sim":
+    max_ranks = _max_ranks(config)
+    if config.getoption("--device") == "sim":
         left_out = [item for item in items if not _takes_device(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if _takes_device(item)]
@@ -105,8 +118,9 @@ def pytest_collection_modifyitems(config, items):
         if on_cpu:
             (reason,) = on_cpu.args
             item.add_marker(pytest.mark.skip(reason=f"on the CPU only: {reason}"))
-        elif (world_size or 1) > num_devices:
-            item.add_marker(pytest.mark.skip(reason=f"needs {world_size or 1} devices, but {num_devices} are there"))
+        elif (world_size or 1) > max_ranks:
+            reason = f"needs {world_size} ranks, but the devices have room for {max_ranks}"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _takes_device(item):

@@ -64,7 +64,7 @@ class Snapshot:
             copy = self._copies.get(key)
             if copy is not None:
                 start = (part.data_ptr() - key) // part.element_size()
-                return copy.as_strided(part.shape, part.stride(), start)
+                return copy.as_strided(part.shape, part.stride(), copy.storage_offset() + start)
             if key not in self._unread:
                 return part
             self._unread[key] -= part.nbytes

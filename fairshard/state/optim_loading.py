@@ -347,7 +347,7 @@ def _common_value(named: NamedParam, key: str, values: list[Any], wanted: list[b
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     return bool(a == b)
 
 

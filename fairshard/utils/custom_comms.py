@@ -154,7 +154,8 @@ def check_allocates(group: ProcessGroup, device: torch.device) -> None:
     if not allocates:
         raise ValueError(
             f"The backend must be able to allocate memory for communication, but {name} has no allocator on "
-            f"{device.type}. Do not call set_allocate_memory_from_process_group_for_comm, or use NCCL."
+            f"{device.type} here. Do not call set_allocate_memory_from_process_group_for_comm, or use NCCL on GPUs "
+            "that support multicast (NVSwitch)."
         )
 
 

@@ -1,7 +1,8 @@
 """Pinned host memory of exact size, which an accelerator can copy from and to asynchronously.
 
 torch's pinned allocator rounds up to powers of two, up to twice the request. Where the driver can register ordinary
-memory, page-aligned memory of exact size is registered; elsewhere torch's allocator is used.
+memory, mapped memory of exact size is registered; elsewhere torch's allocator is used. Either way the storage of a
+tensor starts with it: `Tensor.is_pinned` asks about the start of the storage.
 """
 
 import mmap
@@ -46,13 +47,12 @@ def too_much_to_pin(nbytes: int, num_ranks: int) -> str:
 
 def _pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
-    line = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device=_HOST)
-    start = -line.data_ptr() % mmap.PAGESIZE
-    data = line[start : start + nbytes].view(dtype)
     if not nbytes:
-        return data
+        return torch.empty(0, dtype=dtype, device=_HOST)
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = torch.frombuffer(memory, dtype=dtype)
     if host_register(data):
-        weakref.finalize(line.untyped_storage(), host_unregister, data.data_ptr())
+        weakref.finalize(memory, host_unregister, data.data_ptr())  # before the memory is unmapped
     else:
         _warn_not_pinned(nbytes)
     return data

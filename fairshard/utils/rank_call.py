@@ -30,6 +30,9 @@ Task = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[...,
 INTERFACE = ("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 """Environment variable and value: gloo's ranks of one machine meet on the loopback interface."""
 
+HOST_OF_RANKS = "NCCL_HOSTID"
+"""Environment variable: NCCL refuses two ranks on one GPU only if both say that they are on one host."""
+
 _MAX_COLLECTIONS = 4
 """Garbage collections after a call."""
 
@@ -117,7 +120,10 @@ def _join_group(call: RankCall, store: TCPStore) -> None:
     _rank_device = call.device
     backend = "gloo"
     if call.device != "cpu":
-        set_device(torch.device(call.device, call.rank % device_count(call.device)))
+        round_number, index = divmod(call.rank, device_count(call.device))
+        if round_number:
+            os.environ[HOST_OF_RANKS] = f"fairshard-{round_number}"
+        set_device(torch.device(call.device, index))
         torch.set_default_device(call.device)
         backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
     dist.init_process_group(

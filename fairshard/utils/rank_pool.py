@@ -64,8 +64,9 @@ class RankPool:
     """Worker processes that serve as the ranks of one call after another.
 
     ``device`` is ``"cpu"`` (gloo), or the type of an accelerator: its tensors use torch's default backend for it, the
-    others gloo. Rank ``r`` uses device ``r`` (modulo their number), by default for every new tensor. ``around`` makes a
-    context for each call of a rank; it is pickled; if it raises, the rank fails. Not thread-safe: one call at a time.
+    others gloo. Rank ``r`` uses device ``r`` (modulo their number: several may share one, and NCCL then sends through
+    sockets), by default for every new tensor. ``around`` makes a context for each call of a rank; it is pickled; if it
+    raises, the rank fails. Not thread-safe: one call at a time.
     """
 
     def __init__(self, device: str = "cpu"):

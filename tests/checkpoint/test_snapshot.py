@@ -1,7 +1,10 @@
 """Snapshots on their own, without a save."""
 
+from unittest import mock
+
 import torch
 
+from fairshard.checkpoint import snapshot as snapshots
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -26,3 +29,16 @@ def test_what_a_step_overwrites_is_copied_to_the_memory_of_the_save_before():
         snapshot.close()
     assert addresses[0] == addresses[2]
     assert addresses[1] == addresses[0][1:]
+
+
+def test_copies_may_lie_anywhere_in_the_memory_that_is_kept():
+    """Parts of a shard are read from its copy, also where the copy begins inside its storage."""
+    kept = torch.zeros(11)
+    shard = torch.arange(6.0)
+    with mock.patch.object(snapshots, "host_empty_like", return_value=kept[5:]):
+        snapshot = Snapshot({"all": SpanTensor(shard, 0, shard.shape)}, {}, live=set())
+    shard_before = shard.clone()
+    shard.zero_()
+    assert torch.equal(snapshot.read(shard[2:4]), shard_before[2:4])
+    assert torch.equal(snapshot.read(shard.view(2, 3)[1]), shard_before[3:])
+    snapshot.close()

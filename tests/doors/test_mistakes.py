@@ -286,6 +286,7 @@ def test_the_message_says_what_to_do(name):
     check(MISTAKES[name])
 
 
+@pytest.mark.cpu_only("a group of fake ranks in this process, whose modules are on the CPU")
 @pytest.mark.parametrize("shard", [FSDP, fully_shard])
 def test_ddp_over_the_same_ranks_is_refused(shard):
     """DDP around a unit, or around a module that holds one, would average different shards; it may span others."""

@@ -25,6 +25,7 @@ class Machine:
     device: str
     num_devices: int
     out: Path
+    ranks_per_device: int = 1
 
     @property
     def is_small(self) -> bool:
@@ -32,8 +33,8 @@ class Machine:
 
     @property
     def max_ranks(self) -> int:
-        """The number of ranks that can have a device each; the small ones are processes of any number."""
-        return 4 if self.is_small else self.num_devices
+        """The number of ranks that the devices have room for; the small ones are processes of any number."""
+        return 4 if self.is_small else self.num_devices * self.ranks_per_device
 
     @cached_property
     def lacks(self) -> Mapping[str, str]:

@@ -72,7 +72,9 @@ def _machine(header):
     vendor = "" if _is_trial(header) else f", {header['vendor']}"
     devices = f"{header['num_devices']} x " if header["num_devices"] > 1 else ""
     versions = f"torch {header['torch']}{vendor}, Python {header['python']}"
-    return f"{devices}{header['name']}; {versions}, {header['cpus']} cores.\n\n"
+    shared = header.get("ranks_per_device", 1)
+    note = f" Up to {shared} ranks share a device; their NCCL uses sockets." if shared > 1 else ""
+    return f"{devices}{header['name']}; {versions}, {header['cpus']} cores.{note}\n\n"
 
 
 def _row(result):

@@ -164,7 +164,8 @@ def test_what_a_machine_lacks_is_named(one_gpu, tmp_path, monkeypatch):
     of_cuda = Check("sanitizer", "races", passes, needs=("CUDA's sanitizer",))
     assert "is not part of device sim" in parts._why_not(of_cuda, Machine("sim", 1, tmp_path), 100)
     assert parts._why_not(of_cuda, one_gpu, 100) == ""
-    assert parts._why_not(Check("a", "lines", passes, 2), one_gpu, 100) == "needs 2 devices, but 1 are here"
+    lacking = "needs 2 ranks, but the devices have room for 1"
+    assert parts._why_not(Check("a", "lines", passes, 2), one_gpu, 100) == lacking
     assert parts._why_not(Check("a", "lines", passes, 2, alone=True), one_gpu, 100) == ""
     assert parts._why_not(Check("a", "lines", passes), one_gpu, 0.5) == "no time was left in its part"
 
@@ -205,7 +206,7 @@ def test_a_killed_part_leaves_what_it_had_finished(tmp_path):
 def header(device):
     return {
         "part": "lines", "command": "make gpu", "date": "2027-01-02T03:04:05+00:00", "device": device, "name": "A GPU",
-        "num_devices": 1, "cpus": 16, "python": "3.12", "torch": "2.11.0", "vendor": "CUDA 13.0",
+        "num_devices": 1, "ranks_per_device": 4, "cpus": 16, "python": "3.12", "torch": "2.11.0", "vendor": "CUDA 13.0",
     }  # fmt: skip
 
 

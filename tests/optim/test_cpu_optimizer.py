@@ -37,8 +37,8 @@ def assert_same_params(one, other):
         ours, expected = one.state_dict()[name].cpu(), value.cpu()
         if rank_device().type == "cpu":
             assert torch.equal(ours, expected), name
-        else:  # the kernels of the device are others
-            torch.testing.assert_close(ours, expected)
+        else:  # the kernels of the device are others, and a square root's error is relative to the sum below it
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def train_both(*pairs):

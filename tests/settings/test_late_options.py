@@ -168,7 +168,7 @@ def test_optimizer_state_of_an_expert_on_each_rank_stays():
 
 WRONG = {
     "a flag that is none": ({"verbose": 1}, TypeError, "`verbose` must be True or False, but is 1"),
-    "a device elsewhere": ({"state_dict_device": "cuda"}, ValueError, "must be the CPU or the module"),
+    "a device elsewhere": ({"state_dict_device": "meta"}, ValueError, "must be the CPU or the module"),
     "no device": ({"state_dict_device": "disk"}, RuntimeError, "disk"),
     "no bool": ({"move_params_to_cpu": "yes"}, TypeError, "`move_params_to_cpu` must be True, False or None"),
     "yes and no": ({"cpu_offload": True, "move_params_to_cpu": False}, ValueError, "contradicts `cpu_offload=True`"),

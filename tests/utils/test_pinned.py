@@ -14,7 +14,10 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monkeypatch):
-    """The driver pins exactly the requested bytes, and releases them when the last tensor on them is deleted."""
+    """The driver pins exactly the requested bytes, and releases them when the last tensor on them is deleted.
+
+    They are the whole storage: torch asks the driver about its start, whatever tensor `is_pinned` is called on.
+    """
     asked, released = [], []
     monkeypatch.setattr(pinned, "host_register", lambda data: asked.append((data.data_ptr(), data.nbytes)) or True)
     monkeypatch.setattr(pinned, "host_unregister", released.append)
@@ -22,6 +25,7 @@ def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monk
     assert (made.shape, made.dtype) == ((3, 37), torch.bfloat16)
     assert asked == [(made.data_ptr(), 3 * 37 * 2)]
     assert made.data_ptr() % mmap.PAGESIZE == 0
+    assert (made.storage_offset(), made.untyped_storage().nbytes()) == (0, made.nbytes)
     made.fill_(1)
     part = made[1:]
     del made

@@ -14,7 +14,7 @@ from tests.doors.fully_shard.assorted import Assorted, ByRows
 from tests.doors.fully_shard.models import full_state, shard_tiny, torch_tiny
 from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, await_device, randn, sgd
+from tests.reference import assert_same_state, average_grads_, await_device, randn, rounding, sgd
 from tests.torch_gaps import needs_fsdp2_on_cpu
 
 ELEMENTWISE = {
@@ -57,7 +57,7 @@ def assert_same_grads(plain, sharded, **tolerance):
     for (name, one), (_, other) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None:
-            tolerance = tolerance or {"rtol": 0, "atol": 0}
+            tolerance = tolerance or dict(zip(("rtol", "atol"), rounding(), strict=True))
             torch.testing.assert_close(full(other.grad), one.grad, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 

@@ -18,6 +18,8 @@ from fairshard.nn import MixedPrecisionPolicy, fully_shard
 from fairshard.settings.groups import part_of
 from fairshard.utils.collectives import communicator
 
+pytestmark = pytest.mark.cpu_only("its ranks are threads of this process, which share one device and its streams")
+
 WORLD_SIZE = 128
 SHAPES = [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
 

@@ -3,7 +3,6 @@
 import contextlib
 import resource
 import time
-import weakref
 
 import torch
 from torch import nn
@@ -25,17 +24,17 @@ BF16 = torch.bfloat16
 
 @on_ranks("host-register", needs=("cudaHostRegister",))
 def host_register(is_small):
-    """Page-aligned memory is pinned at its exact size, is released with its tensor, and falls back to pageable."""
-    like = torch.empty((1 << 20) + 12, device=rank_device())
-    host = pinned.host_empty_like(like, rank_device())
-    address = host.data_ptr()
-    is_exact = host.is_pinned() and host.numel() == like.numel()
-    gone = weakref.ref(host.untyped_storage())
-    del host
-    released = int(torch.cuda.cudart().cudaHostUnregister(address)) != 0  # it is no longer registered
-    torch.zeros((), device=rank_device())
-    if not is_exact or not released:
-        raise Missed(f"pinned at its exact size: {is_exact}; released with its tensor: {released}, {gone}", {})
+    """Memory is pinned at its exact size, however small, and is released with its tensor."""
+    for numel in ((1 << 20) + 12, 3):
+        host = pinned.host_empty_like(torch.empty(numel, device=rank_device()), rank_device())
+        is_exact = host.is_pinned() and host[1:].is_pinned() and host.untyped_storage().nbytes() == 4 * numel
+        address = host.data_ptr()
+        del host
+        is_released = int(torch.cuda.cudart().cudaHostUnregister(address)) != 0  # it is no longer registered
+        with contextlib.suppress(RuntimeError):
+            torch.zeros((), device=rank_device())  # clears the error
+        if not is_exact or not is_released:
+            raise Missed(f"{numel} elements: pinned at their exact size {is_exact}, released {is_released}", {})
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {"locked memory limit": "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"}
 
@@ -43,7 +42,7 @@ def host_register(is_small):
 @on_ranks("register-error", needs=("cudaHostRegister",))
 def register_error(is_small):
     """After `host_register` has failed, the next launch and the next copy do not report its error."""
-    data = torch.empty(1 << 20, dtype=torch.uint8)
+    data = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")
     first = devices.host_register(data)
     second = devices.host_register(data)  # the same memory twice is an error at any limit of locked memory
     after = (torch.arange(8, device=rank_device()) + 1).sum().item()
@@ -59,7 +58,7 @@ def _under_a_limit():
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
     try:
-        data = torch.empty(1 << 22, dtype=torch.uint8)
+        data = torch.empty(1 << 22, dtype=torch.uint8, device="cpu")
         is_registered = devices.host_register(data)
         torch.zeros((), device=rank_device()).add_(1).item()
         if is_registered:

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
-from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, NotHere, on_ranks
@@ -132,7 +131,7 @@ def profile_regions(is_small):
 
 @on_ranks("lightning-refit", needs=("lightning",), timeout=90.0)
 def lightning_refit(is_small):
-    """A second ``fit`` on one module works, though the first one's teardown moves the module to the CPU."""
+    """A second ``fit`` on one module trains it on, on its device, though a strategy is torn down after each."""
     if rank_device().type not in ("cpu", "cuda"):
         raise NotHere(f"Lightning has no accelerator for {rank_device().type}")
     from lightning.pytorch import LightningModule, Trainer
@@ -142,7 +141,7 @@ def lightning_refit(is_small):
     class Lit(LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = nn.Sequential(*[FSDP(nn.Linear(DIM, DIM, device="cpu")) for _ in range(2)])
+            self.net = nn.Sequential(*[nn.Linear(DIM, DIM, device="cpu") for _ in range(2)])
 
         def training_step(self, batch, _index):
             return self.net(batch).square().mean()
@@ -162,4 +161,7 @@ def lightning_refit(is_small):
                 default_root_dir=folder,
             )  # fmt: skip
             trainer.fit(given, torch.utils.data.DataLoader(rows, batch_size=4))
+            kinds = {param.device.type for param in given.parameters()}
+            if kinds != {rank_device().type}:
+                raise Missed(f"after a fit the parameters are on {kinds}", {})
     return {"fits": 2}

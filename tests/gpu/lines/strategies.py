@@ -27,9 +27,9 @@ def replica_reduce(is_small):
                 net.blocks[index] = FSDP(block, **options)
             model = FSDP(net, **options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-            for each in batches(3):
+            for step, each in enumerate(batches(3)):
                 loss = model(each).square().mean()
-                must_not_wait(loss.backward)
+                must_not_wait(loss.backward) if step else loss.backward()  # the first one builds communicators
                 optimizer.step()
                 optimizer.zero_grad()
             digests.append(digest(own_part(param) for param in model.parameters()))

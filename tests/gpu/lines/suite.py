@@ -35,6 +35,7 @@ _ELSEWHERE = (
     *("tests/sim/", "tests/gpu/", "tests/benchmarks/", "tests/clients/"),  # they choose their device
     *("tests/cli/", "tests/integrations/", "tests/checkpoint/test_kill.py", "tests/doors/wrapper/test_drill.py"),
     *("tests/doors/wrapper/test_two_hosts.py", "tests/doors/fully_shard/test_script.py"),  # start programs of two ranks
+    "tests/checkpoint/test_mutations.py",  # limits the address space of a process, which a device's driver exceeds
     "tests/test_",  # the docs, the source, the list of features
 )
 """Tests that ``--device`` means nothing to."""
@@ -57,7 +58,7 @@ def _run_suite(machine, seconds):
     own = {**os.environ, LOG: str(log), "OMP_NUM_THREADS": "1"}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.logged_tests"]
-    command += ["--device", machine.device, "--tb=short"]
+    command += ["--device", machine.device, "--ranks-per-device", str(machine.ranks_per_device), "--tb=short"]
     with text.open("w") as output, contextlib.ExitStack() as running:
         started = []
         for files in _groups(machine.is_small):
