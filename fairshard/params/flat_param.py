@@ -197,7 +197,7 @@ class FlatParam(Leaves):
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
         self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
         if self.computes_on_shard:
-            return self.line.gathered_in(self.shard.data.view(1, -1), comm)
+            return self.line.in_place(self.shard.data.view(1, -1), comm)
         gathered = self.line.gathered_in(self._empty_line(self.compute_dtype), comm)
         gathered.free()
         return gathered
@@ -269,7 +269,7 @@ class FlatParam(Leaves):
         self.is_gathered = True
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
-                self.gathered = self.line.gathered_in(self.shard.data.view(1, -1), self.comm)
+                self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
                 for slot, view in zip(self.slots, self.gathered.views, strict=True):
                     slot.show(view)
                 self._plain, self._others = plain_and_others(self.slots, self.gathered.views)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairshard.params.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.utils.block import Block
 from fairshard.utils.collectives import Communicator, RowGather
@@ -61,7 +62,15 @@ class FlatLine:
         return shard
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``; the leaves point to it."""
+        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``, or copied out of it to be aligned."""
+        if not is_to_align(self.shapes, self.layout.offsets, buffer):
+            return self.in_place(buffer, comm)
+        line, params = aligned_params(self.shapes, buffer, comm.world_size)
+        beside = Beside(line, params, self.params_of(buffer), params)
+        return CopiedOut(self.gather_of(buffer, comm), buffer, self.row_of(buffer), beside)
+
+    def in_place(self, buffer: Tensor, comm: Communicator) -> Gathered:
+        """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""
         return Gathered(self.gather_of(buffer, comm), buffer, self.row_of(buffer), self.params_of(buffer))
 
     def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather, Line
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import Communicator, RowGather
-from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.extension import Extension
 
 
@@ -29,7 +29,7 @@ class ExtendedGathered(CopiedOut):
         beside = Beside(extension.outputs[0], [rows.new_empty(0)], columns, targets)
         self._own = [column[comm.rank] for column in columns]
         self._is_to_complete = False
-        super().__init__(gather, rows, comm.rank, beside)
+        super().__init__(gather, rows, rows[comm.rank], beside)
         if type(extension.leaf) is nn.Parameter:
             self.line_id = extension.leaf.untyped_storage()._cdata
 

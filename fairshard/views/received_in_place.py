@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather, Line, differ
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.part_gather import MAX_PARTS, PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
-from fairshard.views.copied_out import Beside, CopiedOut
 
 _MIN_NBYTES = 1 << 17
 """Least bytes that a rank sends of a parameter that is received in place (docs/notes/in-place.md)."""
@@ -49,7 +49,7 @@ class ReceivedInPlace(CopiedOut):
         small: Beside,
         places: Sequence[tuple[int, Tensor]],
     ) -> None:
-        super().__init__(gather, buffer, staged.comm.rank, beside)
+        super().__init__(gather, buffer, buffer[staged.comm.rank], beside)
         self._staged, self._small = staged, small
         self._places = [place for _, place in places]
         self._own_spans = [slice(start, start + place.numel()) for start, place in places]

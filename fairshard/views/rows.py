@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from fairshard.params.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
-from fairshard.utils.span import Span, cut
+from fairshard.utils.span import Span
 from fairshard.utils.storage import free_storage_
-from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.cut import Cut
 from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.joint_gather import DeferredGather, JointGather
 from fairshard.views.received_in_place import ReceivedInPlace, large_params
-
-_ALIGNMENT = 64
-"""Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
 
 
 class Rows(FlatLine):
@@ -83,11 +79,17 @@ class Rows(FlatLine):
             large = large_params(self.layout, buffer.itemsize) if comm.exchange is not None and buffer.is_cpu else []
             if large and all(not each.dim for each in self.cuts):
                 return self._received_in_place(large, gather, buffer)
-            return CopiedOut(gather, buffer, comm.rank, self.beside(buffer))
+            return CopiedOut(gather, buffer, buffer[comm.rank], self.beside(buffer))
+        if is_to_align(self.shapes, self.layout.columns, buffer):
+            return CopiedOut(gather, buffer, buffer[comm.rank], self.beside(buffer))
+        return self.in_place(buffer, comm)
+
+    def in_place(self, buffer: Tensor, comm: Communicator) -> Gathered:
+        """See `FlatLine.in_place`; for one rank, or one parameter that is cut on its first dimension."""
         spans = [Span(start, start + n) for start, n in zip(self.layout.columns, self.layout.numels, strict=True)]
         flat = buffer.view(-1)
         views = [flat[span.start : span.stop].view(each.shape) for each, span in zip(self.cuts, spans, strict=True)]
-        return Gathered(gather, buffer, buffer[comm.rank], views)
+        return Gathered(RowGather(comm, buffer), buffer, buffer[comm.rank], views)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The parameters, shaped, copied out of a gathered buffer of ``W * S`` elements."""
@@ -98,13 +100,7 @@ class Rows(FlatLine):
 
     def beside(self, buffer: Tensor) -> Beside:
         """New memory for the whole parameters, aligned, and the copies that fill it from ``buffer``."""
-        world_size, unit = self.layout.world_size, _ALIGNMENT // buffer.itemsize
-        starts = [0, *accumulate(cut(numel, unit) * unit for numel in self.layout.numels)]
-        # Padded, so that `KeptPart` can cut it into equal parts.
-        line = buffer.new_empty(cut(starts.pop(), world_size) * world_size)
-        spans = zip(self.cuts, starts, self.layout.numels, strict=True)
-        params = [line[start : start + numel].view(each.shape) for each, start, numel in spans]
-        return self._copies(buffer, line, params)
+        return self._copies(buffer, *aligned_params(self.shapes, buffer, self.layout.world_size))
 
     def _copies(self, buffer: Tensor, line: Tensor, params: list[Tensor]) -> Beside:
         """The copies from ``buffer`` that fill ``params``, views of ``line``."""
@@ -185,4 +181,4 @@ def _copied_out(flat_param: FlatParam, rows: Rows, gather: Gather, columns: Tens
     own = flat_param.gathered
     if isinstance(own, ExtendedGathered):
         return own.joined(gather, columns)
-    return CopiedOut(gather, columns, rows.rank, rows.beside(columns))
+    return CopiedOut(gather, columns, columns[rows.rank], rows.beside(columns))

@@ -1,6 +1,6 @@
-"""A gathered buffer in which rows of several parameters lie side by side: whole parameters are copied out of it.
+"""A gathered buffer in which parameters cannot compute: whole parameters are copied out of it.
 
-::
+Their rows lie side by side in it, or they start where a GPU would compute slowly::
 
     buffer   [W, S]     from the gather to the copy
     line     [N]        while gathered: the leaves are views of it; each starts at an aligned address
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +20,44 @@ from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import Ready
 from fairshard.utils.custom_comms import AllGather
+from fairshard.utils.span import cut
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.utils.streams import now
 from fairshard.utils.tensors import joined_columns
-from fairshard.views.joint_gather import JointGather
+
+_ALIGNMENT = 64
+"""Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
+
+_NEEDED, _LEAST_NUMEL = 16, 1 << 16
+"""Bytes, and elements: a product of large 16-bit matrices takes 3 to 8 times as long on an H200 if one of them begins
+at an address that is no multiple of 16 (docs/notes/gpu.md); one copy takes less."""
+
+
+def is_to_align(shapes: Sequence[torch.Size], starts: Sequence[int], line: Tensor) -> bool:
+    """Whether a GPU would compute slowly with a parameter of ``shapes`` at its start on ``line``."""
+    if line.is_cpu or line.itemsize > 2:
+        return False
+    pairs = zip(shapes, starts, strict=True)
+    return any(s.numel() >= _LEAST_NUMEL and len(s) > 1 and start * line.itemsize % _NEEDED for s, start in pairs)
+
+
+def aligned_params(shapes: Sequence[torch.Size], like: Tensor, world_size: int) -> tuple[Tensor, list[Tensor]]:
+    """A new line with the dtype and device of ``like``, and aligned parameters of ``shapes`` as views of it.
+
+    Padded, so that `KeptPart` can cut it into ``world_size`` equal parts.
+    """
+    unit = _ALIGNMENT // like.itemsize
+    starts = [0, *accumulate(cut(shape.numel(), unit) * unit for shape in shapes)]
+    line = like.new_empty(cut(starts.pop(), world_size) * world_size)
+    pairs = zip(shapes, starts, strict=True)
+    return line, [line[start : start + shape.numel()].view(shape) for shape, start in pairs]
+
+
+class Joint(Protocol):
+    """A gather into one ``buffer`` that several flat params share, with the user's own all-gather ``custom``."""
+
+    buffer: Tensor
+    custom: AllGather | None
 
 
 @dataclass(frozen=True)
@@ -35,10 +71,10 @@ class Beside:
 
 
 class CopiedOut(Gathered):
-    """A buffer, and the line to which parameters are copied."""
+    """A buffer, this rank's ``row`` of it, and the line to which parameters are copied."""
 
-    def __init__(self, gather: Gather, buffer: Tensor, rank: int, beside: Beside) -> None:
-        super().__init__(gather, buffer, buffer[rank], beside.params)
+    def __init__(self, gather: Gather, buffer: Tensor, row: Tensor, beside: Beside) -> None:
+        super().__init__(gather, buffer, row, beside.params)
         self._line, self._sources, self._targets = beside.line, beside.sources, beside.targets
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
         self.line_id = self._own_storage._cdata
@@ -49,11 +85,12 @@ class CopiedOut(Gathered):
         self._widths = [source.size(1) for source in beside.sources] if is_filled and has_shapes else None
         self._is_to_copy = False
         self._together: Sequence[CopiedOut] = [self]  # all that one gather fills, in order
+        self._joint: Joint | None = None
         free_storage_(self._line)
 
-    def share(self, joint: JointGather, together: Sequence[CopiedOut]) -> None:
+    def share(self, joint: Joint, together: Sequence[CopiedOut]) -> None:
         """Share the gather ``joint`` with all of ``together``; `buffer` is a block of columns of its buffer."""
-        self._together = together
+        self._together, self._joint = together, joint
         self._storage, self._nbytes = joint.buffer.untyped_storage(), joint.buffer.nbytes
 
     @property
@@ -99,8 +136,8 @@ class CopiedOut(Gathered):
     def gather_by(self, custom: AllGather | None) -> None:
         """See `Gathered.gather_by`. In addition, passes ``custom`` to a gather that several flat params share."""
         super().gather_by(custom)
-        if isinstance(self._gather, JointGather):
-            self._gather.custom = custom
+        if self._joint is not None:
+            self._joint.custom = custom
 
     def _copy_out(self) -> None:
         assert self.transfer is not None
