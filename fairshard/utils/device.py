@@ -5,6 +5,7 @@ are in ``streams.py``.
 """
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -77,6 +78,17 @@ def set_device(device: torch.device) -> None:
     """Make ``device`` the current one of its type; no effect on CPU."""
     if is_asynchronous(device):
         _module_of(device.type).set_device(device)
+
+
+def take_device(kind: str, rank: int) -> None:
+    """Make one of the devices of ``kind`` the current one of a process that is ``rank`` of a group on this host.
+
+    With more ranks than devices several share one. NCCL refuses that on one host: it is told that there are several.
+    """
+    host, index = divmod(rank, device_count(kind))
+    if host:
+        os.environ["NCCL_HOSTID"] = f"fairshard-{host}"
+    set_device(torch.device(kind, index))
 
 
 def memory_allocated(device: torch.device) -> int:

@@ -76,20 +76,6 @@ class RaggedShard(Placement):
         return self.first, self.head, self.each
 
 
-def check_subclasses(fqn: str) -> None:
-    """Raise if torch computes subclasses of DTensor as DTensors, without asking them, as 2.10 and 2.11 do.
-
-    Raises:
-        NotImplementedError: it does; ``fqn`` is the parameter that needs one.
-    """
-    if "2.10" <= torch.__version__ < "2.12":
-        raise NotImplementedError(
-            f"`RowBlocks` and `Owned` under fully_shard need a torch that asks subclasses of DTensor, as 2.6 to 2.9 do "
-            f"and 2.12 and later, but this is {torch.__version__}, and `{fqn}` is placed so. Use one of those, or "
-            "`FullyShardedDataParallel(..., use_orig_params=True, placement_fn=...)`, or return None for it."
-        )
-
-
 class RaggedTensor(DTensor):
     """A DTensor with a `RaggedShard` on the last dimension of its mesh, replicated over the others."""
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.device import device_count, set_device
+from fairshard.utils.device import take_device
 from fairshard.utils.dtensor_caches import clear_dtensor_caches
 
 Task = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -29,9 +29,6 @@ Task = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[...,
 
 INTERFACE = ("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 """Environment variable and value: gloo's ranks of one machine meet on the loopback interface."""
-
-HOST_OF_RANKS = "NCCL_HOSTID"
-"""Environment variable: NCCL refuses two ranks on one GPU only if both say that they are on one host."""
 
 _MAX_COLLECTIONS = 4
 """Garbage collections after a call."""
@@ -120,10 +117,7 @@ def _join_group(call: RankCall, store: TCPStore) -> None:
     _rank_device = call.device
     backend = "gloo"
     if call.device != "cpu":
-        round_number, index = divmod(call.rank, device_count(call.device))
-        if round_number:
-            os.environ[HOST_OF_RANKS] = f"fairshard-{round_number}"
-        set_device(torch.device(call.device, index))
+        take_device(call.device, call.rank)
         torch.set_default_device(call.device)
         backend = f"cpu:gloo,{call.device}:{dist.get_default_backend_for_device(call.device)}"
     dist.init_process_group(

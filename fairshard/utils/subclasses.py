@@ -29,6 +29,20 @@ def is_wrapper(tensor: Tensor) -> bool:
     return has_elements and not tensor.data_ptr()
 
 
+def check_dtensor_subclasses(fqn: str) -> None:
+    """Raise if torch computes subclasses of DTensor as DTensors, without asking them, as 2.10 and 2.11 do.
+
+    Raises:
+        NotImplementedError: it does; ``fqn`` is the parameter that needs one.
+    """
+    if "2.10" <= torch.__version__ < "2.12":
+        raise NotImplementedError(
+            f"`RowBlocks` and `Owned` under fully_shard need a torch that asks subclasses of DTensor, as 2.6 to 2.9 do "
+            f"and 2.12 and later, but this is {torch.__version__}, and `{fqn}` is placed so. Use one of those, or "
+            "`FullyShardedDataParallel(..., use_orig_params=True, placement_fn=...)`, or return None for it."
+        )
+
+
 def is_extended(tensor: Tensor) -> bool:
     """Whether the class of ``tensor`` defines what is gathered from a shard of it."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)

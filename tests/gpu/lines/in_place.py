@@ -1,17 +1,25 @@
 """Lines about ``fully_shard``: copies out of the gathered buffer, blocks of gradients, custom communication."""
 
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fairshard.nn import fully_shard
+from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from fairshard.params import copied_out, line
 from fairshard.utils.testing import rank_device
+from fairshard.views import rows
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import UNSHARD
 from tests.gpu.lines.construction import peak_of, require_at_most
 from tests.gpu.training import Way, batches, build, digest, median_ms, own_part, same_when_late
 from tests.sim.comms import OwnGather, OwnReduce
+
+BF16 = torch.bfloat16
 
 
 @on_ranks("copy-out")
@@ -55,6 +63,59 @@ def block_copy(is_small):
     if not torch.equal(bucket, theirs):
         raise Missed("the two ways write other bytes", figures)
     return figures
+
+
+class _Scaled(nn.Module):
+    """A scalar before two matrices: both begin at an odd element of a line."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.up, self.down = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x))) * self.scale
+
+
+def _scaled_step(engine, dim):
+    """The median milliseconds of a forward and a backward of four units, and the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Scaled(dim) for _ in range(4)])
+    if engine == "wrapper":
+        for index in range(4):
+            model[index] = FSDP(model[index], mixed_precision=MixedPrecision(BF16))
+        model = FSDP(model, mixed_precision=MixedPrecision(BF16))
+    else:
+        shard, policy = (fully_shard, MixedPrecisionPolicy) if engine == "fully_shard" else (torch_fully_shard, Theirs)
+        for unit in (*model, model):
+            shard(unit, mp_policy=policy(param_dtype=BF16))
+    x = torch.randn(dim, dim, device=rank_device()).to(BF16)
+    losses = []
+
+    def step():
+        losses.append(model(x).float().square().mean())
+        losses[-1].backward()
+        model.zero_grad()
+
+    step()
+    return round(median_ms(step), 2), losses[0].item()
+
+
+@on_ranks("alignment", 2, alone=True)
+def alignment(is_small):
+    """16-bit matrices behind a scalar compute as fast as FSDP2's, to 1.1, with its bits; times without copies, too."""
+    dim, never = (64 if is_small else 4096), (lambda *_: False)
+    figures, least = {}, (1 if is_small else copied_out._LEAST_NUMEL)
+    theirs, loss = _scaled_step("fsdp2", dim) if rank_device().type == "cuda" else (None, None)
+    for engine in ("wrapper", "fully_shard"):
+        with mock.patch.object(line, "is_to_align", never), mock.patch.object(rows, "is_to_align", never):
+            figures[f"{engine} as they lie, ms"], _ = _scaled_step(engine, dim)
+        with mock.patch.object(copied_out, "_LEAST_NUMEL", least):
+            own, found = _scaled_step(engine, dim)
+        figures[f"{engine} aligned, ms"] = own
+        if theirs is not None and (found != loss or own > 1.1 * theirs):
+            raise Missed(f"{engine}: {own} ms and loss {found}, FSDP2: {theirs} ms and loss {loss}", figures)
+    return {"FSDP2, ms": theirs, **figures}
 
 
 class _CountedGather(OwnGather):

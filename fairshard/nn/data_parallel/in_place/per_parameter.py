@@ -14,7 +14,7 @@ from fairshard.params.slot import ParamSlot
 from fairshard.settings.data_mesh import DataMesh, ShardPlacementResult
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import check_owner
-from fairshard.utils.ragged_tensor import check_subclasses
+from fairshard.utils.subclasses import check_dtensor_subclasses
 
 Placement = Callable[[nn.Parameter], Shard | RowBlocks | Owned | ShardPlacementResult | None]
 
@@ -38,7 +38,7 @@ def placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot]
         if isinstance(found, Owned):
             check_owner(found, slot.fqn, num_ranks)
         if isinstance(found, (RowBlocks, Owned)):
-            check_subclasses(slot.fqn)
+            check_dtensor_subclasses(slot.fqn)
             return found
         if not isinstance(found, Shard):
             raise TypeError(
