@@ -33,12 +33,12 @@ _NEEDED, _LEAST_NUMEL = 16, 1 << 16
 at an address that is no multiple of 16 (docs/notes/gpu.md); one copy takes less."""
 
 
-def is_to_align(shapes: Sequence[torch.Size], starts: Sequence[int], line: Tensor) -> bool:
-    """Whether a GPU would compute slowly with a parameter of ``shapes`` at its start on ``line``."""
-    if line.is_cpu or line.itemsize > 2:
+def is_to_align(shapes: Sequence[torch.Size], starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a GPU would compute slowly with a parameter of ``shapes`` at its start on a line."""
+    if device.type == "cpu" or dtype.itemsize > 2:
         return False
     pairs = zip(shapes, starts, strict=True)
-    return any(s.numel() >= _LEAST_NUMEL and len(s) > 1 and start * line.itemsize % _NEEDED for s, start in pairs)
+    return any(s.numel() >= _LEAST_NUMEL and len(s) > 1 and start * dtype.itemsize % _NEEDED for s, start in pairs)
 
 
 def aligned_params(shapes: Sequence[torch.Size], like: Tensor, world_size: int) -> tuple[Tensor, list[Tensor]]:

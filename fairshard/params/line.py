@@ -63,7 +63,7 @@ class FlatLine:
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
         """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``, or copied out of it to be aligned."""
-        if not is_to_align(self.shapes, self.layout.offsets, buffer):
+        if not is_to_align(self.shapes, self.layout.offsets, buffer.dtype, buffer.device):
             return self.in_place(buffer, comm)
         line, params = aligned_params(self.shapes, buffer, comm.world_size)
         beside = Beside(line, params, self.params_of(buffer), params)

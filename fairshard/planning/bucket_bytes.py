@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fairshard.params.copied_out import is_to_align
 from fairshard.planning.summary import FlatSizes
 from fairshard.planning.units import PlannedUnit
 from fairshard.settings.config import GradHome
@@ -34,6 +35,7 @@ class SourceBytes:
         self.flat = flat
         self.config = unit.config
         self.params = [slot.leaf for slot in unit.slots[index]]
+        self._shapes = [slot.shape for slot in unit.slots[index]]
         self.comms: Any = _Comms(_Ranks(flat.layout.world_size), num_ranks // flat.layout.world_size)
         self.reduce_dtype = unit.config.reduce_dtype_of(flat.compute_dtype)
         self.compute_device = torch.device(device)
@@ -43,9 +45,12 @@ class SourceBytes:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of the gather buffer; 0 if one rank computes on the shard itself."""
-        on_shard = self.flat.layout.world_size == 1 and self.flat.compute_dtype == self.flat.param_dtype
-        return 0 if on_shard and not self.config.master_on_cpu else self.flat.full_nbytes
+        """Bytes of the gather buffer, twice if it is copied out to be aligned; 0 if one rank computes on the shard."""
+        flat = self.flat
+        if flat.layout.world_size == 1 and flat.compute_dtype == flat.param_dtype and not self.config.master_on_cpu:
+            return 0
+        is_copied = is_to_align(self._shapes, flat.layout.offsets, flat.compute_dtype, self.compute_device)
+        return flat.full_nbytes * (2 if is_copied else 1)
 
     @property
     def is_cast(self) -> bool:

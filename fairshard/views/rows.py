@@ -80,7 +80,7 @@ class Rows(FlatLine):
             if large and all(not each.dim for each in self.cuts):
                 return self._received_in_place(large, gather, buffer)
             return CopiedOut(gather, buffer, buffer[comm.rank], self.beside(buffer))
-        if is_to_align(self.shapes, self.layout.columns, buffer):
+        if is_to_align(self.shapes, self.layout.columns, buffer.dtype, buffer.device):
             return CopiedOut(gather, buffer, buffer[comm.rank], self.beside(buffer))
         return self.in_place(buffer, comm)
 

@@ -8,8 +8,10 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, Owned, RowBlocks, ShardingStrategy, fully_shard
+from fairshard.nn.wrap import describe
 from fairshard.params import copied_out, line
 from fairshard.params.copied_out import CopiedOut, is_to_align
+from fairshard.planning.memory import GATHERED
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
@@ -35,7 +37,23 @@ MATRIX, ODD = torch.Size((256, 256)), torch.Size((3,))
 def test_only_what_is_slower_is_copied(shapes, dtype, device, expected):
     """A matrix of 65,536 elements of 16 bits, on an accelerator, at an address that is no multiple of 16 bytes."""
     starts = [0, shapes[0].numel()]
-    assert is_to_align(shapes, starts, torch.empty(0, dtype=dtype, device=device)) == expected
+    assert is_to_align(shapes, starts, dtype, torch.device(device)) == expected
+
+
+def test_a_plan_counts_such_units_twice():
+    """On an accelerator `describe` adds the copy of a unit whose matrix begins behind a scalar."""
+
+    class Scaled(nn.Module):
+        def __init__(self, numel):
+            super().__init__()
+            self.scale, self.weight = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.ones(256, 256))
+
+    found = {}
+    for numel in (8, 1):
+        plan = describe(Scaled(numel), None, 2, device="cuda", mixed_precision=True, compute_dtype=torch.bfloat16)
+        found[numel] = {term.name: term.nbytes for term in plan.terms}
+    assert GATHERED not in found[8]  # at the peak, which is later
+    assert found[1][GATHERED] == 2 * 2 * (256 * 256 + 2)  # padded to two ranks
 
 
 WAYS = {
