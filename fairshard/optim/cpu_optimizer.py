@@ -66,7 +66,8 @@ class CPUOptimizer(Optimizer):
         params: parameters or param groups, as for any optimizer; all of ``model`` if None.
         clip_grad_norm: clip the norm of all gradients to this in every step, as ``model.clip_grad_norm_`` does.
         clip_mode: with ``overlap``, whether to step before the norm is known. ``"speculate"`` keeps a copy of each
-            shard and its state, and restores it if the gradients must be clipped or have overflowed.
+            shard and its state, and restores it if the gradients must be clipped or have overflowed; after a step
+            whose gradients were clipped the next one waits for the norm.
         overlap: step during the backward.
         state_dtype: torch.bfloat16 halves the moments of shards stepped on the CPU, with stochastic rounding; None
             keeps them fp32.
@@ -126,6 +127,7 @@ class CPUOptimizer(Optimizer):
         self._twin = Twin(self._template, self, self._parts)
         self._steps: dict[nn.Parameter, ShardStep] = {}
         self._early: EarlySteps | None = None
+        self._was_clipped = False  # the last step; the next one probably is, too: it is not taken early
         self._broken = ""
         allow_held_gradients(self)
 
@@ -217,12 +219,13 @@ class CPUOptimizer(Optimizer):
             )
         transfers = root.shared.transfers
         early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
-        transfers.listener = early.take
+        transfers.listener = None if self._was_clipped else early.take
         try:
             yield
             transfers.listener = None
             self._assert_reduced()
-            early.complete(flat_param for unit in root.units for flat_param in unit.flat_params)
+            if not self._was_clipped:
+                early.complete(flat_param for unit in root.units for flat_param in unit.flat_params)
         except BaseException:
             transfers.listener = None
             self._broken = early.abandon()
@@ -308,7 +311,8 @@ class CPUOptimizer(Optimizer):
         if self.clip_grad_norm is None:
             return False
         units = self._root().units
-        return exceeds(clip_grad_norm_(units, self.clip_grad_norm, 2.0), self.clip_grad_norm)
+        self._was_clipped = exceeds(clip_grad_norm_(units, self.clip_grad_norm, 2.0), self.clip_grad_norm)
+        return self._was_clipped
 
     def _finish(self, early: EarlySteps) -> None:
         try:

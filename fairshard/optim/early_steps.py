@@ -144,7 +144,8 @@ class EarlySteps:
         flat_param.grad.transfers.wait(ready, counts=False)
         flat_param.grad.land(counts=False)
         grad = flat_param.grad.value
-        assert grad is not None
+        if grad is None:  # unused, or frozen, beside others of its unit
+            return
         step = self._optimizer.step_of(shard)
         if self._speculates:
             step.save_image()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -259,6 +260,7 @@ class _Plan:
                 together.setdefault((part.comm, part.device), []).extend(blocks.get(part, ()))
         # Ranks without cut matrices agree once that they have none: others would wait. Owned ones are never cut.
         asked = [key for key, own in together.items() if not own or not all(block.part.is_owned for block in own)]
+        asked.sort(key=_place_of)  # not as this rank lists its parameters: ranks of several groups would part ways
         every_exchange = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
         self.exchanges = [exchange for exchange in every_exchange if exchange.has_cut]
         # A rank may make a plan alone, for example to load its own state: it must not ask again what is agreed.
@@ -310,6 +312,12 @@ def _misplaced_state(params: list[nn.Parameter], state: Mapping[Any, dict[str, A
 
 def _placed(value: Tensor) -> tuple[tuple[int, ...], Any]:
     return tuple(value.shape), value.placements if isinstance(value, DTensor) else None
+
+
+def _place_of(asked: tuple[Communicator, torch.device]) -> tuple[list[int], str, str]:
+    """The place of a process group among others, the same on all ranks."""
+    group = asked[0].group
+    return dist.get_process_group_ranks(group), group.group_name, asked[1].type
 
 
 def _key_of(param_groups: list[dict[str, Any]]) -> list[Any]:

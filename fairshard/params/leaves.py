@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
+from fairshard.params.late_freeze import heeding_flag
 from fairshard.params.route import Route
 from fairshard.params.shard_grad import unexpected_error
 from fairshard.params.shown import ShownShard
@@ -141,7 +142,7 @@ class Leaves:
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
             if self.trained[index] and self._nodes[index] is None:
                 self._nodes[index] = accumulate_node(slot.leaf)
-                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
+                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(heeding_flag(self, index)))
             if not self.is_gathered:
                 slot.detach()
         self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]

@@ -27,7 +27,10 @@ BESIDE_FSDP2 = (
     "Fabric no_backward_sync",
     "PEFT, fully_shard",
 )
-IN_FULL = ("accelerate v1, no, full state", "accelerate v2, no, full state", "Trainer v1, full state")
+IN_FULL = (
+    *("accelerate v1, no, full state", "accelerate v2, no, full state", "Trainer v1, full state"),
+    *("Lightning FSDP strategy, full state", "Fabric no_backward_sync"),
+)
 FAST = [
     *(pytest.param(name, marks=pytest.mark.full) if name in IN_FULL else name for name in BESIDE_FSDP1),
     *(

@@ -170,7 +170,7 @@ def test_weight_decay_of_adamw_leaves_what_no_rank_reached(door):
 @pytest.mark.pairs
 @on_ranks(in_full(1), 2, in_full(3))
 @pytest.mark.parametrize("door", BY_PARAM)
-@pytest.mark.parametrize("mode", ["reentrant", "not_reentrant"])
+@pytest.mark.parametrize("mode", [in_full("reentrant"), "not_reentrant"])
 def test_inside_a_checkpoint(door, mode):
     """Recomputation shows which parameters a checkpoint reaches: the same ones stay None."""
     for name in STEPS:

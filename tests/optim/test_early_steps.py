@@ -8,12 +8,15 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import FairshardError
+from fairshard.nn import CPUOffloadPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.shard_step import ShardStep
+from fairshard.utils.testing import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import randn
+from tests.reference import assert_same_state, randn
 
 OFFLOAD = {"cpu_offload": True}
 HELD = {"cpu_offload": True, "move_grads_to_cpu": False}
@@ -83,6 +86,74 @@ def test_what_is_not_stepped_early_is_stepped_by_step(clip):
         loss_of(model, 0).backward()
     optimizer.step()
     assert extra.tolist() == [0.0, 0.0, 0.0]
+
+
+class Half(torch.nn.Module):
+    """A layer, a parameter without use, and one that a step may freeze."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+        self.unused = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", [{}, {"clip_mode": "speculate", "clip_grad_norm": 1e-2}], ids=["plain", "speculates"])
+@pytest.mark.parametrize("door", ["views", "fully_shard"])
+def test_parameters_without_a_gradient_are_skipped(door, mode):
+    """Those of a unit that a step does not use or train have no early step, as they have none after the backward."""
+    states = []
+    for overlap in (True, False):
+        if door == "views":
+            model = FSDP(Half(), use_orig_params=True, **OFFLOAD)
+        else:
+            model = fully_shard(Half(), offload_policy=CPUOffloadPolicy())
+        own = mode if overlap else {name: value for name, value in mode.items() if name != "clip_mode"}
+        optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=0.1, overlap=overlap, **own)
+        (scale,) = (param for name, param in model.named_parameters() if name.endswith("scale"))
+        for step in range(3):
+            scale.requires_grad_(step != 1)
+            with optimizer.last_backward() if overlap else contextlib.nullcontext():
+                loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = model.state_dict().items()
+        states.append({name: value.full_tensor() if door == "fully_shard" else value for name, value in values})
+    assert_same_state(*states)
+    assert all(bool((value == 1).all()) for name, value in states[0].items() if name.endswith("unused"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_a_step_after_a_clipped_one_waits_for_the_norm(with_scaler):
+    """Of steps whose gradients are clipped only the first is taken early and undone; after one that is not, all are."""
+    model, optimizer = build("speculate", clip=1e-3)
+    twin = wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0, **OFFLOAD)
+    waiting = CPUOptimizer(twin, torch.optim.SGD, lr=0.1, momentum=0.9, clip_grad_norm=1e-3)
+    scalers = [ShardedGradScaler(rank_device().type, init_scale=8.0, enabled=with_scaler) for _ in range(2)]
+    undone, early = [], []
+    undo, take = EarlySteps.undo, EarlySteps._take
+    with (
+        mock.patch.object(EarlySteps, "undo", lambda self: undone.append(len(self.stepped())) or undo(self)),
+        mock.patch.object(EarlySteps, "_take", lambda self, one: early.append(one) or take(self, one)),
+    ):
+        for step, clip in enumerate((1e-3, 1e-3, 1e6, 1e6, 1e-3)):
+            optimizer.clip_grad_norm = waiting.clip_grad_norm = clip
+            early.clear()
+            with optimizer.last_backward(scalers[0]):
+                scalers[0].scale(loss_of(model, step)).backward()
+            assert len(early) == (3 if step in (0, 3, 4) else 0)
+            scalers[1].scale(loss_of(twin, step)).backward()
+            for one, scaler in ((optimizer, scalers[0]), (waiting, scalers[1])):
+                scaler.step(one)
+                scaler.update()
+                one.zero_grad()
+    assert undone == [3, 0, 3]
+    assert_same_state(model.state_dict(), twin.state_dict())
 
 
 @on_ranks(2)

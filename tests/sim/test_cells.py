@@ -17,6 +17,11 @@ WALKED_BY_OTHERS = {
     *("join-offload", "no-sync-offload", "clip-offload", "explicit-fp32", "raises-accumulate", "subclass-bf16"),
     *("raises-in-hook-stream", "two-streams-offload", "two-streams-kept", "clip-ignored", "clip-inf-ignored"),
     *("state-rank0", "few-kept-offload", "fully_shard-two-streams-shared", "own-stream-raises"),
+    *("orig-fp32-device", "orig-bf16-offload", "wrapper-bf16-device", "fully_shard-bf16-offload", "explicit-changed"),
+    *("fully_shard-two-streams", "two-streams-raise", "own-two-streams", "two-streams-shared", "accumulate", "state"),
+    *("blocks-clip-inf", "blocks-bf16-offload", "muon", "muon-rows", "fully_shard-overlap", "fully_shard-hybrid"),
+    *("own-comms-few", "fully_shard-medium-buckets", "reduce-hook", "save", "raises", "no-sync", "summon-grads"),
+    *("held", "cpu-optimizer-clip", "raises-in-hook", "explicit-freed", "clip-inf", "write-offload"),
 }
 """Cells whose ways other cells go, alone or together; `make test-all` runs them."""
 assert BY_NAME.keys() >= WALKED_BY_OTHERS

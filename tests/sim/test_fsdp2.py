@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import init_device_mesh
 
 from tests import sim
+from tests.on_ranks import in_full
 from tests.sim.ranks import on_sim
 
 POLICIES = {
@@ -36,7 +37,7 @@ def trained(world_size, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@on_sim(1, 2)
+@on_sim(in_full(1), 2)
 def test_every_order_gives_the_serial_orders_bits(policy):
     """Losses and shards are those of the serial order, bit for bit."""
     world_size = torch.distributed.get_world_size()

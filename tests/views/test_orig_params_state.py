@@ -57,7 +57,7 @@ def assert_same_optim_state(one, other):
 
 @on_ranks(in_full(2), 3)
 @pytest.mark.parametrize("into", LAYOUTS)
-@pytest.mark.parametrize("way", ["full", in_full("rank0"), "sharded"])
+@pytest.mark.parametrize("way", ["full", in_full("rank0"), in_full("sharded")])
 def test_optimizer_state_goes_to_every_layout_and_back(into, way):
     """State saved with views loads into every layout, and the reverse, with the same names, values and bits."""
     for first, second in (("views", into), (into, "views")):
