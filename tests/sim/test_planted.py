@@ -182,11 +182,11 @@ def test_without_it_there_is_a_race(site, name, shared_folder):
 
 @pytest.mark.parametrize("site", [in_full(site) for site in HANGS])
 def test_without_it_ranks_wait_for_each_other(site, shared_folder):
-    """One rank raises for what it has read too early, and the other one waits for it."""
+    """One rank raises for what it has read too early, and the other one waits for it; or the read is seen as a race."""
     if sim.why_missing():
         pytest.skip(sim.why_missing())
     pool().around = watched
-    with pytest.raises(RanksFailed, match="hung"):
+    with pytest.raises(RanksFailed, match="hung|unordered: read by"):
         pool().run(2, run_without, site, HANGS[site], shared_folder, timeout=20.0)
 
 
