@@ -186,7 +186,7 @@ def test_without_it_ranks_wait_for_each_other(site, shared_folder):
     if sim.why_missing():
         pytest.skip(sim.why_missing())
     pool().around = watched
-    with pytest.raises(RanksFailed, match="hung|unordered: read by"):
+    with pytest.raises(RanksFailed, match=r"hung|unordered: read by"):
         pool().run(2, run_without, site, HANGS[site], shared_folder, timeout=20.0)
 
 
