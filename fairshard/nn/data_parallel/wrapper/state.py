@@ -196,9 +196,10 @@ class StateMethods(UnitAttributes):
         Can be called on an inner wrapper, or as ``FullyShardedDataParallel.summon_full_params(module)`` for a module
         that contains wrappers. With ``writeback`` each rank keeps the changes to its own part; ``volatile=True`` is
         fairscale's ``writeback=False``; with one rank all changes are always kept. ``rank0_only`` shows the parameters
-        on rank 0 only, ``offload_to_cpu`` in host memory. ``with_grads`` also shows the reduced gradients, and writes
-        them back like parameters. Unless ``rank0_only``, the model may run inside the block without gradients
-        (``generate``); it computes in the dtype of the shards, without communication.
+        on rank 0 only, ``offload_to_cpu`` in host memory. ``with_grads`` also shows the reduced gradients (zeros where
+        a parameter has none, but others of its unit have one), and writes them back like parameters. Unless
+        ``rank0_only``, the model may run inside the block without gradients (``generate``); it computes in the dtype of
+        the shards, without communication.
 
         Raises:
             TrainingStateError: inside a forward, a backward or another such block.
