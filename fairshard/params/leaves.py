@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
-from fairshard.params.late_freeze import heeding_flag
 from fairshard.params.route import Route
-from fairshard.params.shard_grad import unexpected_error
+from fairshard.params.shard_grad import heeding_flag, unexpected_error
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, plain_and_others
 from fairshard.utils.autograd import accumulate_node, reached, reaches

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fairshard.errors import BackwardOrderError, FairshardError
 from fairshard.settings.config import GradHome
+from fairshard.utils.dynamo import not_traced
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import is_aliased
 from fairshard.utils.streams import Event, Stream, now
@@ -118,6 +119,42 @@ def unexpected_error(fqn: str) -> BackwardOrderError:
         "of its own recomputes. Freeze and train outside of hooks and of checkpointed functions, and recompute with "
         "torch.utils.checkpoint."
     )
+
+
+def heeding_flag(leaves: Any, index: int) -> Callable[[Tensor], None]:
+    """``leaves._on_grad`` for the leaf of parameter ``index``, whose gradient is dropped first if it is frozen by now.
+
+    As in autograd, which asks for the flag when it accumulates: but users set that of the registered parameter. The
+    reference is weak, because the garbage collector cannot see hooks, and not to a parameter, which torch may swap.
+    """
+    owner, on_grad = weakref.ref(leaves), leaves._on_grad
+    place = index if len(leaves.registered) > 1 else 0
+
+    @not_traced
+    def on_grad_of(leaf: Tensor) -> None:
+        own = owner()
+        if own is not None and not own.shows.registered[place].requires_grad:
+            _drop(own, index, leaf)
+        on_grad(leaf)
+
+    return on_grad_of
+
+
+def _drop(leaves: Any, index: int, leaf: Tensor) -> None:
+    """Drop what ``leaf`` has just been given, if it was trained when its unit was last gathered.
+
+    Raises:
+        BackwardOrderError: it was added to what `no_sync` keeps.
+    """
+    if not leaves.trained[index]:
+        return
+    if leaves._kept[index] and leaves._accumulated is None:
+        raise BackwardOrderError(
+            f"`{leaves.slots[index].fqn}` must not be frozen by a hook while the backward computes its unit and "
+            "gradients of no_sync wait in it: what this backward has added cannot be taken away again. Freeze it "
+            "before the backward."
+        )
+    leaf.grad = None
 
 
 @dataclass(frozen=True)

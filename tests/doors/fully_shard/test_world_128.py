@@ -180,8 +180,7 @@ def test_parts_kept_among_8_of_128_bring_them_back(device, stream):
     check_gathers(True, 8, device, stream)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_reductions_among_128_bring_the_mean(reduce_dtype, device, stream):
     """Each rank's shard has the mean over ranks, as computed by an all-reduce of the whole gradient."""
     check_reductions(reduce_dtype, device, stream)
