@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fairshard.engine.tree import unit_of
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, Owned, RowBlocks, ShardingStrategy, fully_shard
 from fairshard.nn.wrap import describe
@@ -106,6 +107,8 @@ def test_fully_shard_on_one_rank():
         with mock.patch("fairshard.views.rows.is_to_align", lambda *_, found=is_aligned: found):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
             output = module(torch.ones(2, 256))
+        (flat_param,) = unit_of(module).flat_params
+        assert isinstance(flat_param.gathered, CopiedOut) == is_aligned
         output.float().sum().backward()
         outputs.append((output.detach(), [param.grad.full_tensor() for param in module.parameters()]))
     (output, grads), (same_output, same_grads) = outputs
