@@ -33,7 +33,7 @@ needs_torchao = _needs(
     "torchao, which is in extra `dev` and needs a newer one", importlib.util.find_spec("torchao") is not None
 )
 
-_ASKS_NO_SUBCLASS = "`RowBlocks` and `Owned` under fully_shard need a torch that asks subclasses of DTensor"
+_ASKS_NO_SUBCLASS = "`RowBlocks` and `Owned` under fully_shard need a torch that dispatches to subclasses of DTensor"
 
 
 def gap_of(text):

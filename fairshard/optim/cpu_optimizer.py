@@ -127,7 +127,7 @@ class CPUOptimizer(Optimizer):
         self._twin = Twin(self._template, self, self._parts)
         self._steps: dict[nn.Parameter, ShardStep] = {}
         self._early: EarlySteps | None = None
-        self._was_clipped = False  # the last step; the next one probably is, too: it is not taken early
+        self._was_clipped = False  # in the last step: then the next one probably is, and waits for the norm
         self._broken = ""
         allow_held_gradients(self)
 
@@ -308,10 +308,9 @@ class CPUOptimizer(Optimizer):
 
     def _clip(self) -> bool:
         """Scale the gradients if their norm is too large; returns whether it was."""
-        if self.clip_grad_norm is None:
-            return False
-        units = self._root().units
-        self._was_clipped = exceeds(clip_grad_norm_(units, self.clip_grad_norm, 2.0), self.clip_grad_norm)
+        most, self._was_clipped = self.clip_grad_norm, False
+        if most is not None:
+            self._was_clipped = exceeds(clip_grad_norm_(self._root().units, most, 2.0), most)
         return self._was_clipped
 
     def _finish(self, early: EarlySteps) -> None:

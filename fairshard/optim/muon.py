@@ -260,7 +260,7 @@ class _Plan:
                 together.setdefault((part.comm, part.device), []).extend(blocks.get(part, ()))
         # Ranks without cut matrices agree once that they have none: others would wait. Owned ones are never cut.
         asked = [key for key, own in together.items() if not own or not all(block.part.is_owned for block in own)]
-        asked.sort(key=_place_of)  # not as this rank lists its parameters: ranks of several groups would part ways
+        asked.sort(key=_place_of)  # the same order on all ranks, in whatever order they list their parameters
         every_exchange = [MatrixExchange(comm, device, together[comm, device]) for comm, device in asked]
         self.exchanges = [exchange for exchange in every_exchange if exchange.has_cut]
         # A rank may make a plan alone, for example to load its own state: it must not ask again what is agreed.

@@ -21,7 +21,7 @@ from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
 from fairshard.params.route import Route
-from fairshard.params.shard_grad import heeding_flag, unexpected_error
+from fairshard.params.shard_grad import hook_of_leaf, unexpected_error
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, plain_and_others
 from fairshard.utils.autograd import accumulate_node, reached, reaches
@@ -141,7 +141,7 @@ class Leaves:
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
             if self.trained[index] and self._nodes[index] is None:
                 self._nodes[index] = accumulate_node(slot.leaf)
-                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(heeding_flag(self, index)))
+                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(hook_of_leaf(self, index)))
             if not self.is_gathered:
                 slot.detach()
         self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]

@@ -121,11 +121,12 @@ def unexpected_error(fqn: str) -> BackwardOrderError:
     )
 
 
-def heeding_flag(leaves: Any, index: int) -> Callable[[Tensor], None]:
-    """``leaves._on_grad`` for the leaf of parameter ``index``, whose gradient is dropped first if it is frozen by now.
+def hook_of_leaf(leaves: Any, index: int) -> Callable[[Tensor], None]:
+    """The hook on the leaf of parameter ``index``: drops its gradient if a hook has frozen it, then calls ``_on_grad``.
 
-    As in autograd, which asks for the flag when it accumulates: but users set that of the registered parameter. The
-    reference is weak, because the garbage collector cannot see hooks, and not to a parameter, which torch may swap.
+    Autograd checks ``requires_grad`` of the leaf when it accumulates, but users set it on the registered parameter. The
+    reference to ``leaves`` is weak, because the garbage collector cannot see hooks. torch cannot swap a parameter that
+    has a weak reference, so there is none to parameters.
     """
     owner, on_grad = weakref.ref(leaves), leaves._on_grad
     place = index if len(leaves.registered) > 1 else 0
@@ -141,17 +142,17 @@ def heeding_flag(leaves: Any, index: int) -> Callable[[Tensor], None]:
 
 
 def _drop(leaves: Any, index: int, leaf: Tensor) -> None:
-    """Drop what ``leaf`` has just been given, if it was trained when its unit was last gathered.
+    """Drop the gradient of ``leaf``, unless the leaf was frozen already when its unit was gathered.
 
     Raises:
-        BackwardOrderError: it was added to what `no_sync` keeps.
+        BackwardOrderError: autograd has added the gradient to one of earlier `no_sync` passes.
     """
     if not leaves.trained[index]:
         return
     if leaves._kept[index] and leaves._accumulated is None:
         raise BackwardOrderError(
-            f"`{leaves.slots[index].fqn}` must not be frozen by a hook while the backward computes its unit and "
-            "gradients of no_sync wait in it: what this backward has added cannot be taken away again. Freeze it "
+            f"`{leaves.slots[index].fqn}` must not be frozen by a hook in the backward of its unit while it has "
+            "gradients of earlier no_sync passes, because autograd has already added this one to them. Freeze it "
             "before the backward."
         )
     leaf.grad = None

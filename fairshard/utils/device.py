@@ -81,9 +81,9 @@ def set_device(device: torch.device) -> None:
 
 
 def take_device(kind: str, rank: int) -> None:
-    """Make one of the devices of ``kind`` the current one of a process that is ``rank`` of a group on this host.
+    """Make device ``rank`` of type ``kind``, modulo their number, the current one of this process.
 
-    With more ranks than devices several share one. NCCL refuses that on one host: it is told that there are several.
+    NCCL refuses ranks of one host that share a device, so such ranks get different host ids.
     """
     host, index = divmod(rank, device_count(kind))
     if host:

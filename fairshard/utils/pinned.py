@@ -2,7 +2,7 @@
 
 torch's pinned allocator rounds up to powers of two, up to twice the request. Where the driver can register ordinary
 memory, mapped memory of exact size is registered; elsewhere torch's allocator is used. Either way the storage of a
-tensor starts with it: `Tensor.is_pinned` asks about the start of the storage.
+tensor starts with it, because `Tensor.is_pinned` checks the start of the storage.
 """
 
 import mmap

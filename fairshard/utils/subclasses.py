@@ -30,15 +30,15 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def check_dtensor_subclasses(fqn: str) -> None:
-    """Raise if torch computes subclasses of DTensor as DTensors, without asking them, as 2.10 and 2.11 do.
+    """Raise if this torch does not dispatch to subclasses of DTensor: 2.10 and 2.11 do not.
 
     Raises:
-        NotImplementedError: it does; ``fqn`` is the parameter that needs one.
+        NotImplementedError: parameter ``fqn`` would be such a subclass.
     """
     if "2.10" <= torch.__version__ < "2.12":
         raise NotImplementedError(
-            f"`RowBlocks` and `Owned` under fully_shard need a torch that asks subclasses of DTensor, as 2.6 to 2.9 do "
-            f"and 2.12 and later, but this is {torch.__version__}, and `{fqn}` is placed so. Use one of those, or "
+            "`RowBlocks` and `Owned` under fully_shard need a torch that dispatches to subclasses of DTensor (2.6 to "
+            f"2.9, or 2.12 and later), but this is torch {torch.__version__} (parameter `{fqn}`). Use another torch, "
             "`FullyShardedDataParallel(..., use_orig_params=True, placement_fn=...)`, or return None for it."
         )
 

@@ -75,12 +75,12 @@ class Rows(FlatLine):
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
         """Memory of the whole parameters: ``buffer`` ``[W, S]`` itself, or a line to which they are copied from it."""
         gather = RowGather(comm, buffer)
-        if self.layout.world_size > 1 and (len(self.cuts) > 1 or self.cuts[0].dim != 0):
+        lie_apart = self.layout.world_size > 1 and (len(self.cuts) > 1 or self.cuts[0].dim != 0)
+        if lie_apart:
             large = large_params(self.layout, buffer.itemsize) if comm.exchange is not None and buffer.is_cpu else []
             if large and all(not each.dim for each in self.cuts):
                 return self._received_in_place(large, gather, buffer)
-            return CopiedOut(gather, buffer, buffer[comm.rank], self.beside(buffer))
-        if is_to_align(self.shapes, self.layout.columns, buffer.dtype, buffer.device):
+        if lie_apart or is_to_align(self.shapes, self.layout.columns, buffer.dtype, buffer.device):
             return CopiedOut(gather, buffer, buffer[comm.rank], self.beside(buffer))
         return self.in_place(buffer, comm)
 

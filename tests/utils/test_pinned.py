@@ -16,7 +16,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monkeypatch):
     """The driver pins exactly the requested bytes, and releases them when the last tensor on them is deleted.
 
-    They are the whole storage: torch asks the driver about its start, whatever tensor `is_pinned` is called on.
+    They are the whole storage, because `is_pinned` checks the start of the storage.
     """
     asked, released = [], []
     monkeypatch.setattr(pinned, "host_register", lambda data: asked.append((data.data_ptr(), data.nbytes)) or True)
