@@ -11,7 +11,9 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
+from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
+from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.dtensor_slot import DTensorSlot
@@ -59,11 +61,31 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
     raise RanksDisagreeError("Ranks disagree on the model, but the descriptions do not differ; please report this.")
 
 
+class ValuesCheck(Observer):
+    """Compares once, before the first gather, the values from which ranks have cut their units."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units: list[Unit] | None = units
+
+    def pass_begins(self, unit: Unit, is_trained: bool) -> None:
+        """Compare, unless ranks may run different passes, or units are shown. **Collective** once."""
+        shown = any(each.state is TrainingState.SUMMON_FULL_PARAMS for each in self._units or ())
+        if self._units is not None and unit.root.is_common and not shown:
+            self.compare()
+
+    def compare(self) -> None:
+        """Warn if ranks have cut units from different values; ignores units changed since. **Collective** once."""
+        units, self._units = self._units, None
+        if units is not None:
+            _compare_values(units)
+
+
 def compare_values(root: Root) -> None:
-    """Warn once if ranks have cut units from different values; ignores units changed since. **Collective** at first."""
-    if root.is_compared:
-        return
-    root.is_compared, units = True, root.units
+    """See `ValuesCheck.compare`."""
+    next(observer for observer in root.observers if isinstance(observer, ValuesCheck)).compare()
+
+
+def _compare_values(units: list[Unit]) -> None:
     groups = {unit: [communicator(group) for group in unit.groups.spanning()] for unit in units}
     for comm in dict.fromkeys(comm for comms in groups.values() for comm in comms):
         own: dict[str, int | None] = {}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.checks.order_check import difference_among
+from fairshard.checks.order_check import OrderCheck, difference_among
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, walk
 from fairshard.utils.collectives import Communicator
@@ -39,7 +39,7 @@ def check_histories(module: nn.Module, every: Sequence[Histories], group: dist.P
         if len({one[key] for one in every if key in one}) > 1:
             mine = {_key(fqn, comm): root for root, fqn in _roots(module).items() for comm in _real(root)}
             root = mine.get(key)
-            own = root and (dist.get_rank(), root.order_check.recorded(root.state))
+            own = root and (dist.get_rank(), OrderCheck.of(root).recorded(root.state))
             entries: list[Any] = gather_objects(own, group)
             raise difference_among(dict(entry for entry in entries if entry is not None))
 

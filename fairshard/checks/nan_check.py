@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairshard.engine.observer import Observer
+from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import NonFiniteGradientError
 from fairshard.params.flat_param import FlatParam
@@ -19,7 +21,7 @@ from fairshard.utils.user_line import level_of_user
 _MAX_NAMED = 4
 
 
-class NanCheck:
+class NanCheck(Observer):
     """Checks the gradients of one model.
 
     Checks each rank's own gradients before they are summed, because a sum no longer shows the rank of origin; then the
@@ -34,21 +36,31 @@ class NanCheck:
         self._flags: list[Tensor] = []
         self._has_warned = False
 
-    def look(self, unit: Unit) -> None:
+    @staticmethod
+    def of(root: Root) -> NanCheck:
+        """The check of ``root``."""
+        return next(observer for observer in root.observers if isinstance(observer, NanCheck))
+
+    def grads_sent(self, unit: Unit) -> None:
         """Record whether this rank's own gradients of ``unit`` are finite, before they are reduced."""
-        for flat_param in unit.flat_params:
+        for flat_param in unit.flat_params if self.is_on else ():
             for slot in flat_param.slots:
                 grad = slot.leaf.grad
                 if grad is not None:
                     self._names.append(slot.fqn)
                     self._flags.append(_is_finite(grad))
 
-    def forget(self) -> None:
+    def interrupted(self, in_backward: bool) -> None:
         """Drop the records of a pass that was interrupted."""
         self._names.clear()
         self._flags.clear()
 
-    def end_backward(self) -> None:
+    def backward_ends(self, is_reached: bool, reduces: bool) -> None:
+        """See `look`."""
+        if reduces and self.is_on:
+            self.look()
+
+    def look(self) -> None:
         """Combine the records of all ranks, after gradients are reduced. **Collective.**
 
         Raises:
@@ -56,7 +68,7 @@ class NanCheck:
         """
         flags = torch.stack(self._flags).tolist() if self._flags else []
         own = [f"`{name}`" for name, is_finite in zip(self._names, flags, strict=True) if not is_finite]
-        self.forget()
+        self.interrupted(in_backward=True)
         own = own or [f"the sum over ranks of `{name}`" for name in _bad_sums(self._units)]
         found = self._gather(own)
         if found:

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.block_state import check_blocks
-from fairshard.engine.root import Root, roots
+from fairshard.checks.order_check import OrderCheck
+from fairshard.engine.root import Root, every_root
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.params.flat_param import FlatParam
@@ -209,7 +210,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _show_zeros(optimizer)
     for root in _stepped_roots(optimizer):
         if root.join is None:
-            root.order_check.count_step()
+            OrderCheck.of(root).count_step()
 
 
 def _stepped_roots(optimizer: Optimizer) -> list[Root]:
@@ -217,7 +218,7 @@ def _stepped_roots(optimizer: Optimizer) -> list[Root]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     place = {id(param): index for index, param in enumerate(params)}
     first = {}
-    for root in list(roots):
+    for root in every_root():
         places = [place.get(id(one.shard)) for unit in root.units for fp in unit.flat_params for one in fp.stepped]
         if held := [index for index in places if index is not None]:
             first[root] = min(held)
@@ -289,9 +290,9 @@ def check_whole_gradients(optimizer: Optimizer) -> None:
     Raises:
         PartialGradientError: naming the first such shard.
     """
-    if any(root.in_backward for root in list(roots)):
+    if any(root.in_backward for root in every_root()):
         for root in _stepped_roots(optimizer):
-            root.drop_interrupted()
+            root.engine.drop_interrupted()
     if not interrupted:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

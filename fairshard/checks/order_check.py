@@ -14,15 +14,18 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from fairshard.engine.observer import Observer
+from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
+from fairshard.utils.watchdog import watch
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
 _MAX_NAMED = 4
@@ -102,7 +105,7 @@ class GatherOrder:
 _orders: weakref.WeakKeyDictionary[Communicator, GatherOrder] = weakref.WeakKeyDictionary()
 
 
-class OrderCheck:
+class OrderCheck(Observer):
     """The units that the running step has called, gathered and sent.
 
     A step ends with a backward that reduces gradients, and includes the passes before it under ``no_sync``.
@@ -128,6 +131,10 @@ class OrderCheck:
         }
         self._orders = {comm: _orders.setdefault(comm, GatherOrder()) for comm in self._comms}
         self._places = {comm: order.add_model() for comm, order in self._orders.items()}
+        self._units = units
+        self.in_join = False  # some ranks may have no batches left, ...
+        self.is_partial = False  # ... and some have none
+        self.has_begun = False  # a forward has been run
         self.num_forwards = self.num_steps = 0
         self.step = 1
         self.noted: list[int] = []  # the running step, or a pass that is not compared
@@ -136,11 +143,18 @@ class OrderCheck:
         self._begun = 0
         self._phase = "between passes, before the first one"
 
-    # ---- called by the root
+    @staticmethod
+    def of(root: Root) -> OrderCheck:
+        """The order check of ``root``."""
+        return next(observer for observer in root.observers if isinstance(observer, OrderCheck))
 
-    def begin_forward(self, is_compared: bool) -> None:
+    # ---- events
+
+    def pass_begins(self, unit: Unit, is_trained: bool) -> None:
         """A pass through the model starts; it is not compared if ranks may run different passes, as in ``join``."""
-        if is_compared:
+        watch(self)
+        self.has_begun = True
+        if is_trained and not self.in_join and self._units[0].root.is_common:
             self.noted = self._trained
             if len(self.noted) > _MAX_NOTED:
                 self.noted.clear()
@@ -152,23 +166,32 @@ class OrderCheck:
         self._begun = len(self.noted)
         self.noted.append(_FORWARD)
 
-    def note(self, unit: Unit) -> None:
-        """``unit`` is called, gathered or sent."""
+    def call_enters(self, unit: Unit) -> None:
+        """``unit`` is called."""
         self.noted.append(self._numbers[unit])
 
-    def gather(self, unit: Unit) -> None:
-        """``unit`` is gathered in a forward."""
+    def grads_sent(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are sent."""
+        self.noted.append(self._numbers[unit])
+
+    def gather(self, unit: Unit, in_backward: bool) -> None:
+        """``unit`` is gathered; if it was already, this rank has written to it, and the others must have, too."""
+        if in_backward:
+            self.noted.append(self._numbers[unit])
+            return
+        if unit.is_gathered:
+            self.noted.append(self._numbers[unit] + len(self._names))
+        if self.in_join:
+            return
         number, comm = self._numbers[unit], self._group_of[unit]
         if comm in self._gathers and number in self._shared:
             self._gathers[comm] = (self._gathers[comm] * _FACTOR + number + 1) & _MASK
             self._orders[comm].note(self._places[comm], number, self._names[number])
 
-    def gather_again(self, unit: Unit) -> None:
-        """This rank has written to ``unit`` in the forward, and waits for the others, which must have written, too."""
-        self.noted.append(self._numbers[unit] + len(self._names))
-
-    def end_forward(self, completed: bool) -> None:
-        """The pass is over; drops one that raised."""
+    def call_leaves(self, unit: Unit, completed: bool, is_last: bool) -> None:
+        """A call is over; drops a pass that raised."""
+        if not is_last:
+            return
         if not completed:
             self._phase = f"after it raised {self.place().text}"
             del self.noted[self._begun :]
@@ -177,17 +200,18 @@ class OrderCheck:
         self.num_forwards += is_trained
         self._phase = f"after the forward of step {self.step}" if is_trained else "after a forward without gradients"
 
-    def begin_backward(self) -> None:
+    def backward_begins(self, passes: Sequence[Any]) -> None:
         """A backward starts."""
         self.noted = self._trained
         self.noted.append(_BACKWARD)
         self._phase = f"in the backward of step {self.step}"
 
-    def end_backward(self, ends_step: bool, is_common: bool) -> None:
-        """A backward is over; with ``ends_step`` it has reduced gradients, and the optimizers step next.
+    def backward_ends(self, is_reached: bool, reduces: bool) -> None:
+        """A backward is over; if it ``reduces`` gradients, the optimizers step next."""
+        self.end_backward(reduces, is_common=not self.is_partial)
 
-        Drops the record of a step that is not ``is_common`` to all ranks.
-        """
+    def end_backward(self, ends_step: bool, is_common: bool) -> None:
+        """Like `backward_ends`. Drops the record of a step that is not ``is_common`` to all ranks."""
         self._phase = f"after the backward of step {self.step}"
         self.step += ends_step
         if ends_step or not is_common:
@@ -200,23 +224,23 @@ class OrderCheck:
         """An optimizer has stepped shards of the model."""
         self.num_steps += 1
 
-    def forget(self) -> None:
+    def interrupted(self, in_backward: bool) -> None:
         """Drop the record of an interrupted pass, which may be run again."""
         self.noted = self._trained
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
 
-    def history(self, comm: Communicator, in_join: bool = False, in_backward: bool = False) -> tuple[int, ...]:
+    def facts(self, comm: Communicator) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far.
 
-        With ``in_join`` some ranks have no batches left, and do not see what the others freeze. A backward has followed
-        what the user has frozen.
+        In `join` some ranks have no batches left, and do not see what the others freeze.
         """
         order = self._orders.get(comm, GatherOrder())
         gathers = self._gathers.get(comm, 0), order.hash, self._places.get(comm, 0)
         params = self._params_of.get(comm, ())
+        in_backward = self._units[0].root.in_backward  # which goes by the flags of the forward
         flags = map(_TRAINED, params) if in_backward else (flat_param.shows.wanted() for flat_param in params)
-        trained = 0 if in_join else zlib.crc32(b"".join(flags))
+        trained = 0 if self.in_join else zlib.crc32(b"".join(flags))
         return self.step, self.num_forwards, self.num_steps, trained, *gathers
 
     def _frozen(self) -> str:
@@ -239,7 +263,7 @@ class OrderCheck:
         counts["places of the model in the order in which models ran first"] = places
         return Recorded(self._phase, Place("", self.step, self._words(self._trained)), gathered, state | counts)
 
-    def raise_difference(self, state: dict[str, str]) -> NoReturn:
+    def ranks_differ(self, state: dict[str, str]) -> NoReturn:
         """Raise, because ranks have run different things; ``state``: see `recorded`. **Collective.**
 
         Raises:

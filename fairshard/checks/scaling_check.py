@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from fairshard.checks.optimizer_check import stepped_of
-from fairshard.engine.root import roots
+from fairshard.engine.root import every_root
 from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import gather_scalars
@@ -142,7 +142,7 @@ def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, boo
     """``has_found`` of each rank of the first group whose ranks differ; empty if none do. **Collective.**"""
     found: dict[int, bool] = {}
     for comm in comms:  # all of them, also after a difference: the groups of other ranks may overlap
-        own = [root for root in roots if comm in root.comms]
+        own = [root for root in every_root() if comm in root.comms]
         if not comm.is_real or not own:
             continue
         if any(root.join is not None for root in own):

@@ -1,76 +1,369 @@
-"""The passes of a model: where they begin and end, and what runs in between."""
+"""The passes of models: where they begin and end, and what runs in between.
+
+One `Engine` serves all models of the same ranks: a backward through several models is one list.
+"""
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fairshard.engine.adopt import adopt_changes
 from fairshard.engine.backward import Backward
-from fairshard.engine.call import Call, Probe
-from fairshard.engine.exec_order import Bracket, ForwardOrder, Pass, Record
-from fairshard.engine.listener import GradListener, JoinListener, OrderListener
-from fairshard.engine.notices import warn_autocast, warn_of_hooks, warn_opaque_outputs
-from fairshard.engine.planner import Last
-from fairshard.engine.segments import current_segment
+from fairshard.engine.call_hooks import CallHooks, Probe
+from fairshard.engine.observer import Observer
+from fairshard.engine.plan import Last
+from fairshard.engine.record import CallRecord, ForwardOrder, Pass, Record, Sight
+from fairshard.engine.residency import Event
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
-from fairshard.errors import TrainingStateError
-from fairshard.utils.autograd import newest_node
+from fairshard.errors import RanksDisagreeError, TrainingStateError
+from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
-from fairshard.utils.streams import is_asynchronous
-from fairshard.utils.watchdog import watch
+from fairshard.utils.streams import current_stream
+from fairshard.utils.user_line import level_of_user
 
-_DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 
-roots: weakref.WeakSet[Root] = weakref.WeakSet()  # of this process
+class _Running:
+    """The pass that is running.
+
+    Attributes:
+        root: the model that was called first; ``roots``: all that were called.
+        open: the calls that have not ended, innermost last; None for a call to which no backward leads.
+        failed: calls that have raised.
+    """
+
+    def __init__(self, root: Root, is_trained: bool) -> None:
+        self.root, self.is_trained = root, is_trained
+        self.roots: list[Root] = []
+        self.record: Pass[Unit] = Pass(root.is_common)
+        self.open: list[CallRecord[Unit] | None] = []
+        self.failed: list[CallRecord[Unit]] = []
+
+
+class Engine:
+    """The passes of all models whose units communicate among the same ranks, on one device.
+
+    The unit that is called first begins a *pass*, which a backward may follow. Invariant: outside of passes no gather
+    or reduction is under way, and after the last backward nothing is gathered.
+
+    Attributes:
+        roots: the models.
+        record: the passes that await a backward.
+        backward: the running backward, or one that has raised and was not cleaned up yet.
+        num_interrupted: number of backwards that raised; if ranks differ in it, the next backward raises.
+    """
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
+        self.record: Record[Unit] = Record()
+        self.backward: Backward | None = None
+        self.num_interrupted = 0
+        self._kept: list[Last] = []
+        self._running: _Running | None = None
+        self._thread = 0  # that runs a pass, or ran the last one
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether no forward and no backward is running."""
+        return self._running is None and self.backward is None
+
+    # ---- forward
+
+    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, CallHooks | None]:
+        """A call of ``unit`` begins: gather, prefetch, cast the inputs; returns them and, with a graph, the hooks."""
+        self._take_thread(unit)
+        self.drop_interrupted()
+        hooks = None
+        if self.runs_again(unit):
+            assert self.backward is not None
+            self.backward.recompute(unit)
+            if unit.input_dtype is not None:
+                args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+        else:
+            if self._running is None:
+                self._running = _Running(unit.root, torch.is_grad_enabled())
+            try:
+                hooks = self._enter(self._running, unit)
+                if hooks is not None:
+                    hooks.see_inputs(args, kwargs)
+                if unit.input_dtype is not None:
+                    args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+            except BaseException:
+                self._leave(self._running, unit, completed=False)
+                raise
+        unit.state = TrainingState.FORWARD
+        unit.open()
+        return args, kwargs, hooks
+
+    def runs_again(self, unit: Unit) -> bool:
+        """Whether a call of ``unit`` that begins or ends now belongs to the running backward."""
+        return self.backward is not None and current_task() != NO_BACKWARD and unit.root in self.backward.roots
+
+    def _enter(self, running: _Running, unit: Unit) -> CallHooks | None:
+        record, is_grad_enabled = None, torch.is_grad_enabled()
+        running.open.append(None)
+        if unit.root not in running.roots:
+            running.roots.append(unit.root)
+            unit.root.begin_pass(unit, running.is_trained)
+            if unit.root is running.root:
+                running.root.order.begin(running.is_trained)
+        if running.is_trained:
+            checkpoint = current_checkpoint()
+            if is_grad_enabled or checkpoint is not None:
+                record = running.open[-1] = running.record.enter(unit, checkpoint)
+                if is_recorded_later():
+                    record.sight = Sight.LATER
+        for observer in unit.root.observers:
+            observer.call_enters(unit)
+        unit.on(Event.ENTER)
+        for other in unit.prefetch.in_forward(running.root.order.enter(unit)):
+            if other.root in running.roots:
+                other.on(Event.ENTER)
+        unit.wait_unshard()
+        if record is None or not is_grad_enabled:
+            return None
+        return CallHooks(self, record, running.record.token, unit.stamp)
+
+    def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
+        """The call has returned ``outputs``: attach the hooks of the backward, and free the unit if it is to be freed."""
+        try:
+            if type(outputs) is Tensor:
+                outputs = unit.copied_out(outputs)
+                if hooks is not None:
+                    outputs = hooks.watch_output(outputs)
+            else:
+                outputs = self._walk_outputs(unit, outputs, hooks)
+            if hooks is not None:
+                if hooks.end():
+                    hooks.record.hooks = weakref.ref(hooks)
+                    hooks.record.sight = Sight.HOOKS
+                elif any(flat_param.requires_grad for flat_param in unit.flat_params):
+                    hooks.record.sight = Sight.LEAVES
+                    unit.watch_leaves(self)
+            unit.check_unwritten()
+        except BaseException:
+            self.abort(unit)
+            raise
+        self._close(unit, completed=True)
+        return outputs
+
+    @staticmethod
+    def _walk_outputs(unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
+        objects = plain_objects(outputs)
+        outputs = apply_to_all(unit.copied_out, outputs, objects)
+        if hooks is None:
+            return outputs
+        if objects is None and not unit.is_hidden:
+            unit.is_hidden = True
+            unit.watch_leaves(hooks.listener)
+            warnings.warn(
+                f"Unit `{unit.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
+                "cannot look into. It stays gathered until the backward ends, because one through them would be "
+                "noticed too late. Return tensors in tuples, lists, dicts, dataclasses or objects of Python classes "
+                "without `__slots__`.",
+                stacklevel=level_of_user(),
+            )
+        return apply_to_all(hooks.watch_output, outputs, objects)
+
+    def abort(self, unit: Unit) -> None:
+        """Clean up after a call that raised, as if it had not been made."""
+        self._close(unit, completed=False)
+
+    def _close(self, unit: Unit, completed: bool) -> None:
+        unit.close()
+        if self.runs_again(unit):  # a checkpoint may raise to stop early
+            unit.begin_backward()
+            return
+        if not unit.open_calls:
+            unit.state = TrainingState.IDLE
+        assert self._running is not None
+        self._leave(self._running, unit, completed)
+
+    def _leave(self, running: _Running, unit: Unit, completed: bool) -> None:
+        record = running.open.pop()
+        if record is not None:
+            running.record.leave()
+            if not completed:
+                running.failed.append(record)
+        if not unit.awaits_members:
+            unit.on(Event.LEAVE, recorded=torch.is_grad_enabled())
+        is_last = not running.open
+        if is_last:
+            self._end_pass(running, completed)
+        for observer in unit.root.observers:
+            observer.call_leaves(unit, completed, is_last)
+
+    def _end_pass(self, running: _Running, completed: bool) -> None:
+        self._running = None
+        recorded = completed and running.is_trained
+        for root in running.roots:
+            root.shared.end_forward()
+            root.wait_for_reads()
+            for unit in root.units:
+                if unit.is_gathered:
+                    unit.on(Event.PASS_ENDS, recorded=recorded)
+        running.record.end()
+        if recorded:
+            if running.failed:
+                running.record.drop(running.failed)
+            self.record.add(running.record)
+
+    # ---- backward
+
+    def reach(self, probe: Probe) -> None:
+        """Autograd has reached the output that ``probe`` is attached to."""
+        call = probe.hooks.record
+        backward = self.backward
+        if (
+            backward is None
+            or backward.task() is None
+            or (not backward.covers(call) and self.record.has(call))  # of a forward inside of a backward
+        ):
+            backward = self._start_backward(call.unit.root, is_restricted=probe.is_restricted())
+        backward.reach(call)
+
+    def reach_leaf(self, unit: Unit) -> None:
+        """The gradient of a leaf of ``unit``, to which no hook on an output leads, is ready."""
+        if self.backward is None or self.backward.task() is None:
+            self._start_backward(unit.root, is_restricted=False)
+
+    def _start_backward(self, first: Root, is_restricted: bool) -> Backward:
+        """Begin a backward, which has reached the model ``first``."""
+        outer = self.backward
+        if outer is not None and self.is_over(outer):
+            self.reset()
+            outer = None
+        if self._running is not None:  # inside of a forward
+            self.record.add(self._running.record.cut())
+        problem = None
+        passes = self.record.passes
+        reached = {call.unit.root: None for one in passes for call in one.calls} | {first: None}
+        roots = sorted(reached, key=lambda root: root.number)
+        for root in roots:
+            try:
+                root.begin_backward(passes)
+            except Exception as error:
+                problem = problem or error
+        backward = Backward(roots, passes, self._kept, outer)
+        self.backward = backward
+        self.record.passes = backward.begin(self._end_backward, problem, is_restricted)
+        return backward
+
+    def _end_backward(self) -> None:
+        """The graph task of the running backward is over."""
+        backward = self.backward
+        assert backward is not None
+        backward.finish()
+        for root in backward.roots:
+            root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
+        backward.retract()
+        self.backward = backward.outer
+        for root in backward.roots:
+            root.notify_end(backward)
+
+    def is_over(self, backward: Backward) -> bool:
+        """Whether the graph task of ``backward`` has ended.
+
+        After an exception, autograd's thread for a device may hold the task longer than the call of the backward takes.
+        The thread of the forward, if it is in no backward, knows that it is over.
+        """
+        return backward.task() is None or (current_task() == NO_BACKWARD and self._thread == threading.get_ident())
+
+    def follow(self, root: Root, passes: list[Pass[Unit]]) -> None:
+        """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not."""
+        self.backward = Backward([root], passes, [])
+        try:
+            self.backward.follow()
+            root.finish_grads()
+        finally:
+            self.backward = None
+
+    # ---- exceptions
+
+    def drop_interrupted(self) -> None:
+        """Call `reset` if a backward has raised and was not cleaned up yet."""
+        if self.backward is not None and self.is_over(self.backward):
+            self.reset()
+
+    def reset(self) -> None:
+        """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
+        backward, running = self.backward, self._running
+        self.backward = self._running = None
+        roots = dict.fromkeys([*(() if backward is None else backward.roots), *(running.roots if running else ())])
+        if backward is not None:
+            backward.abandon()
+            self.num_interrupted += 1
+        for root in roots or self.roots:
+            root.drop_pass(backward is not None)
+
+    def _take_thread(self, unit: Unit) -> None:
+        """Raise if another thread is in a forward: one of the two would free units under the other.
+
+        Raises:
+            TrainingStateError: another thread is in a forward.
+        """
+        own = threading.get_ident()
+        if self._thread == own or current_task() != NO_BACKWARD:
+            return  # a backward may recompute units on a thread of its own
+        if self._running is not None:
+            raise TrainingStateError(
+                "A sharded model must run on one thread at a time, because ranks gather its units in one order, but "
+                f"unit `{unit.fqn or 'root'}` was called on thread {threading.current_thread().name} while another "
+                "thread is in a forward of the model. Call the model from one thread."
+            )
+        self._thread = own
+
+
+_engines: weakref.WeakValueDictionary[tuple[Any, ...], Engine] = weakref.WeakValueDictionary()
+
+
+def engine_of(comms: Sequence[Communicator], device: torch.device) -> Engine:
+    """The only engine of these groups of ranks, for ``device``."""
+    key = *comms, device
+    engine = _engines.get(key)
+    if engine is None:
+        engine = _engines[key] = Engine()
+    return engine
+
+
+def every_root() -> list[Root]:
+    """All models of this process."""
+    return [root for engine in list(_engines.values()) for root in list(engine.roots)]
 
 
 class Root:
-    """All units of one model, and the running pass.
-
-    The unit that is called first, normally the outermost, begins a *pass* through the model, which a backward may
-    follow. Invariant: outside of passes no gather or reduction is under way, and after the last backward nothing is
-    gathered.
+    """The units of one model, outermost first, and who listens to its passes.
 
     Attributes:
+        number: number of the model among those of its `engine`; equal on all ranks.
+        observers: are told of every event.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
-        number: number of the model among those with the same ``comms``; equal on all ranks.
-        num_interrupted: number of backwards that raised; if ranks differ in it, the next backward raises.
+        join: lets ranks that have run out of batches take part; set by those who offer it.
     """
 
     def __init__(
         self, number: int, units: list[Unit], shared: Shared, comms: Sequence[Communicator],
-        comms_of: dict[Unit, Communicators], order_check: OrderListener, nan_check: GradListener,
+        comms_of: dict[Unit, Communicators], observers: Sequence[Observer],
     ) -> None:  # fmt: skip
-        self.number = number
-        self.units, self.shared, self.comms = units, shared, list(comms)
+        self.number, self.units, self.shared, self.comms = number, units, shared, list(comms)
         self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
-        self.order_check, self.nan_check = order_check, nan_check
-        self.join: JoinListener | None = None
+        self.observers = list(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
-        self.record: Record[Unit] = Record()
-        self.last = Last()
-        self.backward: Backward | None = None
-        self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
-        self.has_begun, self.is_compared, self.is_last_backward = False, False, True
-        self.num_interrupted = 0
+        self.engine = engine_of(comms, shared.device)
+        self.engine.roots.add(self)
+        self.is_last_backward = True
+        self.join: Any = None
         self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
-        self._ahead: set[Unit] = set()
-        self._is_trained = False
-        self._warned_autocast = self._warned_hooks = False
-        self._turns = count()
-        self._last_output: Callable[[], Tensor | None] = _none
-        self.note: Callable[[Unit], None] = order_check.note  # called before a unit runs, is gathered or sent
-        roots.add(self)
+        self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
     @property
     def device(self) -> torch.device:
@@ -78,304 +371,113 @@ class Root:
         return self.shared.device
 
     @property
-    def in_backward(self) -> bool:
-        """Whether a backward is running, or has raised and `reset` has not cleaned up yet."""
-        return self.backward is not None
-
-    @property
     def is_common(self) -> bool:
         """Whether a pass needs all ranks; under ``no_sync`` with unsharded parameters, ranks may run any passes."""
         return self._is_cut or any(unit.sync for unit in self.units)
 
-    # ---- forward
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is running, or has raised and was not cleaned up yet."""
+        return self.engine.backward is not None and self in self.engine.backward.roots
 
-    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
-        """Gather, prefetch, and cast the inputs; returns the inputs and, with grad enabled, the `Call`."""
-        if self.shared.depth == 0 and (self.backward is None or self.backward.is_over):
-            self._begin_pass(unit)
-        self.shared.depth += 1
-        if self.shared.is_asynchronous:
-            self.shared.note_stream()
-        try:
-            unit.state = TrainingState.FORWARD
-            is_grad_enabled = torch.is_grad_enabled()
-            if self.backward is not None:
-                bracket = self.backward.recompute(unit)
-                unit.state = TrainingState.FORWARD
-            else:
-                bracket = self._enter(unit, is_grad_enabled)
-            if unit.buffers is not None:
-                unit.buffers.attach()
-            call = None
-            if is_grad_enabled:
-                assert unit.stamp is not None
-                call = Call(self, unit.stamp[1], Bracket(unit) if bracket is None else bracket)
-                if bracket is not None and self.backward is None:
-                    bracket.call, bracket.versions, bracket.began = weakref.ref(call), call.versions, newest_node()
-                call.watch_inputs(args, kwargs, self._last_output())
-            if unit.input_dtype is not None:
-                args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
-            return args, kwargs, call
-        except BaseException:
-            self.abort_forward(unit, unit.listing.is_computing)
-            raise
+    # ---- passes
 
-    def post_forward(self, unit: Unit, outputs: Any, call: Call | None, is_nested: bool) -> Any:
-        """Attach the backward's hooks to the outputs, and reshard unless the unit stays gathered.
+    def begin_pass(self, unit: Unit, is_trained: bool) -> None:
+        """The first call of a pass through the model begins, at ``unit``.
 
-        ``is_nested``: the unit was already computing before the call, in an enclosing call or in a backward.
+        Raises:
+            TrainingStateError: a unit is summoned, or the current stream is not that of the first pass.
         """
-        try:
-            if type(outputs) is Tensor:
-                is_seen = True
-                outputs = unit.copied_out(outputs)
-                if call is not None:
-                    outputs = call.watch_output(outputs)
-            else:
-                objects = [] if unit.is_pinned else plain_objects(outputs)
-                is_seen = objects is not None
-                outputs = apply_to_all(unit.copied_out, outputs, objects)
-                if call is not None:
-                    outputs = apply_to_all(call.watch_output, outputs, objects)
-            if call is not None:
-                is_unseen = call.end() or (not call.probes and any(fp.requires_grad for fp in unit.flat_params))
-                if is_unseen or not is_seen:
-                    call.bracket.is_unseen = True
-                    unit.hold(for_good=not is_seen)
-                if not is_seen:
-                    warn_opaque_outputs(unit.fqn, outputs)
-                self._last_output = weakref.ref(outputs) if type(outputs) is Tensor else _none
-        except BaseException:
-            self.abort_forward(unit, is_nested)
-            raise
-        self._leave(unit, self._keeps_gathered(unit), is_nested, completed=True)
-        return outputs
-
-    def abort_forward(self, unit: Unit, is_nested: bool) -> None:
-        """Clean up after a forward that raised, as if it had not been called."""
-        self._leave(unit, self.backward is not None, is_nested, completed=False)  # a checkpoint may raise to stop early
-
-    def _enter(self, unit: Unit, is_grad_enabled: bool) -> Bracket[Unit] | None:
-        bracket = self.record.enter(unit, current_segment(is_grad_enabled) if self._is_trained else None)
-        self.note(unit)
-        self._ahead.discard(unit)
-        adopt_changes(unit, self.order_check)
-        self._unshard(unit)
-        for other in unit.prefetch.in_forward(self.order.enter(unit)):
-            if not other.is_gathered:
-                self._ahead.add(other)
-            self._unshard(other)
-        unit.wait_unshard(attach=False)
-        return bracket
-
-    def _unshard(self, unit: Unit) -> None:
-        if not unit.is_gathered or unit.stamp is None:
-            if self.join is not None:
-                self.join.announce(unit)
-            else:
-                self.order_check.gather(unit)
-            unit.unshard()
-
-    def _keeps_gathered(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays gathered after the call that is ending."""
-        awaited = unit.members is not None and unit.members.has_uncalled
-        return self.backward is not None or awaited or self.keeps_after_forward(unit)
-
-    def keeps_after_forward(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays gathered for its backward, as the outermost does by default: its backward is first."""
-        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
-        return first or not unit.reshard_after_forward
-
-    def _leave(self, unit: Unit, keep: bool, is_nested: bool, completed: bool) -> None:
-        if unit.buffers is not None and self.backward is None and not is_nested:
-            unit.buffers.detach()
-        unit.leave_forward(keep, torch.is_grad_enabled(), is_nested)
-        if self.backward is not None:
-            unit.state = TrainingState.BACKWARD_PRE
-        elif not is_nested:
-            unit.state = TrainingState.IDLE
-        self.shared.depth -= 1
-        if self.backward is not None:
-            return
-        self.record.leave(completed)
-        if not self.shared.depth:
-            self._end_pass(completed)
-
-    def _begin_pass(self, unit: Unit) -> None:
-        """A pass begins at ``unit``."""
-        if self.backward is not None:  # it raised, and has not ended properly
-            self.reset()
         is_inner = unit is not self.units[0] and not torch.is_grad_enabled()  # then the outermost may be summoned
         assert_none_summoned(self.units[is_inner:], "forward")
-        if self.join is not None:
-            self.join.begin_pass()
-        self._warned_hooks = self._warned_hooks or warn_of_hooks(self.units, next(self._turns))
-        self.has_begun = True
-        with self.shared.at_home():
-            for each in self.units:
-                each.begin_pass()
-        self._is_trained = torch.is_grad_enabled()
-        self.order.begin(self._is_trained)
-        if self._is_trained:
-            self.record.begin(self.is_common)
-        self.order_check.begin_forward(self._is_trained and self.is_common and self.join is None)
-        watch(self.order_check)
+        if self._stream is not None and current_stream(self.device) != self._stream:
+            raise TrainingStateError(
+                f"A sharded model must run on one stream, {self._stream}, that of its first forward, but unit "
+                f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.device)}. Enter the stream "
+                "before the first forward."
+            )
+        for observer in self.observers:
+            observer.pass_begins(unit, is_trained)
+        for each in self.units:
+            each.begin_pass()
         self.shared.await_step()
-        self.shared.after_step = None
-        self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)
 
-    def _end_pass(self, completed: bool) -> None:
-        self._last_output = _none
-        self.shared.end_forward()
-        self._wait_for_reads()
-        backward_follows = completed and torch.is_grad_enabled()
-        self.record.end(backward_follows)
-        for unit in self._ahead if backward_follows else self.units:
-            if unit.is_gathered:
-                unit.reshard()
-        self._ahead.clear()
-        if self.join is not None:
-            self.join.end_pass()
-        self.order_check.end_forward(completed)
+    def announce(self, unit: Unit, in_backward: bool) -> None:
+        """``unit`` is gathered next."""
+        for observer in self.observers:
+            observer.gather(unit, in_backward)
 
-    # ---- backward
-
-    def accumulate(self, unit: Unit) -> None:
-        """The gradient of a leaf of ``unit`` is ready."""
-        backward = self.backward
-        if backward is None or backward.task() is None:
-            backward = self._start_backward(None)
-        backward.accumulate(unit)
-
-    def reach(self, probe: Probe) -> None:
-        """Autograd has reached the output that ``probe`` is attached to."""
-        backward = self.backward
-        if backward is None or backward.task() is None:
-            backward = self._start_backward(probe)
-        backward.reach(probe.call)
-
-    def finish(self, call: Call) -> None:
-        """Autograd has finished ``call`` and continues past one of its inputs."""
-        if self.backward is not None and self.backward.task() is not None:
-            self.backward.finish(call)
-
-    def _start_backward(self, probe: Probe | None) -> Backward:
-        """Begin a backward, at ``probe`` if not None."""
-        if self.on_backward is not None:
-            self.on_backward(self)
-        if self.backward is not None:  # it raised, and has not ended properly
-            self.reset()
-        if self.join is not None:
-            self.join.begin_backward(self.record.passes)
-        backward = Backward(self, self._others)
-        backward.begin(is_restricted=probe is not None and probe.is_restricted())
-        return backward
-
-    def _others(self) -> list[Root]:
-        """The other models of this process that a backward could reach."""
-        if self.join is not None:
-            return []
-        others = (root for root in roots if root is not self and root.record.passes and root.join is None)
-        return [root for root in others if root.backward is None and root.comms == self.comms]
-
-    def begin_backward(self, backward: Backward) -> None:
-        """``backward`` goes through this model."""
-        self.backward = backward
-        self.order_check.begin_backward()
-
-    def follow_backward(self, passes: list[Pass[Unit]]) -> None:
-        """Serve a whole backward of ``passes`` that other ranks compute and this one does not."""
-        before, self.record.passes = self.record.passes, passes
-        try:
-            Backward(self, self._others).follow()
-        finally:
-            self.record.passes = before
+    def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
+        """A backward that may reach ``passes`` begins."""
+        for observer in self.observers:
+            observer.backward_begins(passes)
 
     def end_backward(self, backward: Backward) -> None:
         """The running backward is over."""
-        ends_step = backward.sends and any(unit.sync for unit in self.units)
-        for unit in self.units:
-            unit.end_backward(keep=not self.is_last_backward and not backward.lists(unit))
-        self.backward = None
-        try:
-            is_common = self.join is None or self.join.end_backward(ends_step)
-            if self.join is None:
-                self.finish_grads()
-        except BaseException:  # of a user's hook on gradients
-            self.backward = backward  # so that `reset` follows
-            raise
-        self.order_check.end_backward(ends_step, is_common)
-        if ends_step and self.nan_check.is_on:
-            self.nan_check.end_backward()
+        if any(map(backward.lists, self.units)):
+            for unit in self.units:
+                unit.end_backward(awaited=not self.is_last_backward and not backward.lists(unit))
+        self.finish_grads()
 
-    def leave_backward(self) -> None:
-        """The running backward is over, and has reached no unit of this model."""
-        self.backward = None
-        self.order_check.end_backward(False, True)
+    def notify_end(self, backward: Backward) -> None:
+        """The running backward is over, and its gradients are on the shards."""
+        is_reached = any(map(backward.lists, self.units))
+        reduces = backward.sends and any(unit.sync for unit in self.units)
+        for observer in self.observers:
+            observer.backward_ends(is_reached, is_reached and reduces)
+
+    def finish_grads(self) -> None:
+        """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
+        self.shared.bucketer.flush()
+        if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
+            for grad in (each.grad for unit in self.units for each in unit.flat_params if each.grad.flights):
+                grad.land()
+        self.wait_for_reads()
+
+    def drop_pass(self, in_backward: bool) -> None:
+        """A pass, or a backward, has raised: become idle."""
+        self.shared.bucketer.reset()
+        for flat_param in (each for unit in self.units for each in unit.flat_params):
+            flat_param.grad.discard_flights()
+        self.wait_for_reads()
+        for unit in self.units:
+            unit.reset()
+        self.order.forget()
+        for observer in self.observers:
+            observer.interrupted(in_backward)
+
+    def wait_for_reads(self) -> None:
+        """Make the host wait until the device has read the shards in host memory; after that they may change."""
+        if self._reads_host_memory and self.shared.is_asynchronous:
+            self.shared.transfers.wait(self.shared.unshard_stream.record())
+
+    # ---- what ranks compare
+
+    def history(self, comm: Communicator) -> tuple[int, ...]:
+        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
+        return self.engine.num_interrupted, *(number for each in self.observers for number in each.facts(comm))
 
     @property
     def state(self) -> dict[str, str]:
         """In words, what must be the same on all ranks between passes."""
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
-        raised = str(self.num_interrupted)
-        return {"backwards that have raised": raised, "units under no_sync": ", ".join(unsynced)}
+        return {
+            "backwards that have raised": str(self.engine.num_interrupted),
+            "units under no_sync": ", ".join(unsynced),
+        }
 
     def raise_difference(self) -> NoReturn:
         """Raise, because ranks have run different things. **Collective.**"""
-        self.order_check.raise_difference(self.state)
+        for observer in self.observers:
+            observer.ranks_differ(self.state)
+        raise RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
 
-    def history(self, comm: Communicator) -> tuple[int, ...]:
-        """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
-        return self.num_interrupted, *self.order_check.history(comm, self.join is not None, self.backward is not None)
-
-    def finish_grads(self) -> None:
-        """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
-        with self.shared.at_home(returns=True):
-            self.shared.bucketer.flush()
-        if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
-            for grad in (each.grad for unit in self.units for each in unit.flat_params if each.grad.flights):
-                grad.land()
-        self._wait_for_reads()
-
-    def reset(self) -> None:
-        """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
-        backward = self.backward
-        reached = [self] if backward is None else [root for root in roots if root.backward is backward]
-        with self.shared.at_home(returns=True):
-            if backward is not None:
-                backward.abandon()
-            for root in reached:
-                root._drop_pass(backward)
-
-    def drop_interrupted(self) -> None:
-        """Call `reset` if a backward has raised and was not cleaned up yet; called only in uses of this model."""
-        if self.backward is not None and self.backward.is_over:
-            self.reset()
-
-    def _drop_pass(self, backward: Backward | None) -> None:
-        self.backward = None
-        self.num_interrupted += backward is not None
-        self.shared.depth = 0
-        self.shared.bucketer.reset()
-        for flat_param in (each for unit in self.units for each in unit.flat_params):
-            flat_param.grad.discard_flights()
-        self._wait_for_reads()
-        for unit in self.units:
-            unit.reset()
-        self.order_check.forget()
-        self.nan_check.forget()
-
-    # ---- memory, state
-
-    def _wait_for_reads(self) -> None:
-        """Make the host wait until the device has read the shards in host memory; after that they may change."""
-        if self._reads_host_memory and is_asynchronous(self.device):
-            self.shared.transfers.wait(self.shared.unshard_stream.record())
+    # ---- state
 
     @property
     def is_between_passes(self) -> bool:
         """Whether no forward and no backward is running."""
-        return not self.shared.depth and self.backward is None
+        return self.engine.is_between_passes
 
     def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
         """Raise if a pass is running in one of ``units``; None: all units.
@@ -383,16 +485,12 @@ class Root:
         Raises:
             TrainingStateError: a pass is running.
         """
-        self.drop_interrupted()
+        self.engine.drop_interrupted()
         for unit in self.units if units is None else units:
             if unit.state is not TrainingState.IDLE:
                 raise TrainingStateError(
                     f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "
                     f"{unit.state.name}. Call it after the backward has returned."
                 )
-        if self.join is not None and what not in _DONE_ALONE:
-            self.join.check_all_compute(what)
-
-
-def _none() -> None:
-    """Stand-in for a weak reference to nothing."""
+        for observer in self.observers:
+            observer.needs_all(what)

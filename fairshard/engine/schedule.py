@@ -8,10 +8,8 @@ others), 1 and 2, called in this order::
     schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  FREE 2  SEND 2    AT 1    DONE 1  FREE 1  SEND 1 ...
 
 *Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward; freed first, so
-that the bucket can take the memory of the parameters. Exception: it stays gathered for an earlier forward if the later
-forward's backward ends at it, because otherwise a GAN's discriminator would gather its first layers twice, or if the
-next call is one of the same unit. Whether and where a step is in the list never depends on the reach, memory or timing
-of a single rank.
+that the bucket can take the memory of the parameters. Exception: it stays gathered if the next call is one of the same
+unit. Whether and where a step is in the list never depends on the reach, memory or timing of a single rank.
 """
 
 from __future__ import annotations
@@ -21,10 +19,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
-
-ENDS = 2
-"""Marks a reached call at which the backward ends, because nothing before its inputs is trained."""
-
 
 class Kind(IntEnum):
     """The kind of a step: a mark, which each rank passes when its own backward gets there, or an action.
@@ -117,7 +111,7 @@ def build(
     Args:
         events: starts and ends of all calls, as in `Pass.events`, but numbered across all forwards.
         calls: the place of each call.
-        reached: for each call, whether any rank's backward reaches it; `ENDS` if no rank's continues to its inputs.
+        reached: for each call, whether any rank's backward reaches it.
         resident: for each unit, whether all ranks hold it gathered.
         owed: for each unit, whether it has gradients to send.
         rules: the rule of each unit.
@@ -147,7 +141,7 @@ class _Builder:
         rules: Sequence[UnitRule],
     ) -> None:
         self.schedule = Schedule()
-        self._calls, self._rules, self._reached = calls, rules, reached
+        self._calls, self._rules = calls, rules
         recomputed = {place.segment for place, is_reached in zip(calls, reached, strict=True) if is_reached} - {-1}
         self.is_listed = [
             bool(is_reached) or place.segment in recomputed for place, is_reached in zip(calls, reached, strict=True)
@@ -205,7 +199,7 @@ class _Builder:
         if self._left_in[forward, unit]:
             return
         rule = self._rules[unit]
-        if not self._left[unit] or (rule.frees_between and self._reached[call] != ENDS and not self._is_next(unit)):
+        if not self._left[unit] or (rule.frees_between and not self._is_next(unit)):
             self.schedule.steps.append(Step(Kind.FREE, unit))
             if rule.frees:
                 self._gathered.discard(unit)

@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.engine.leaf_hook import leaf_hook
-from fairshard.engine.members import Members
-from fairshard.engine.notices import check_owed
-from fairshard.engine.origin import Origin
 from fairshard.engine.prefetch import Prefetch
+from fairshard.engine.residency import Action, Event, Now, Rule, State, action
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
+from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
-from fairshard.params.listing import Listing
+from fairshard.params.registered import Registered
 from fairshard.params.versions import ShardVersions
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
 from fairshard.settings.state_dicts import default_settings
-from fairshard.utils.before_step import num_steps
 from fairshard.utils.collectives import Communicator, Communicators
+from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.names import renamed
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.streams import now
+from fairshard.utils.user_line import level_of_user
 
 
 class Unit:
     """The flat params cut from the parameters of one module, or of several that are gathered together.
 
     Attributes:
-        root: the `Root` of its model; None before the first forward. The unit itself never reads it.
-        comm: the ranks that the parameters are cut among; like ``parts``, ``listing``, ``versions`` and ``buffers`` set
-            together with ``root``.
+        root: the `Root` of its model; None before the first forward.
+        comm: the ranks that the parameters are cut among; like ``parts``, ``registered``, ``versions`` and ``buffers``
+            set together with ``root``.
         parts: parts of the parameters that stay gathered among a few ranks; None if not configured.
-        listing: registers the leaves, which `parameters()` then yields, while modules compute (without a wrapper: also
-            while the unit stays gathered).
+        registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
-        is_gathered: whether all ranks count it as gathered.
-        is_held: whether this rank keeps the memory when the others free theirs, because a backward could reach the
-            unit without a hook noticing; until the end of the backward, or (``is_pinned``) permanently.
+        memory: what this rank holds; only `on` changes it.
+        rule: what the user has asked for, as of the last `settle`.
+        stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
+        open_calls: calls that have begun and not ended.
+        is_hidden: its outputs hide tensors from which a backward could begin.
+        is_pinned: the user has gathered it, and not freed it since.
     """
 
     root: Any = None
     comm: Communicator | None = None
     parts: KeptParts | None = None
-    listing, versions = Listing(), ShardVersions()
+    registered, versions = Registered(), ShardVersions()
     buffers: ComputeBuffers | None = None
 
     def __init__(
-        self, groups: UnitGroups, flat_params: Sequence[FlatParam], config: UnitConfig, origin: Origin,
-        members: Members | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        groups: UnitGroups,
+        flat_params: Sequence[FlatParam],
+        config: UnitConfig,
+        origin: Any,
+        members: Any = None,
+    ) -> None:
         self.groups, self.origin, self.members = groups, origin, members
         self.flat_params, self.config = flat_params, config
         self.fqn = "" if members is None else members.fqn
@@ -69,11 +77,12 @@ class Unit:
     def _forget_runtime(self) -> None:
         self.sync = True
         self.state = TrainingState.IDLE
-        self.is_gathered = self.is_held = self.is_pinned = False
-        # When it was gathered: the number of optimizer steps, and the version counter of each shard.
-        self.stamp: tuple[int, list[int]] | None = None  # None: no other forward may use what is gathered
-        self.seen: list[int] = []  # the counters when the pass began, or a call adopted later writes
-        self.is_kept = False  # the user has asked to keep it gathered between passes
+        self.memory, self.rule = State.SHARDED, Rule()
+        self.stamp: list[int] = []
+        self.seen: list[int] = []
+        self.open_calls = 0
+        self.is_hidden = self.is_pinned = False
+        self._watched: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
@@ -102,12 +111,13 @@ class Unit:
         self.comm = comms.shard
         self.device = shared.device
         for flat_param in self.flat_params:
-            flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
+            flat_param.materialize(comms, self.config, shared.transfers)
             flat_param.gathered.copies = shared.copies
-        self.listing, self.versions = Listing(self.flat_params), ShardVersions(self.flat_params)
+        self.registered, self.versions = Registered(self.flat_params), ShardVersions(self.flat_params)
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
         if self.config.precision.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
+        self.settle()
 
     def make_parts(self) -> None:
         """Create ``parts``, if configured; the buffers to gather into must exist already."""
@@ -116,12 +126,39 @@ class Unit:
         if part is not None:
             self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)
 
-    # ---- parameters
+    # ---- what it is
 
     @property
     def nodes(self) -> list[Any]:
         """The graph nodes of the leaves that are trained."""
         return [node for flat_param in self.flat_params for node in flat_param.nodes if node is not None]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether whole parameters are in memory, or on their way."""
+        return self.memory is not State.SHARDED
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether any of its parameters has an element."""
+        return any(flat_param.has_elements for flat_param in self.flat_params)
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether it is the model's outermost, and stays gathered for its backward, which comes first."""
+        return self is self.root.units[0] and self.config.late.disable_reshard_on_root
+
+    @property
+    def awaits_members(self) -> bool:
+        """Whether some of its modules have been called in this pass, and others not yet."""
+        return self.members is not None and self.members.has_uncalled
+
+    def settle(self) -> None:
+        """Read what the user has asked for: a pass or a backward begins."""
+        keeps = self.config.keeps_in_no_sync and not self.sync
+        after_backward = self.reshard_after_backward and not keeps
+        across = self.config.late.keeps_across_passes or not after_backward
+        self.rule = Rule(bool(self.reshard_after_forward), after_backward, across)
 
     def copied_out(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
@@ -132,183 +169,216 @@ class Unit:
                     return tensor.clone()
         return tensor
 
-    def unshard(self, in_backward: bool = False, from_part: bool = True, force: bool = False) -> None:
-        """Start gathering, unless gathered in this pass already; with ``force`` in any case. **Collective.**
+    # ---- residency
 
-        ``from_part``: in a backward, gather from the parts that the forward has kept, if any.
-        """
-        if self.is_gathered and self.stamp is not None and not force:
-            return
-        parts = self.parts if in_backward and from_part else None
+    def on(self, event: Event, in_backward: bool = False, recorded: bool = True, awaited: bool = False) -> bool:
+        """Gather or free, if `action` says so, at ``event``; returns whether it did. **Collective** if it gathers."""
+        reuses = self.memory is not State.SHARDED and (event is Event.ENTER or event is Event.PASS_BEGINS)
+        facts = Now(
+            stale=reuses and self.versions.read() != self.stamp,
+            open_calls=self.open_calls,
+            recorded=recorded,
+            hidden=self.is_hidden,
+            outermost=event is Event.LEAVE and self.is_outermost,
+            pinned=self.is_pinned,
+            awaited=awaited,
+        )
+        what = action(self.memory, event, self.rule, facts)
+        if what is Action.NOTHING:
+            return False
+        if what is Action.GATHER:
+            if event is not Event.UNSHARD:
+                self.root.announce(self, in_backward)
+            self.unshard(in_backward)
+            return True
+        if self.parts is not None and event is Event.LEAVE:
+            self.parts.end_forward(recorded)
+        self.reshard()
+        return True
+
+    def unshard(self, in_backward: bool) -> None:
+        """Start gathering; called by `on` alone. **Collective.**"""
         stream = self.shared.unshard_stream
+        self.stamp = self.versions.read()
         if stream.is_asynchronous:
+            if self.stamp != self.seen and not in_backward:  # written to since the pass began, on this stream
+                stream.wait(now(self.device))
             self.shared.copies.keeps = not in_backward
             with stream.use():
                 stream.wait(self.shared.free)
-                self._start_gathers(parts)
+                self._start_gathers(in_backward)
         else:
-            self._start_gathers(parts)
-        self.is_gathered = True
-        self.stamp = num_steps(), self.versions.read()
+            self._start_gathers(in_backward)
+        self.memory = State.GATHERING
 
-    def _start_gathers(self, parts: KeptParts | None) -> None:
-        if parts is None:
+    def _start_gathers(self, in_backward: bool) -> None:
+        if self.parts is not None and in_backward and self.parts.are_kept:
+            self.parts.unshard(self.flat_params)
+        else:
             for flat_param in self.flat_params:
                 flat_param.unshard()
-        else:
-            parts.unshard(self.flat_params)
 
-    def wait_unshard(self, attach: bool = True) -> None:
-        """Wait until the parameters are whole; ``attach`` them to the modules if `listing` does not register them."""
-        if self.shared.is_split and self.is_under_way:
-            self.shared.await_gathers([flat_param.gathered for flat_param in self.flat_params])
-        for flat_param in self.flat_params:
-            flat_param.wait_unshard(attach)
+    def wait_unshard(self) -> None:
+        """Wait until the parameters are whole, if they are on their way."""
+        if self.memory is State.GATHERING:
+            for flat_param in self.flat_params:
+                flat_param.wait_unshard()
+            self.memory = State.WHOLE
 
     def reshard(self) -> None:
-        """Free the whole parameters and keep the shards, unless this rank holds the unit (``is_held``)."""
-        listing = self.listing
-        listing.warn_if_written(is_pass=False)
-        if self.is_held:
-            listing.hide()
-        else:
-            is_attached = not listing.is_on
-            if listing.is_on:
-                listing.show_placeholders()
-            for flat_param in self.flat_params:
-                flat_param.reshard(is_attached)
-        self.is_gathered = self.is_kept = False
+        """Free the whole parameters; called by `on` alone."""
+        if self.registered.are_leaves:
+            self.registered.swap(to_leaves=False)
+        for flat_param in self.flat_params:
+            flat_param.reshard()
+        self.memory, self.is_hidden, self.is_pinned = State.SHARDED, False, False
         self.shared.note_free()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has the whole parameters in memory, or is gathering them."""
-        return self.is_gathered or self.is_held
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether this rank has whole parameters that a backward can use."""
-        return self.is_whole and self.stamp is not None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the gathered parameters must be gathered again before a forward uses them."""
-        return self.is_gathered and self.stamp is None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a gather has started and has not been waited for yet."""
-        return any(flat_param.is_under_way for flat_param in self.flat_params)
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether parts are kept to gather from; True for units that never keep any."""
-        return self.parts is None or self.parts.are_kept
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether any of its parameters has an element."""
-        return any(flat_param.has_elements for flat_param in self.flat_params)
-
-    @property
-    def frees_in_backward(self) -> bool:
-        """Whether the parameters are freed when a backward is done with them."""
-        return self.reshard_after_backward and not (self.config.keeps_in_no_sync and not self.sync)
-
-    def hold(self, for_good: bool) -> None:
-        """Keep the memory on this rank, even if others free theirs, until the end of the backward or ``for_good``."""
-        self.is_held = True
-        self.is_pinned = self.is_pinned or for_good
-
-    def keep_gathered(self) -> None:
-        """Stay gathered between passes, until the shards change."""
-        self.is_kept = True
-        self.stamp = num_steps(), self.versions.read()
-
-    # ---- passes
+    # ---- calls
 
     def begin_pass(self) -> None:
-        """A forward through the model begins; it may use parameters gathered earlier only if nothing has changed."""
+        """The first call of a pass through the model begins: read values, flags and settings."""
+        self.settle()
         for flat_param in self.flat_params:
             flat_param.begin_pass()
-        if self.is_gathered or self.shared.is_asynchronous:
-            self.seen = self.versions.read()
-        if self.is_gathered:
-            self.listing.warn_if_written(is_pass=True)
-            if not (self.is_kept or self.config.late.keeps_across_passes) or self.stamp != (num_steps(), self.seen):
-                self.stamp = None
+        self.seen = self.versions.read()
+        self.on(Event.PASS_BEGINS)
         if self.members is not None:
             self.members.begin_pass()
 
-    def leave_forward(self, keep: bool, is_trained: bool, is_nested: bool) -> None:
-        """A call is over: free the parameters, or ``keep`` them for later.
+    def open(self) -> None:
+        """A call begins to compute with the whole parameters."""
+        if not self.open_calls:
+            if self.buffers is not None:
+                self.buffers.attach()
+            if self.is_pinned:
+                self._warn_if_written()
+            self.registered.swap(to_leaves=True)
+        self.open_calls += 1
 
-        ``is_nested``: an enclosing call of the same unit, or a backward, still computes with them.
+    def close(self) -> None:
+        """A call has ended, or raised."""
+        self.open_calls -= 1
+        if not self.open_calls:
+            if self.buffers is not None:
+                self.buffers.detach()
+            if not self.is_pinned:
+                self.registered.swap(to_leaves=False)
+
+    def check_unwritten(self) -> None:
+        """Raise if the forward has written to a leaf.
+
+        Does not check leaves that are no longer registered: a backward inside the forward has freed them.
+
+        Raises:
+            ShardChangedError: names the first such parameter.
         """
-        if is_nested:
-            return
-        if keep:
-            self.listing.hide() if self.members is None else self.listing.rest()
-        else:
-            if self.parts is not None:
-                self.parts.end_forward(self.is_gathered and is_trained)
-            self.listing.left = None  # it is freed now
-            self.reshard()
+        if self.registered.are_leaves and (fqn := self.registered.written()) is not None:
+            raise ShardChangedError(
+                f"Parameter `{fqn}` must not be written to inside the forward of its unit, but was (also "
+                "`nn.Embedding(max_norm=...)` does that): the change is lost when the gathered parameters are freed. "
+                "Compute with a changed value instead (`torch.nn.utils.parametrize`), or write between steps: inside "
+                "`summon_full_params`, or to the DTensor of `fully_shard`."
+            )
+
+    def pin(self) -> None:
+        """Show the user the whole parameters until `unpin`, the end of a backward, or a change of the shards."""
+        self.wait_unshard()
+        self.is_pinned = True
+        self.registered.swap(to_leaves=True)
+
+    def unpin(self) -> None:
+        """Free what the user has gathered."""
+        if self.is_pinned and not self.open_calls:
+            self._warn_if_written()
+        self.is_pinned = False
+        self.on(Event.RESHARD)
+
+    def _warn_if_written(self) -> None:
+        """Warn if the user has written to whole parameters that the shards do not hold, then forget it."""
+        if any(not flat_param.computes_on_shard for flat_param in self.flat_params):
+            if (fqn := self.registered.written()) is not None:
+                warnings.warn(
+                    f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the "
+                    "change is lost when they are freed. Write inside `summon_full_params`, or to the shards that "
+                    "`parameters()` yields after the backward, or, with `fully_shard`, after `reshard()`.",
+                    stacklevel=level_of_user(),
+                )
+        self.registered.note()
+
+    # ---- backward
 
     def begin_backward(self) -> None:
         """A backward computes with the parameters from now on."""
         self.state = TrainingState.BACKWARD_PRE
+        self.wait_unshard()
         if self.buffers is not None:
             self.buffers.attach()
-        if self.is_whole:
-            self.listing.show()  # for a checkpoint that recomputes
+        if self.is_gathered:
+            self.registered.swap(to_leaves=True)  # for functions that read parameters in their backward
+
+    def watch_leaves(self, engine: Any) -> None:
+        """Tell ``engine`` of gradients of leaves from now on: a backward may reach them through no hooked output.
+
+        The references of the hooks are weak, because the garbage collector cannot see hooks.
+        """
+        known, own = weakref.ref(engine), weakref.ref(self)
+
+        @not_traced
+        def on_grad(_leaf: Tensor) -> None:
+            running, unit = known(), own()
+            if running is not None and unit is not None:
+                tracer = set_tracer(None)
+                try:
+                    running.reach_leaf(unit)
+                finally:
+                    set_tracer(tracer)
+
+        for slot in (slot for flat_param in self.flat_params for slot in flat_param.slots):
+            if slot.leaf.requires_grad and id(slot.leaf) not in self._watched:
+                self._watched.add(id(slot.leaf))
+                slot.leaf.register_post_accumulate_grad_hook(on_grad)
 
     def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
             if not flat_param.is_owed:
-                check_owed([flat_param])
-            elif self.sync:
+                continue
+            if self.sync:
                 flat_param.num_sent += 1
                 bucketer.reduce(flat_param, yields)
             else:
                 flat_param.accumulate()
 
     def finish_pass(self) -> None:
-        """A backward has finished with one forward of the unit: free the parameters."""
-        if self.is_gathered:
-            self.reshard()
-        self._stop_computing()
+        """A backward has finished with one forward of the unit."""
+        self.on(Event.DONE)
+        self.stop_computing()
 
-    def finish_pass_whole(self) -> None:
-        """Like `finish_pass`, but the parameters stay gathered."""
-        self._stop_computing()
-        self.keep_gathered()
-
-    def end_backward(self, keep: bool) -> None:
-        """The backward is over; ``keep`` gathered parameters for another backward."""
-        self._stop_computing()
-        if not keep:
-            if self.parts is not None:
-                self.parts.forget()
-            was_held, self.is_held = self.is_held, self.is_pinned
-            if (self.is_gathered or was_held) and not self.is_kept:
-                self.reshard()
-        self.state = TrainingState.IDLE
-
-    def _stop_computing(self) -> None:
+    def stop_computing(self) -> None:
         """Undo `begin_backward`."""
+        if self.open_calls:
+            return
         if self.buffers is not None:
             self.buffers.detach()
-        if self.listing.is_computing:
-            self.listing.hide()
+        if self.registered.are_leaves and not self.is_pinned:
+            self.registered.swap(to_leaves=False)
+
+    def end_backward(self, awaited: bool) -> None:
+        """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""
+        self.stop_computing()
+        if self.parts is not None and not awaited:
+            self.parts.forget()
+        self.on(Event.BACKWARD_ENDS, awaited=awaited)
+        self.state = TrainingState.FORWARD if self.open_calls else TrainingState.IDLE
 
     def reset(self) -> None:
         """Leave an interrupted pass: drop its gradients, reshard, and become idle."""
         for flat_param in self.flat_params:
             flat_param.drop_grads()
-        self.is_kept = False
-        self.end_backward(keep=False)
+        self.open_calls = 0
+        self.on(Event.INTERRUPTED)
+        self.end_backward(awaited=False)
 
     # ---- gradients
 

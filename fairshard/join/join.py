@@ -21,7 +21,11 @@ from typing import Any
 
 import torch
 
-from fairshard.engine.exec_order import Bracket, Pass
+from fairshard.checks.nan_check import NanCheck
+from fairshard.checks.order_check import OrderCheck
+from fairshard.engine.observer import Observer
+from fairshard.engine.record import CallRecord, Pass
+from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
@@ -31,6 +35,7 @@ from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.watchdog import watch
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
+_DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 _FAILED = 1 << 16  # added to a sum in which each rank that computes counts 1
 
 Call = Callable[..., Callable[[], object]]
@@ -47,7 +52,7 @@ class _Message:
     subject: int
 
 
-class Join:
+class Join(Observer):
     """One rank in one ``with model.join():``; ``calls``: the calls that ranks may make, by name."""
 
     def __init__(self, root: Root, throws: bool, divides_by_all: bool, calls: Mapping[str, Call]) -> None:
@@ -102,55 +107,65 @@ class Join:
             raise
         finish()
 
+    def enter(self) -> None:
+        """From now on, listen to the passes of the model."""
+        self._root.join = self
+        self._root.observers.insert(0, self)
+        OrderCheck.of(self._root).in_join = True
+
     def close(self) -> None:
         """The block is over: from now on all ranks run the same passes."""
         root = self._root
         if self._is_in_backward:
-            root.reset()
+            root.engine.reset()
         self._restore_divisions()
         if self.was_short:
             for unit in root.units:
-                if unit.is_gathered:
-                    unit.reshard()
-            root.record.keep([])
+                unit.unpin()
+            root.engine.record.keep([])
         root.order.forget()
-        root.join = None
+        leave(root)
 
     # ---- a rank that computes
 
-    def begin_pass(self) -> None:
+    def pass_begins(self, unit: Unit, is_trained: bool) -> None:
         """A forward begins."""
-        self._send_message(_FORWARD, torch.is_grad_enabled())
+        self._send_message(_FORWARD, is_trained)
 
-    def end_pass(self) -> None:
-        """The forward is over."""
-        if self.is_short:
+    def call_leaves(self, unit: Unit, completed: bool, is_last: bool) -> None:
+        """A call is over, and perhaps the forward."""
+        if is_last and self.is_short:
             self._send_message(_END_FORWARD)
 
-    def announce(self, unit: Unit) -> None:
+    def gather(self, unit: Unit, in_backward: bool) -> None:
         """``unit`` is gathered next."""
-        if self.is_short and not self.is_done:
+        if self.is_short and not self.is_done and not in_backward:
             self._send_message(_FIRST + self._units[unit])
 
-    def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
-        """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule."""
+    def backward_begins(self, passes: Sequence[Pass[Unit]]) -> None:
+        """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule.
+
+        Raises:
+            FairshardError: they go through another model, too.
+        """
+        if any(call.unit not in self._units for one in passes for call in one.calls):
+            self._fail("A model must be alone in a backward inside of `join`, but forwards of another one await theirs.")
         self.announce_call("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
         self._divide()
 
     def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """For each pass, its events, and the unit and checkpoint of each call."""
         return [
-            (one.events, [(self._units[bracket.unit], bracket.segment) for bracket in one.brackets]) for one in passes
+            (one.events, [(self._units[call.unit], call.segment) for call in one.calls]) for one in passes
         ]
 
-    def end_backward(self, ends_step: bool) -> bool:
-        """A backward is over; ``ends_step``: it has reduced gradients. Returns whether all ranks have computed it."""
+    def backward_ends(self, is_reached: bool, reduces: bool) -> None:
+        """A backward is over; if some ranks have not computed it, ranks cannot compare what they have run."""
         if self.is_short:
-            self._send_message(_END_STEP if ends_step else _END_BACKWARD)
-        self._root.finish_grads()
+            self._send_message(_END_STEP if reduces else _END_BACKWARD)
         self._restore_divisions()
         self._grads.note()
-        return not self.is_short
+        OrderCheck.of(self._root).is_partial = self.is_short
 
     def announce_call(self, call: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
         """All ranks make ``call`` next; raise if a rank that is done cannot take part.
@@ -170,7 +185,7 @@ class Join:
         yield
         self._grads.note()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_states(self, value: Any) -> list[Any]:
         """All ranks are done: zero gradients like the last ranks, and return the last ranks' values. **Collective.**"""
         answers = self._comm.gather_objects(None if self.has_followed else (value, self._grads.states()))
         last = [answer for answer in answers if answer is not None]
@@ -189,8 +204,10 @@ class Join:
             self._has_failed = True
             raise FairshardError(problems[0])
 
-    def check_all_compute(self, what: str) -> None:
+    def needs_all(self, what: str) -> None:
         """Raise on all ranks if ``what``, which needs all of them, is called while some are done."""
+        if what in _DONE_ALONE:
+            return
         self._send_message(_OTHER)
         if self.is_short:
             self._fail(
@@ -227,12 +244,10 @@ class Join:
         elif subject == _END_FORWARD:
             self._is_inside = False
         elif subject in (_END_BACKWARD, _END_STEP):
-            root.finish_grads()
             self._restore_divisions()
             self._is_inside = self._is_in_backward = False
-            root.order_check.end_backward(subject == _END_STEP, is_common=False)
-            if subject == _END_STEP and root.nan_check.is_on:
-                root.nan_check.end_backward()
+            OrderCheck.of(root).end_backward(subject == _END_STEP, is_common=False)
+            NanCheck.of(root).backward_ends(is_reached=True, reduces=subject == _END_STEP)
         elif subject == _CALL:
             self._join_call()
         elif subject == _OTHER:
@@ -246,14 +261,13 @@ class Join:
     def _join_forward(self) -> None:
         root = self._root
         if self._is_in_backward:  # the backward raised on the other ranks, which go on
-            root.reset()
+            root.engine.reset()
             self._is_in_backward = False
         self._is_inside = True
-        watch(root.order_check)
+        watch(OrderCheck.of(root))
         root.shared.await_step()
         for flat_param in self._flat_params:
             flat_param.begin_pass()
-            flat_param.follow_requires_grad()
 
     def _join_call(self) -> None:
         answers = [answer for answer in self._comm.gather_objects(None) if answer is not None]
@@ -273,15 +287,13 @@ class Join:
         self, described: list[tuple[list[int], list[tuple[int, int]]]], syncs: list[bool]
     ) -> Callable[[], object]:
         units = self._root.units
-        passes = [
-            Pass(
-                True,
-                brackets=[Bracket(units[number], segment) for number, segment in calls],
-                events=events,
-                starts=[0] * (1 + max(segment for _, segment in calls)),
-            )
-            for events, calls in described
-        ]
+        passes = []
+        for events, calls in described:
+            one = Pass[Unit]()
+            one.calls, one.events = [CallRecord(units[number], segment) for number, segment in calls], events
+            one.num_segments = 1 + max(segment for _, segment in calls)
+            one.end()
+            passes.append(one)
         return partial(self._follow_backward, passes, syncs)
 
     def _follow_backward(self, passes: list[Pass[Unit]], syncs: list[bool]) -> None:
@@ -291,17 +303,16 @@ class Join:
         for unit, sync in zip(self._units, syncs, strict=True):
             unit.sync = sync
         try:
-            self._root.follow_backward(passes)
+            self._root.engine.follow(self._root, passes)
         finally:
             for unit, sync in zip(self._units, before, strict=True):
                 unit.sync = sync
 
     def _join_transfer(self, number: int) -> None:
         unit = self._root.units[number]
-        unit.unshard(force=True)  # like the other ranks
-        if unit.is_held:
-            unit.wait_unshard()
-        unit.reshard()
+        unit.on(Event.RESHARD)
+        unit.on(Event.UNSHARD)
+        unit.on(Event.RESHARD)
 
     # ---- the divisors of gradients
 
@@ -373,3 +384,11 @@ class Join:
     def _fail(self, why: str) -> None:
         self._has_failed = True
         raise FairshardError(f"{why} This is rank {self._comm.rank}.")
+
+
+def leave(root: Root) -> None:
+    """All ranks run the same passes of ``root`` from now on."""
+    if root.join is not None:
+        root.observers.remove(root.join)
+        root.join = None
+    OrderCheck.of(root).in_join = OrderCheck.of(root).is_partial = False

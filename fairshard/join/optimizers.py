@@ -105,7 +105,7 @@ class JoinedOptimizers:
             return
         stepped = {self._key(one): one for one in self._stepped}
         settings = {key: _settings(one) for key, one in stepped.items()}
-        answers = join.gather((settings, [one.state_dict() for one in self._others]))
+        answers = join.gather_states((settings, [one.state_dict() for one in self._others]))
         last, states = answers[0]
         problem = ""
         if len(states) != len(self._others):

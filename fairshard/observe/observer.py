@@ -113,7 +113,6 @@ class Observation:
                 "reshard": self._on_reshard,
                 "send_grads": self._on_send_grads,
                 "finish_pass": self._on_finish_pass,
-                "finish_pass_whole": self._on_finish_pass,
             }
         for name, around in names.items():
             self._tap(unit, name, around, unit)
@@ -128,9 +127,9 @@ class Observation:
                 self._tap(flat_param.grad, "land", self._on_interval, unit, "copy_wait")
         if root not in self._roots:
             self._roots.append(root)
-            self._tap(root, "pre_forward", self._on_pre_forward)
-            self._tap(root, "post_forward", self._on_post_forward)
-            self._tap(root, "abort_forward", self._on_abort_forward)
+            self._tap(root.engine, "enter", self._on_enter)
+            self._tap(root.engine, "leave", self._on_leave)
+            self._tap(root.engine, "abort", self._on_abort)
             bucketer = root.shared.bucketer
             self._tap(bucketer, "launch", self._on_launch)
             self._tap(bucketer, "deliver", self._on_deliver)
@@ -172,20 +171,20 @@ class Observation:
         method(root, *args)
         self._watch_made(unit, root)
 
-    def _on_pre_forward(self, method: Any, unit: Unit, *args: Any) -> Any:
+    def _on_enter(self, method: Any, unit: Unit, *args: Any) -> Any:
         made = method(unit, *args)
         if unit in self._units:
             self._in_forward.append(unit)
             self._report(unit.fqn, "forward", _before(unit))
         return made
 
-    def _on_post_forward(self, method: Any, unit: Unit, *args: Any) -> Any:
+    def _on_leave(self, method: Any, unit: Unit, *args: Any) -> Any:
         self._end_forward(unit)
         return method(unit, *args)
 
-    def _on_abort_forward(self, method: Any, unit: Unit, is_nested: bool) -> None:
+    def _on_abort(self, method: Any, unit: Unit) -> None:
         self._end_forward(unit)
-        method(unit, is_nested)
+        method(unit)
 
     def _end_forward(self, unit: Unit) -> None:
         if self._in_forward and self._in_forward[-1] is unit:
@@ -203,21 +202,18 @@ class Observation:
             self._in_backward.remove(unit)
             self._report(unit.fqn, "backward" + END, Phase.POST_BACKWARD)
 
-    def _on_unshard(self, method: Any, unit: Unit, **kwargs: Any) -> None:
-        if not unit.is_gathered or unit.is_stale or kwargs.get("force"):
-            self._report(unit.fqn, "unshard", _before(unit))
-        method(**kwargs)
+    def _on_unshard(self, method: Any, unit: Unit, *args: Any) -> None:
+        self._report(unit.fqn, "unshard", _before(unit))
+        method(*args)
 
-    def _on_wait_unshard(self, method: Any, unit: Unit, **kwargs: Any) -> None:
+    def _on_wait_unshard(self, method: Any, unit: Unit) -> None:
         self._report(unit.fqn, "unshard_wait", _before(unit))
-        method(**kwargs)
+        method()
         self._report(unit.fqn, "unshard_wait" + END, _before(unit))
 
     def _on_reshard(self, method: Any, unit: Unit) -> None:
-        was_gathered = unit.is_gathered
         method()
-        if was_gathered:
-            self._report(unit.fqn, "reshard", Phase.POST_BACKWARD if _is_in_backward(unit) else Phase.FORWARD)
+        self._report(unit.fqn, "reshard", Phase.POST_BACKWARD if _is_in_backward(unit) else Phase.FORWARD)
 
     def _on_send_grads(self, method: Any, unit: Unit, *args: Any) -> None:
         self._on_interval(method, unit, "write_grads", *args)

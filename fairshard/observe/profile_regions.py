@@ -12,7 +12,7 @@ from typing import Any
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from fairshard.engine.call import Probe
+from fairshard.engine.call_hooks import Probe
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.observe.method_tap import tap
@@ -60,12 +60,12 @@ class ProfileRegions:
         self._unit_of: dict[Any, Unit] = {flat_param: unit for unit in root.units for flat_param in unit.flat_params}
         self._undo: list[Callable[[], None]] = []
         for name, around in (
-            ("pre_forward", _pre_forward),
-            ("post_forward", _post_forward),
+            ("enter", _pre_forward),
+            ("leave", _post_forward),
             ("reach", _reach),
-            ("end_backward", _end_backward),
+            ("_end_backward", _end_backward),
         ):
-            self._undo.append(tap(root, name, around))
+            self._undo.append(tap(root.engine, name, around))
         for unit in root.units:
             if unit.flat_params:
                 self._watch(unit)
@@ -82,11 +82,8 @@ class ProfileRegions:
 
     def _watch(self, unit: Unit) -> None:
         def unshard(method: Any, *args: Any, **kwargs: Any) -> None:
-            if unit.is_gathered and not unit.is_stale and not kwargs.get("force"):
+            with _region("all_gather", unit):
                 method(*args, **kwargs)
-            else:
-                with _region("all_gather", unit):
-                    method(*args, **kwargs)
 
         self._undo.append(tap(unit, "unshard", unshard))
         for name, phase in _PHASES.items():
@@ -135,7 +132,7 @@ def _post_forward(method: Any, unit: Unit, *args: Any) -> Any:
 
 
 def _reach(method: Any, probe: Probe) -> None:
-    with _region("pre_backward", probe.call.bracket.unit):
+    with _region("pre_backward", probe.hooks.record.unit):
         method(probe)
 
 

@@ -19,6 +19,7 @@ from fairshard.checks.optimizer_check import (
     finds_parts,
     name_of_shard,
 )
+from fairshard.checks.nan_check import NanCheck
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
@@ -212,7 +213,7 @@ class CPUOptimizer(Optimizer):
             raise FairshardError("`last_backward` was entered twice without a step in between. Call optimizer.step().")
         root = self._root()
         root.assert_idle("last_backward")
-        if root.nan_check.is_on:
+        if NanCheck.of(root).is_on:
             raise ValueError(
                 "`last_backward` must not be used on a model with `nan_check=True`, which checks gradients after the "
                 "backward, when shards have already been stepped. Step after the backward while you look for NaN."

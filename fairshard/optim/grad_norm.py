@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from fairshard.checks.nan_check import NanCheck
 from fairshard.engine.unit import Unit
 from fairshard.errors import MixedGroupsError
 from fairshard.params.dtensor_slot import DTensorSlot
@@ -66,7 +67,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
         total = total ** (1.0 / norm_type)
     root = units[0].root
     assert root is not None
-    root.nan_check.warn_once(total)
+    NanCheck.of(root).warn_once(total)
     if grads and exceeds(total, max_norm):
         factor = max_norm / (total + 1e-6)
         for device in dict.fromkeys(grad.device for grad in grads):

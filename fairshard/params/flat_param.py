@@ -158,12 +158,8 @@ class FlatParam(Leaves):
         """The dtype in which these parameters are gathered; those of BatchNorm keep their own, as its buffers do."""
         return config.compute_dtype_of(self.shard.dtype, self.slots[0].keeps_dtype)
 
-    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
-        """Create the buffer and the leaves, with the current dtype and device of the shard.
-
-        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not refer to this
-        object: the garbage collector does not see the references from leaves to their hooks.
-        """
+    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers) -> None:
+        """Create the buffer and the leaves, with the current dtype and device of the shard."""
         self.adopt_assigned()
         check_param_dtype(config, self.shard.dtype, self.name)  # the user may have called `.half()` since
         self.follow_requires_grad()
@@ -179,7 +175,6 @@ class FlatParam(Leaves):
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a separate model
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
-        self._on_grad = on_grad
         with torch.inference_mode(False), torch.no_grad():
             if self.on_cpu:
                 self._place_on_cpu(keep_on_device=not config.cpu_offload)
@@ -258,10 +253,11 @@ class FlatParam(Leaves):
         return self.line.empty(self.comm.world_size, dtype, self.compute_device)
 
     def begin_pass(self) -> None:
-        """Apply the user's changes since the last pass: values and gradients; for ``requires_grad`` see `Following`."""
+        """Apply the user's changes since the last pass: values, gradients and ``requires_grad``."""
         self._is_updated = True
         if self.shows.has_moved:
             self.adopt_assigned()
+        self.follow_requires_grad()
         self.grad.forget_dropped()
 
     def unshard(self, part: KeptPart | None = None) -> None:
@@ -303,25 +299,21 @@ class FlatParam(Leaves):
         """Whether a gather was started and not waited for yet."""
         return self.comm is not None and self.gathered.transfer is not None
 
-    def wait_unshard(self, attach: bool = True) -> None:
-        """Wait for the running gather, if any, and show it in the leaves; ``attach`` also makes them attributes."""
+    def wait_unshard(self) -> None:
+        """Wait for the running gather, if any, and show it in the leaves."""
         if self.gathered.transfer is not None:
             self.gathered.wait()
         for leaf, view, _ in self._plain:
             leaf.data = view
         for slot, view in self._others:
             slot.show(view)
-        for slot, view in zip(self.slots, self.gathered.views, strict=True) if attach else ():
-            slot.attach(view)
 
-    def reshard(self, is_attached: bool = True) -> None:
-        """Free the buffer and empty the leaves; if ``is_attached``, also remove the leaves from their modules."""
+    def reshard(self) -> None:
+        """Free the buffer, and empty the leaves."""
         for leaf, _, empty in self._plain:
             leaf.data = empty
         for slot, _ in self._others:
             slot.clear()
-        for slot in self.slots if is_attached else ():
-            slot.remove()
         if not self.computes_on_shard:
             self.gathered.free()
         self.is_gathered = False

@@ -59,18 +59,6 @@ class Gather(Protocol):
         ...
 
 
-class Line(Protocol):
-    """The layout of the parameters: see `FlatLine`."""
-
-    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """This rank's run of each parameter in ``values`` ``[S]``, and the index of its first element."""
-        ...
-
-    def flattened(self, index: int, value: Tensor) -> Tensor:
-        """The elements of the whole parameter ``index``, in the order in which they are cut."""
-        ...
-
-
 class Gathered:
     """A ``buffer`` ``[W, S]`` into which rows are gathered, this rank's ``row`` of it, and the whole parameters.
 
@@ -119,14 +107,6 @@ class Gathered:
             transfer, self.transfer = self.transfer, None
             transfer.wait()
 
-    def differs(self, own: Tensor, line: Line) -> bool:
-        """Whether this rank's shard ``own``, of ``line``, had other values when it was gathered."""
-        if self.transfer is None and self.custom is None:  # the gather has arrived
-            whole = [line.flattened(index, view) for index, view in enumerate(self.views)]
-            runs = zip(line.runs_of(own), whole, strict=True)
-            return any(differ(value[start : start + run.numel()], run) for (start, run), value in runs)
-        return bool(self._storage.nbytes()) and self.transfer is not None and differ(self._row, own)
-
     def free(self) -> None:
         """Wait for the running gather, if any, and free the memory."""
         if self.transfer is not None:
@@ -145,7 +125,3 @@ class Gathered:
             return CustomGather(gather, self.custom)
         return gather
 
-
-def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether they differ in a bit: NaN is equal to itself."""
-    return not torch.equal(one.view(torch.uint8), other.to(one.dtype).view(torch.uint8))

@@ -21,7 +21,7 @@ from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
 from fairshard.params.route import Route
-from fairshard.params.shard_grad import hook_of_leaf, unexpected_error
+from fairshard.params.shard_grad import unexpected_error
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, plain_and_others
 from fairshard.utils.autograd import accumulate_node, reached, reaches
@@ -48,7 +48,6 @@ class Leaves:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     compute_device: torch.device
-    _on_grad: Any
 
     def __init__(self, shows: ShownShard, name: str, route: Route) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
@@ -74,7 +73,6 @@ class Leaves:
         self._num_landed = 0  # sums that the running backward has added to the gradient
         self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
         self._partial: Any = None  # the gradient's mark when an exception left it incomplete
-        self._hooks: list[Any] = []
         self._marker: Any = None
         self._sent_marker: Any = None  # of `no_sync` gradients that the running backward has sent
         self._accumulated: Tensor | None = None
@@ -128,9 +126,6 @@ class Leaves:
             self._accumulated[span.start : span.stop].zero_()
 
     def _hook_leaves(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         self._nodes = [None] * len(self.slots)
         self._hook_trained()
 
@@ -141,7 +136,6 @@ class Leaves:
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
             if self.trained[index] and self._nodes[index] is None:
                 self._nodes[index] = accumulate_node(slot.leaf)
-                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(hook_of_leaf(self, index)))
             if not self.is_gathered:
                 slot.detach()
         self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]
@@ -221,6 +215,11 @@ class Leaves:
         listener = self.grad.transfers.listener
         if listener is not None and not self.num_sent:
             listener(self)
+
+    @property
+    def has_leaf_grads(self) -> bool:
+        """Whether autograd has left a gradient on a leaf."""
+        return any(slot.leaf.grad is not None for slot in self.slots)
 
     def reach(self) -> bytearray:
         """For each parameter, 1 if the running backward gives it a gradient on this rank, or `no_sync` has kept one."""

@@ -21,8 +21,7 @@ class _Guard:
     """A hook before the forward of a module on which a shard is registered in place of a parameter.
 
     Raises `ParameterShardedError` unless the parameter of ``slot`` is gathered: torch would name neither the module
-    nor the remedy, or would compute with a shard whose shape happens to fit. Also raises if a leaf would hide
-    a tensor that ``functional_call`` has put in its place, which happens only outside of the unit's forward.
+    nor the remedy, or would compute with a shard whose shape happens to fit.
     """
 
     def __init__(self, slot: "ParamSlot", name: str) -> None:
@@ -31,9 +30,7 @@ class _Guard:
 
     @not_traced
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        if self._name in module.__dict__:
-            _check_not_hidden(module)
-        elif module._parameters.get(self._name) is self._slot.registered:
+        if module._parameters.get(self._name) is self._slot.registered:
             slot = self._slot
             if not isinstance(slot.registered, DTensor):
                 ShardedParameter(slot.fqn, slot.shape)._refuse()
@@ -42,18 +39,6 @@ class _Guard:
                 f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
                 "that fully_shard was called on. Call that module; or make the method that was called gather the "
                 'parameters, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
-            )
-
-
-def _check_not_hidden(module: nn.Module) -> None:
-    for name, param in module._parameters.items():
-        leaf = module.__dict__.get(name)
-        slot = None if leaf is None else slot_of(leaf)
-        if slot is not None and param is not slot.registered:
-            raise ParameterShardedError(
-                f"functional_call must replace parameter `{slot.fqn}` before its unit is called, or inside the unit's "
-                "forward, but the unit is gathered and not in its forward. Use "
-                "functional_call on the whole unit, or free it first (`reshard`, or a backward)."
             )
 
 
@@ -128,11 +113,10 @@ class ParamSlot:
 
     def share_with(self, module: nn.Module, name: str) -> None:
         """Make ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
-        shown = self.leaf if self.is_gathered else self._placeholder
         self.add_owner(module, name)
         module._parameters[name] = self.registered
-        if shown is not None:
-            module.__dict__[name] = shown
+        if self._placeholder is not None:
+            module.__dict__[name] = self._placeholder
 
     @property
     def values(self) -> Tensor:
@@ -232,17 +216,6 @@ class ParamSlot:
         self.shown = self._empty = None
         _slots[leaf] = weakref.ref(self)
 
-    def attach(self, view: Tensor) -> None:
-        """Make the leaf show ``view``, and set it as an attribute of its modules."""
-        self.show(view)
-        leaf = self.leaf
-        for module, name in self.owners:
-            params = module._parameters
-            if name in params and params[name] is self.registered:
-                module.__dict__[name] = leaf
-            else:
-                self._uncover(module, name)
-
     @property
     def empty(self) -> Tensor:
         """Data of the leaf while it is sharded: no elements, in the dtype and on the device of what it showed last."""
@@ -255,25 +228,15 @@ class ParamSlot:
         self.leaf.data = self.empty
 
     def detach(self) -> None:
-        """Empty the leaf and remove it from its modules."""
+        """Empty the leaf; its modules show the placeholder, if nothing is registered in the parameter's place."""
         self.clear()
-        self.remove()
-
-    def remove(self) -> None:
-        """Remove the leaf from its modules."""
         placeholder = self._placeholder
         for module, name in self.owners:
             params, shown = module._parameters, module.__dict__
             if placeholder is not None and name in params and params[name] is self.registered:
                 shown[name] = placeholder
-            else:
-                self._uncover(module, name)
-
-    def _uncover(self, module: nn.Module, name: str) -> None:
-        """Delete the attribute if it is ours: it would hide what the user has put in the parameter's place."""
-        shown = module.__dict__.get(name)
-        if shown is not None and (shown is self.leaf or shown is self._placeholder):
-            del module.__dict__[name]
+            elif placeholder is not None and shown.get(name) is placeholder:
+                del shown[name]  # it would hide what the user has put in the parameter's place
 
     def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
         """Register ``full``, the whole parameter or None, under its names; the returned function undoes this."""

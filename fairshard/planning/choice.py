@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.engine.origin import NOTHING, Ignored
+from fairshard.setup.origin import NOTHING, Ignored
 from fairshard.engine.tree import unit_of
 from fairshard.planning.policies import call_policy
 from fairshard.utils.names import join

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fairshard.engine.exec_order import ForwardOrder, Record
+from fairshard.engine.record import ForwardOrder, Pass
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
 from fairshard.planning.bucket_bytes import BucketBytes, SourceBytes
@@ -137,7 +137,7 @@ class _Step:
         self._source_of = {param: s for every in self.sources.values() for s in every for param in s.params}
         self._units = list(units)
         self._order: ForwardOrder[PlannedUnit] = ForwardOrder()
-        self._record: Record[PlannedUnit] = Record()
+        self._pass: Pass[PlannedUnit] = Pass()
         self._calls: list[int] = []  # calls that the backward has not reached, as ``~number``
         self.schedule = Schedule()
         self._cursor = 0
@@ -160,9 +160,8 @@ class _Step:
     def run(self) -> None:
         """Simulate a forward and a backward, then drop the gradients."""
         self._order.begin()
-        self._record.begin(is_common=True)
+        self._pass = Pass()
         self._forward(self._root)
-        self._record.end(completed=True)
         while self._ahead:
             self._free(self._ahead.pop())
         self._plan_backward()
@@ -176,7 +175,6 @@ class _Step:
             self._land()
         for unit in list(self._gathered):
             self._free(unit)
-        self._record.keep([])
         self._has_grad.clear()
         self._live[GRADS] = self._live[ON_WAY] = 0
         self._on_way.clear()
@@ -184,8 +182,8 @@ class _Step:
     def _plan_backward(self) -> None:
         """Build the schedule that the engine would follow if all ranks reach every unit."""
         number = {unit: index for index, unit in enumerate(self._units)}
-        (one,) = self._record.passes
-        places = [CallPlace(number[bracket.unit], 0) for bracket in one.brackets]
+        one = self._pass
+        places = [CallPlace(number[call.unit], 0) for call in one.calls]
         mode = self._root.config.backward_prefetch
         rule = UnitRule(waits=mode is BackwardPrefetch.BACKWARD_POST, ahead=() if mode is None else None)
         resident = [unit in self._gathered for unit in self._units]
@@ -222,7 +220,7 @@ class _Step:
     def _forward(self, unit: PlannedUnit) -> None:
         self._at = f"in the forward of {unit.fqn or 'the root'}"
         self._ahead.discard(unit)
-        self._record.enter(unit, None)
+        self._pass.enter(unit, None)
         ahead = self._order.enter(unit)
         self._gather(unit)
         if ahead is not None and ahead not in self._gathered and self._root.config.forward_prefetch is not False:
@@ -231,7 +229,7 @@ class _Step:
         for step in unit.steps:
             if isinstance(step, PlannedUnit):
                 self._forward(step)
-        self._record.leave(completed=True)
+        self._pass.leave()
         part = unit.config.reshard_after_forward
         if unit is not self._root and part:
             if not isinstance(part, bool) and part != self._world_size:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fairshard.engine.origin import Ignored
+from fairshard.setup.origin import Ignored
 from fairshard.params.slot import ParamSlot
 from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.planning.padding import PaddingRow

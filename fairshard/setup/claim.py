@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fairshard.checks.agreement import check_agreement, raise_together
+from fairshard.checks.agreement import ValuesCheck, check_agreement, raise_together
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck, check_settings
+from fairshard.checks.usage import UsageCheck
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
-from fairshard.observe.profile_regions import follow_profiler
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect
@@ -45,8 +45,7 @@ def claim(module: nn.Module) -> Root:
             unit.root.assert_idle("forward of an outer unit")
     check_one_model(module, found)
     for fqn, unit in found:
-        if unit.is_gathered:
-            unit.reshard()
+        unit.unpin()
         unit.place(fqn)
     units = [unit for _, unit in found]
     refused = None
@@ -82,10 +81,13 @@ def claim(module: nn.Module) -> Root:
         Shared(device, units[0].config.bucket_cap_mb),
         distinct,
         comms,
-        OrderCheck(units, distinct),
-        NanCheck(units, [*distinct, *_comms_of_dtensors(units)]),
+        [
+            UsageCheck(units),
+            ValuesCheck(units),
+            OrderCheck(units, distinct),
+            NanCheck(units, [*distinct, *_comms_of_dtensors(units)]),
+        ],
     )
-    root.on_backward = follow_profiler
     note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):
@@ -138,7 +140,7 @@ def roots_below(module: nn.Module) -> list[Root]:
     for _, part in walk(module):
         unit = unit_of(part)
         if unit is not None:
-            unit.listing.end_rest()
+            unit.unpin()
             roots[unit.root or claim(part)] = None
     return list(roots)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
-from fairshard.engine.origin import Ignored, Origin
+from fairshard.setup.origin import Ignored, Origin
 from fairshard.engine.tree import units_below, walk
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.engine.origin import Ignored
+from fairshard.setup.origin import Ignored
 from fairshard.engine.tree import unit_of
 from fairshard.utils.names import join
 

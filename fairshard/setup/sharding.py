@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fairshard.engine.origin import Ignored, Origin
+from fairshard.setup.origin import Ignored, Origin
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot

@@ -183,18 +183,14 @@ def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
 
 @contextmanager
 def _summoned(unit: Unit) -> Iterator[None]:
-    unit.listing.end_rest()
+    unit.unpin()
     before, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
     try:
-        if unit.is_gathered and not unit.is_pinned:
-            unit.reshard()
         for flat_param in unit.flat_params:
             flat_param.adopt_assigned()
         yield
     finally:
         unit.state = before
-        if unit.is_gathered:
-            unit.wait_unshard()
 
 
 @contextmanager

@@ -121,8 +121,58 @@ def is_custom(node: Any) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
+def has_custom_node(nodes: Sequence[Any], oldest: int) -> bool:
+    """Whether ``nodes``, or nodes before them not older than the sequence number ``oldest``, have a custom function."""
+    waiting = list(nodes)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if sequence_number(node) < oldest:
+            continue
+        if is_custom(node):
+            return True
+        new = set(nodes_before(node)) - seen
+        seen |= new
+        waiting += new
+    return False
+
+
 newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 """The sequence number that the next graph node of this thread will have; 0 if torch does not report it."""
+
+
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_is_checkpoint = "_checkpoint_hook."
+
+
+def current_checkpoint() -> Any:
+    """An object that is the same for all that one call of a checkpoint runs, the outermost if they are nested; or None.
+
+    A checkpoint that is not reentrant packs saved tensors with hooks of its own. A reentrant one is a custom function,
+    inside of which torch records no gradients of either mode; it makes no graph, so the number of its node stays that
+    of the newest. Every other custom function that computes without a graph counts as one: it may recompute, too.
+    """
+    if not is_recorded_later():
+        top = None if _top_hooks is None else _top_hooks(True)
+        return None if top is None else _outermost_hook(top)
+    return newest_node()
+
+
+def is_recorded_later() -> bool:
+    """Whether a custom function computes without a graph, which its backward may make by computing again."""
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def _outermost_hook(top: Any) -> Any:
+    """The pack hook of the outermost checkpoint on the stack of saved-tensor hooks, which stays as it is; or None."""
+    stack: list[Any] = []
+    while top is not None:
+        stack.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        top = _top_hooks(True)
+    for pack, unpack in reversed(stack):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return next((pack for pack, _ in reversed(stack) if getattr(pack, "__qualname__", "").startswith(_is_checkpoint)), None)
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:

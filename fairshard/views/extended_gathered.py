@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.params.copied_out import Beside, CopiedOut
-from fairshard.params.gathered import Gather, Line
+from fairshard.params.gathered import Gather
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.views.extension import Extension
@@ -55,10 +55,6 @@ class ExtendedGathered(CopiedOut):
         torch._foreach_copy_(self._own, inputs)
         self._is_to_complete = True
         super().start(None, None, tag)
-
-    def differs(self, own: Tensor, line: Line) -> bool:
-        """See `Gathered.differs`: only the class knows how values are sent."""
-        return False
 
     def wait(self) -> None:
         """Wait for the running gather, if any; then the leaf holds the whole parameter."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fairshard.params.copied_out import Beside, CopiedOut
-from fairshard.params.gathered import Gather, Line, differ
+from fairshard.params.gathered import Gather
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.part_gather import MAX_PARTS, PartGather
 from fairshard.utils.rows_layout import RowsLayout
@@ -72,12 +72,6 @@ class ReceivedInPlace(CopiedOut):
             torch._foreach_copy_(self._places, [own[span] for span in self._own_spans])
         self.transfer = self._staged.start(tag)
         self._is_to_copy = True
-
-    def differs(self, own: Tensor, line: Line) -> bool:
-        """See `Gathered.differs`."""
-        if self.transfer is None or not self._is_in_place:
-            return super().differs(own, line)
-        return any(differ(place, own[span]) for place, span in zip(self._places, self._own_spans, strict=True))
 
     def free(self) -> None:
         """Wait for the running gather, if any, and free all memory."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
-from fairshard.engine.origin import move_inputs
+from fairshard.setup.origin import move_inputs
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import running
 from fairshard.setup import construction, placement

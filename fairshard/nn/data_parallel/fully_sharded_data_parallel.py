@@ -282,10 +282,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, including those held by units."""
-        root = self._unit.root
-        if root is not None and root.backward is not None and root.backward.is_over:
+        engine = None if self._unit.root is None else self._unit.root.engine
+        if engine is not None and engine.backward is not None and engine.is_over(engine.backward):
             for _, unit in units_below(self):
-                unit.listing.hide()  # the backward raised, and its task may still be alive
+                unit.stop_computing()  # the backward raised, and its task may still be alive
         super().zero_grad(set_to_none)
         for _, unit in units_below(self):
             unit.zero_grad(set_to_none)
@@ -373,8 +373,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         unit = self._unit
         if unit.root is not None:
             unit.root.assert_idle("pickle or deepcopy")
-        if unit.is_gathered:
-            unit.reshard()
+        unit.unpin()
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -35,7 +35,6 @@ def refusing(unit: Unit, module: nn.Module, name: str, method: Callable[..., Any
         if unit.state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         units = {unit, *(inner for _, inner in units_below(module))}
-        before = {each: each.listing.versions() for each in units if each.is_whole}
         text = (
             f"`{name}` of the sharded {type(module).__name__.removeprefix('FSDP')} (unit `{unit.fqn or 'root'}`) must "
             "change whole parameters, but only shards are kept of them."
@@ -47,7 +46,7 @@ def refusing(unit: Unit, module: nn.Module, name: str, method: Callable[..., Any
         except Exception as error:
             why = "" if isinstance(error, FairshardError) else f" It raised {type(error).__name__}: {error}"
             raise ParameterShardedError(f"{text} {CURES[name]}{why}") from error
-        if any(each.is_whole and each.listing.written_since(versions) for each, versions in before.items()):
+        if any(each.is_pinned and each.registered.written() is not None for each in units):
             raise ParameterShardedError(f"{text} {CURES[name]}")
         return result
 

@@ -12,16 +12,15 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from fairshard.checks.agreement import compare_values
 from fairshard.engine.forward import call_in
-from fairshard.engine.origin import move_inputs
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
-from fairshard.state.full_params import is_shown, is_shown_on_first
+from fairshard.setup.origin import move_inputs
+from fairshard.state.full_params import is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
@@ -54,13 +53,11 @@ def run(
             return _run_compiled(tracer, holder, unit, function, args, kwargs)
         finally:
             set_tracer(tracer)
-    if (unit.root is None or not unit.root.shared.depth) and is_fake_mode_on():
+    if (unit.root is None or unit.root.is_between_passes) and is_fake_mode_on():
         raise _fake_error(unit)
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
         raise _transform_error(unit)
     root = unit.root or claim(holder)
-    if not root.is_compared and root.is_common and not any(map(is_shown, root.units)):
-        compare_values(root)
     if not unit.is_inner:
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:
@@ -73,13 +70,7 @@ def run(
         return function(*args, **kwargs)
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
-    shared = root.shared
-    was_free = shared.take_thread(unit.fqn)
-    try:
-        return call_in(unit, function, args, kwargs)
-    finally:
-        if was_free:
-            shared.leave_thread()
+    return call_in(unit, function, args, kwargs)
 
 
 def _fake_error(unit: Unit) -> FairshardError:

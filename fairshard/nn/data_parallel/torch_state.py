@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping, _State
 
-from fairshard.engine.kept_grads import has_kept_grads, reduce_kept_grads
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 
@@ -43,11 +42,27 @@ class ParamGroup:
         Reduces the gradients of all units of the model; further calls have no effect until the next backward.
         """
         root: Root | None = self._unit.root
-        if root is not None and has_kept_grads(root):
-            reduce_kept_grads(root)
+        if root is not None and any(flat_param.is_owed for unit in root.units for flat_param in unit.flat_params):
+            _reduce_kept(root)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _no_attribute("FSDPParamGroup", name)
+
+
+def _reduce_kept(root: Root) -> None:
+    """Reduce what `no_sync` has kept in units that reduce again, without a backward. **Collective.**
+
+    Raises:
+        TrainingStateError: in the middle of a pass.
+    """
+    root.assert_idle("post_backward")
+    root.begin_backward([])
+    root.engine.follow(root, [])
+    for unit in root.units:
+        for flat_param in unit.flat_params if unit.sync else ():
+            flat_param.note_reached(bytearray(len(flat_param.slots)))
+    for observer in root.observers:
+        observer.backward_ends(is_reached=True, reduces=True)
 
 
 class StateContext:

@@ -33,7 +33,8 @@ class _ShardsShown:
         self._unit = unit
 
     def __call__(self, *_: Any) -> None:
-        self._unit.listing.end_rest()
+        if not self._unit.open_calls:
+            self._unit.registered.swap(to_leaves=False)
 
 
 def _refuse_assigned(module: nn.Module, *_: Any) -> None:

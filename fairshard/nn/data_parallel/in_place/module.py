@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_copy
+from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import units_below, units_of
@@ -47,9 +48,10 @@ class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
         """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_gathered:
-            unit.wait_unshard()
             if unit.state is TrainingState.IDLE:
-                unit.listing.rest()
+                unit.pin()
+            else:
+                unit.wait_unshard()
 
 
 class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types of its own for custom communication
@@ -80,8 +82,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
     def _fairshard_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._fairshard_unit
         assert unit.members is not None
-        if unit.root is not None:
-            unit.root.shared.check_thread(unit.fqn)
         unit.members.enter(self)
         if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return function(*args, **kwargs)
@@ -102,13 +102,13 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         after those. **Collective.**
         """
         root = root_of(self)
-        root.drop_interrupted()
+        root.engine.drop_interrupted()
         unit = self._fairshard_unit
         if root.is_between_passes:
             root.shared.await_step()
-        unit.unshard()
-        if root.is_between_passes:
-            unit.keep_gathered()
+            unit.watch_leaves(root.engine)
+            unit.is_pinned = True
+        unit.on(Event.UNSHARD)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -128,8 +128,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                 f"`reshard` must not be called inside the forward of the module itself, `{unit.fqn or 'root'}`, which "
                 "computes with the parameters. Call it after the forward."
             )
-        if unit.is_gathered:
-            unit.reshard()
+        unit.unpin()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the parameters after each forward from now on, or keep them for the backward.
@@ -224,7 +223,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                 "`reset_iter_state` must be called on the outermost sharded module, but this is "
                 f"`{self._fairshard_unit.fqn}`. Call it on the model."
             )
-        root.reset()
+        root.engine.reset()
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
         """After unpickling, use ``mesh`` for this module and all below it; otherwise all ranks are used.
@@ -292,8 +291,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         refuse_sharing(fn)
         for unit in _units_of(self, recurse):  # check before anything changes
             check_conversion(unit, fn)
-            if unit.is_gathered and unit.state is not TrainingState.FORWARD:
-                unit.reshard()
+            if unit.state is not TrainingState.FORWARD:
+                unit.unpin()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         adopt_changes(self._fairshard_unit)
         return self
@@ -322,13 +321,15 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 
 @contextmanager
 def showing_shards(units: Sequence[tuple[str, Unit]]) -> Iterator[None]:
-    """Register DTensors inside the ``with`` block, also for ``units`` that stay gathered between passes."""
-    at_rest = [unit for _, unit in units if unit.listing.end_rest()]
+    """Register DTensors inside the ``with`` block, also for ``units`` that the user has gathered."""
+    pinned = [unit for _, unit in units if unit.is_pinned and not unit.open_calls]
+    for unit in pinned:
+        unit.registered.swap(to_leaves=False)
     try:
         yield
     finally:
-        for unit in at_rest:
-            unit.listing.rest()
+        for unit in pinned:
+            unit.registered.swap(to_leaves=unit.is_pinned)
 
 
 def root_of(module: FSDPModule) -> Root:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fairshard.checks.order_check import OrderCheck
 from fairshard.engine.tree import units_below
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
@@ -86,7 +87,7 @@ class GradMethods(StateMethods):
                 )
             if any(flat_param.hook is not None for flat_param in unit.flat_params):
                 raise RuntimeError("`register_comm_hook` must be called once, but a hook is already registered.")
-        if root.has_begun:
+        if OrderCheck.of(root).has_begun:
             raise RuntimeError("`register_comm_hook` must be called before the first forward, but one has run.")
         for unit in root.units:
             check_none_owned(unit.flat_params, "register_comm_hook")

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from fairshard.checks.agreement import compare_values
 from fairshard.engine.root import Root
-from fairshard.join.join import Call, Join
+from fairshard.join.join import Call, Join, leave
 from fairshard.join.optimizers import JoinedOptimizers, without_grads
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
@@ -85,10 +85,10 @@ class JoinMethods(StateMethods):
     def _configure_join(self, config: Any) -> None:
         root = self._require_root("join")
         if not config.is_first_joinable:
-            root.join = None
+            leave(root)
             raise ValueError("A wrapper must be alone in PyTorch's Join, but is not the first. Use model.join().")
         if not config.enable:
-            root.join = None
+            leave(root)
         elif root.join is not None:
             root.join.throws = config.throw_on_early_termination
 
@@ -104,9 +104,9 @@ class JoinMethods(StateMethods):
         calls: dict[str, Call] = {"step": optimizers.follow, "clip_grad_norm_": partial(_follow_clip, root)}
         join = Join(root, throws, divides_by_all, calls)
         compare_values(root)  # a rank may run out of batches before its first forward
-        root.join = None
+        leave(root)
         root.assert_idle("join")
-        root.join = join
+        join.enter()
         optimizers.open(join)
         return optimizers, join
 

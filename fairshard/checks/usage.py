@@ -1,0 +1,59 @@
+"""Warnings about what costs memory, or has no effect, when a pass begins."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from fairshard.engine.observer import Observer
+from fairshard.engine.unit import Unit
+from fairshard.utils.user_line import level_of_user
+
+
+class UsageCheck(Observer):
+    """Warns once of each kind, for the model of ``units``."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        self._turns = count()
+        self._warned_autocast = self._warned_hooks = False
+
+    def pass_begins(self, unit: Any, is_trained: bool) -> None:
+        """Look at autocast, and at one parameter of each flat param, another one in each pass (host time)."""
+        if not self._warned_autocast and torch.is_autocast_enabled(unit.device.type):
+            self._warned_autocast = _warn_autocast(self._units)
+        turn = next(self._turns)
+        if not self._warned_hooks and (name := self._hooked(turn)) is not None:
+            self._warned_hooks = True
+            warnings.warn(
+                f"A hook that `register_hook` put on `{name}` is never called, because autograd does not reach shards. "
+                "Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
+                "original parameter before sharding, where it sees this rank's whole gradient.",
+                stacklevel=level_of_user(),
+            )
+
+    def _hooked(self, turn: int) -> str | None:
+        """The name of a shard with a hook of ``register_hook``; turn 0 looks at all."""
+        for flat_param in (flat_param for unit in self._units for flat_param in unit.flat_params):
+            registered: tuple[nn.Parameter, ...] = flat_param.registered
+            for param in (registered[turn % len(registered)],) if turn else registered:
+                if param._backward_hooks:
+                    return str(next(one.name for one in flat_param.stepped if one.shard is param))
+        return None
+
+
+def _warn_autocast(units: list[Unit]) -> bool:
+    if not any(fp.compute_dtype == torch.float32 for unit in units for fp in unit.flat_params):
+        return False
+    warnings.warn(
+        "Under autocast, parameters gathered in torch.float32 are cast once more, and the backward keeps a "
+        "low-precision copy of every weight alive. Gathering in torch.bfloat16 sends half the bytes and keeps no such "
+        "copy: `FullyShardedDataParallel(module, mixed_precision=True, compute_dtype=torch.bfloat16)`, or "
+        "`fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`.",
+        stacklevel=level_of_user(),
+    )
+    return True

@@ -1,0 +1,137 @@
+"""The hooks on the outputs of one call of a unit, which report when a backward reaches the call.
+
+Graph nodes hold the hooks. A Python object must not refer to the node that holds it, because the garbage collector
+cannot detect a reference cycle through C++. So each hooked output has its own `Probe`, which refers only to nodes
+*before* that output, and to the call::
+
+    input node <-- nodes of the call <-- output node --hook--> probe --> call
+                          ^---------------------------------------'
+
+They live as long as the graph: once the last output is dropped, no backward can reach the call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fairshard.utils.autograd import (
+    goes_through,
+    has_custom_node,
+    hook_last,
+    inner_nodes,
+    is_custom,
+    newest_node,
+    reached,
+)
+from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.dynamo import not_traced, set_tracer
+
+
+class Listener(Protocol):
+    """Is notified when a backward reaches a call."""
+
+    def reach(self, probe: Probe) -> None:
+        """The backward has reached the output that ``probe`` is attached to."""
+
+
+class CallHooks:
+    """The hooks of one call; created before the unit computes.
+
+    Attributes:
+        record: the call's place in its pass, a `CallRecord`.
+        token: keeps the pass alive.
+        versions: version counters of the unit's shards when they were gathered.
+        probes: weak references to the hooks.
+    """
+
+    __slots__ = ("__weakref__", "_began", "_inputs", "_is_custom", "_leaves", "listener", "probes", "record", "token", "versions")
+
+    def __init__(self, listener: Listener, record: Any, token: Any, versions: list[int]) -> None:
+        self.listener, self.record, self.token, self.versions = listener, record, token, versions
+        self.probes: tuple[weakref.ref[Probe], ...] = ()
+        self._is_custom = False  # a `torch.autograd.Function` computed an output
+        self._began = newest_node()  # no graph node of the call has a smaller sequence number
+        self._inputs: tuple[Any, ...] = ()  # graph nodes of the inputs, until the outputs are known
+        self._leaves: tuple[Tensor, ...] = ()  # inputs that are leaves, until the outputs are known
+
+    def see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record which nodes and leaves the call was given."""
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) is Tensor:
+                self._see_input(value)
+            else:
+                apply_to_tensors(self._see_input, value)
+
+    def _see_input(self, tensor: Tensor) -> Tensor:
+        node = tensor.grad_fn
+        if node is not None:
+            self._inputs += (node,)
+        elif tensor.requires_grad:
+            self._leaves += (tensor,)
+        return tensor
+
+    def watch_output(self, tensor: Tensor) -> Tensor:
+        """Report when a backward reaches ``tensor``; an input that is returned unchanged does not count as output."""
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            if node in self._inputs or (node is None and any(tensor is leaf for leaf in self._leaves)):
+                return tensor
+            nodes, inside = ([], []) if node is None else inner_nodes(node, self._inputs)
+            self._is_custom = self._is_custom or is_custom(node)
+            probe = Probe(self, nodes, inside)
+            hook_last(tensor, probe)
+            self.probes += (weakref.ref(probe),)
+        return tensor
+
+    def end(self) -> bool:
+        """All outputs are known; returns whether any has a hook."""
+        self._inputs = self._leaves = ()
+        return bool(self.probes)
+
+    def is_reached(self, by_inputs: bool) -> bool:
+        """Whether the running graph task will execute a part of the call.
+
+        ``by_inputs``: also count a call whose inputs get a gradient. A task that computes only some gradients may go
+        through a call to its inputs without executing any node of `Probe.inside`.
+        """
+        for probe in self._living():
+            if 1 in reached(probe.inside) or (by_inputs and any(map(goes_through, probe.nodes))):
+                return True
+        return False
+
+    def makes_graphs(self) -> bool:
+        """Whether the call's backward may build a graph, as a reentrant checkpoint does."""
+        return self._is_custom or has_custom_node([node for probe in self._living() for node in probe.nodes], self._began)
+
+    def _living(self) -> list[Probe]:
+        return [probe for reference in self.probes if (probe := reference()) is not None]
+
+
+class Probe:
+    """The hook on one output.
+
+    Attributes:
+        nodes: graph nodes right before the output's own.
+        inside: those of ``nodes`` that show most reliably that the output's node runs; see `inner_nodes`.
+    """
+
+    __slots__ = ("__weakref__", "hooks", "inside", "nodes")
+
+    def __init__(self, hooks: CallHooks, nodes: list[Any], inside: list[Any]) -> None:
+        self.hooks, self.nodes, self.inside = hooks, nodes, inside
+
+    @not_traced
+    def __call__(self, _grad: Tensor) -> None:
+        """The backward has reached the output."""
+        tracer = set_tracer(None)
+        try:
+            self.hooks.listener.reach(self)
+        finally:
+            set_tracer(tracer)
+
+    def is_restricted(self) -> bool:
+        """Whether the running graph task, which has reached the output, skips a node right before it."""
+        return 0 in reached(self.nodes)

@@ -1,0 +1,91 @@
+"""One message at the start of a backward, in which the ranks agree on what their backwards reach.
+
+Each rank sends a hash of what it has run, and one bit for each call, leaf and forward::
+
+    hash | flags | calls | leaves | forwards that may be reached later
+
+The result is the union: a bit is set if any rank has set it. The first message has one size for all models, so ranks
+that have run different things notice it before the first gather of the backward. Bits that do not fit are sent in a
+second message.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fairshard.utils.collectives import Communicator
+
+_HEADER = struct.Struct(">QB")
+PROBLEM, DIFFERENT, ASSUMED = 1, 2, 4
+"""Flags: a rank cannot begin; ranks have run different things; leaves count as reached that may turn out not to be."""
+
+FIRST_NBYTES = 2048
+"""Size of the first message."""
+
+
+@dataclass
+class Answers:
+    """The answers of one rank, or of all: a byte of 0 or 1 for each question.
+
+    Attributes:
+        calls: for each call, whether the backward reaches it.
+        leaves: for each parameter, whether it has a gradient to send.
+        alive: for each forward, whether a later backward could reach it.
+    """
+
+    calls: bytearray = field(default_factory=bytearray)
+    leaves: bytearray = field(default_factory=bytearray)
+    alive: bytearray = field(default_factory=bytearray)
+
+
+class Peers(NamedTuple):
+    """The ranks of one communicator, and the questions that concern them, as indexes into `Answers`."""
+
+    comm: Communicator
+    calls: Sequence[int]
+    leaves: Sequence[int]
+    alive: Sequence[int]
+
+
+def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int], flags: int) -> int:
+    """Set in ``answers`` all bits that any peer has set, one group after the other; returns all flags. **Collective.**
+
+    ``hashes``: for each of ``peers``, a hash of what must be the same on them. If ranks have run different things, or
+    one has a problem, the remaining answers stay unchanged.
+    """
+    for one, number in zip(peers, hashes, strict=True):
+        pairs = [(answers.calls, one.calls), (answers.leaves, one.leaves), (answers.alive, one.alive)]
+        bits = b"".join(bytes(map(column.__getitem__, places)) for column, places in pairs)
+        packed = np.packbits(np.frombuffer(bits, np.uint8)).tobytes()
+        first = (_HEADER.pack(number, flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
+        messages = _exchange(one.comm, first)
+        heads = [_HEADER.unpack_from(message) for message in messages]
+        for head in heads:
+            flags |= head[1] | (DIFFERENT if head[0] != number else 0)
+        if flags & (PROBLEM | DIFFERENT) or not packed:
+            continue
+        fits = len(packed) <= FIRST_NBYTES - _HEADER.size
+        found = [message[_HEADER.size :] for message in messages] if fits else _exchange(one.comm, packed)
+        union = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in found])
+        start, every = 0, np.unpackbits(union).tolist()
+        for column, places in pairs:
+            for place, bit in zip(places, every[start : start + len(places)], strict=True):
+                column[place] = bit
+            start += len(places)
+    return flags
+
+
+def _exchange(comm: Communicator, message: bytes) -> list[bytes]:
+    """The messages of all ranks, which have the same size, in host memory. **Collective.**"""
+    with torch.inference_mode(False):
+        buffer = torch.empty(comm.world_size, len(message), dtype=torch.uint8, device="cpu")
+    rows = buffer.numpy()
+    rows[comm.rank] = np.frombuffer(message, np.uint8)
+    comm.on_host.gather_messages(buffer).wait()
+    return [row.tobytes() for row in rows]

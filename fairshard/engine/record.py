@@ -1,0 +1,187 @@
+"""The calls of units in the order of the forward: a hint for the next forward, and the list that a backward walks back.
+
+The graph owns a call's hooks (`CallHooks`); the record refers to them weakly. A pass whose hooks are all gone can be
+reached no more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+UnitT = TypeVar("UnitT")
+
+# A pass is recorded as long as the user keeps its outputs; beyond this many calls, the oldest passes are dropped.
+_MAX_CALLS = 1 << 14
+
+
+class ForwardOrder(Generic[UnitT]):
+    """Predicts which unit the running forward calls next: the one that the last forward called at that point.
+
+    *Invariant*: forwards without gradients, which may differ among ranks as long as their gathers do not, do not change
+    what is predicted for those with gradients. Otherwise ranks would gather ahead in different orders.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[bool, list[UnitT]] = {}
+        self._this: list[UnitT] = []
+        self._expected: list[UnitT] = []
+
+    def begin(self, is_trained: bool = True) -> None:
+        """A pass through the model starts, with gradients if ``is_trained``."""
+        self._expected = self._last.get(is_trained) or self._last.get(True, [])
+        self._this = self._last[is_trained] = []
+
+    def enter(self, unit: UnitT) -> UnitT | None:
+        """``unit`` is called; returns the unit that followed it in the last pass, or None if this pass differs."""
+        position = len(self._this)
+        self._this.append(unit)
+        if position + 1 < len(self._expected) and self._expected[position] is unit:
+            return self._expected[position + 1]
+        return None
+
+    def forget(self) -> None:
+        """Predict nothing in the next forward, because ranks may have run different passes."""
+        self._last = {}
+        self._this, self._expected = [], []
+
+
+class Sight(IntEnum):
+    """What shows whether a backward reaches a call.
+
+    ``NONE``: it has no graph. ``HOOKS``: hooks on its outputs. ``LEAVES``: its leaves alone, because the graph hangs on
+    tensors that the call did not return in the open. ``LATER``: a checkpoint makes its graph when the backward is there.
+    """
+
+    NONE = 0
+    HOOKS = 1
+    LEAVES = 2
+    LATER = 3
+
+
+class CallRecord(Generic[UnitT]):
+    """One call of ``unit`` in a pass.
+
+    Attributes:
+        segment: number, within the pass, of the checkpoint that runs it again; -1 if none.
+        around: the call in which it began, if any.
+        sight: what shows whether a backward reaches it.
+        hooks: weak reference to its `CallHooks`, if outputs carry a graph.
+        index: its number in the schedule of the last backward that it was part of.
+    """
+
+    __slots__ = ("around", "hooks", "index", "segment", "sight", "unit")
+
+    def __init__(self, unit: UnitT, segment: int = -1, around: CallRecord[UnitT] | None = None) -> None:
+        self.unit, self.segment, self.around = unit, segment, around
+        self.sight = Sight.NONE
+        self.hooks: weakref.ref[Any] | None = None
+        self.index = -1
+
+
+class Token:
+    """Lives as long as any hook of a pass."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Pass(Generic[UnitT]):
+    """The calls inside one outermost call.
+
+    Attributes:
+        is_common: every rank runs the pass.
+        events: ``i`` where the call ``calls[i]`` begins, ``~i`` where it ends.
+        num_segments: number of checkpoints in it.
+        token: held while the pass runs, and by the hooks of its calls.
+        was_reached: a backward has been planned with it.
+    """
+
+    def __init__(self, is_common: bool = True) -> None:
+        self.is_common = is_common
+        self.calls: list[CallRecord[UnitT]] = []
+        self.events: list[int] = []
+        self.num_segments = 0
+        self.token: Token | None = Token()
+        self.was_reached = False
+        self._is_held = weakref.ref(self.token)
+        self._keys: dict[Any, int] = {}  # the number of each checkpoint; only while the pass runs
+        self._open: list[int] = []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a backward may reach it; one whose calls have no hooks awaits one backward."""
+        return self._is_held() is not None or (not self.was_reached and any(call.sight > Sight.HOOKS for call in self.calls))
+
+    def segment_of(self, key: Any) -> int:
+        """The number of the checkpoint ``key``; -1 for None."""
+        if key is None:
+            return -1
+        number = self._keys.setdefault(key, self.num_segments)
+        self.num_segments = max(self.num_segments, number + 1)
+        return number
+
+    def enter(self, unit: UnitT, key: Any) -> CallRecord[UnitT]:
+        """A call begins, in the checkpoint ``key`` if not None."""
+        call = CallRecord(unit, self.segment_of(key), self.calls[self._open[-1]] if self._open else None)
+        self._open.append(len(self.calls))
+        self.events.append(len(self.calls))
+        self.calls.append(call)
+        return call
+
+    def leave(self) -> None:
+        """The innermost call has ended."""
+        self.events.append(~self._open.pop())
+
+    def drop(self, failed: Iterable[CallRecord[UnitT]]) -> None:
+        """Forget calls that raised, or that have not ended."""
+        lost = set(map(id, failed))
+        kept = [index for index, call in enumerate(self.calls) if id(call) not in lost]
+        new = {index: place for place, index in enumerate(kept)} | {~index: ~place for place, index in enumerate(kept)}
+        self.calls = [self.calls[index] for index in kept]
+        self.events = [new[event] for event in self.events if event in new]
+
+    def end(self) -> None:
+        """The outermost call has ended."""
+        self.token = None
+        self._keys = {}
+
+    def cut(self) -> Pass[UnitT]:
+        """Move the calls that have ended to a pass of their own, because a backward begins before the pass is over."""
+        ended = Pass[UnitT](self.is_common)
+        running = [self.calls[index] for index in self._open]
+        ended.calls, ended.events, ended.num_segments = self.calls, self.events, self.num_segments
+        ended._is_held, ended.token = self._is_held, None
+        ended.drop(running)
+        self.calls, self.events = running, list(range(len(running)))
+        self._open = list(range(len(running)))
+        self.token = Token()
+        self._is_held = weakref.ref(self.token)
+        for call in running:
+            call.segment = -1
+        self._keys, self.num_segments = {}, 0
+        return ended
+
+
+class Record(Generic[UnitT]):
+    """The passes that await a backward, in order."""
+
+    def __init__(self) -> None:
+        self.passes: list[Pass[UnitT]] = []
+
+    def add(self, one: Pass[UnitT]) -> None:
+        """``one`` has ended."""
+        if one.calls:
+            self.passes.append(one)
+            while len(self.passes) > 1 and sum(len(each.calls) for each in self.passes) > _MAX_CALLS:
+                del self.passes[0]
+
+    def has(self, call: CallRecord[UnitT]) -> bool:
+        """Whether ``call`` awaits a backward."""
+        return any(call is each for one in self.passes for each in one.calls)
+
+    def keep(self, passes: Iterable[Pass[UnitT]]) -> None:
+        """Forget all passes except these."""
+        kept = set(map(id, passes))
+        self.passes = [one for one in self.passes if id(one) in kept]

@@ -1,0 +1,94 @@
+"""When a unit is gathered and when it is freed: one pure function.
+
+The engine asks `action` at every event of a unit, and does what it says; nothing else gathers or frees. *Invariant*:
+every argument is the same on all ranks of the unit, so the answer is, too, and needs no message. No torch here: the
+table is printed by ``python -m fairshard.engine.residency`` and tested like arithmetic.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class State(Enum):
+    """What a rank holds of a unit."""
+
+    SHARDED = "its shard"
+    GATHERING = "its shard, and memory that a gather is filling"
+    WHOLE = "its shard, and every parameter"
+
+
+class Event(Enum):
+    """What can happen to a unit."""
+
+    PASS_BEGINS = "the outermost call begins"
+    ENTER = "a call begins, or the unit is gathered ahead of its call"
+    LEAVE = "a call ends"
+    PASS_ENDS = "the outermost call ends"
+    NEEDED = "the schedule says gather"
+    DONE = "the schedule says free"
+    BACKWARD_ENDS = "the backward is over"
+    UNSHARD = "the user gathers it"
+    RESHARD = "the user frees it, or shows it in other memory"
+    INTERRUPTED = "a pass or a backward has raised"
+
+
+class Action(Enum):
+    """What the engine does."""
+
+    NOTHING, GATHER, FREE = "-", "gather", "free"
+
+
+class Rule(NamedTuple):
+    """What the user has asked for; read when a pass or a backward begins.
+
+    ``keeps_across_passes``: the next forward may use what an earlier one has gathered, if no shard was written to.
+    """
+
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    keeps_across_passes: bool = False
+
+
+class Now(NamedTuple):
+    """The rest of what matters at an event."""
+
+    stale: bool = False  # the versions of its shards have moved since it was gathered
+    open_calls: int = 0  # other calls of it that have begun and not ended
+    recorded: bool = True  # a backward may follow
+    hidden: bool = False  # outputs hide their tensors, so that no hook could gather it again in time
+    outermost: bool = False  # the unit is the model's outermost, whose backward comes first
+    pinned: bool = False  # the user has gathered it, and not freed it since
+    awaited: bool = False  # another backward of the same forwards follows, and this one has not reached it
+
+
+def action(state: State, event: Event, rule: Rule, now: Now) -> Action:
+    """What the engine does with a unit in ``state`` at ``event``."""
+    here = state is not State.SHARDED
+    if event is Event.ENTER:
+        return Action.NOTHING if here and not now.stale else Action.GATHER
+    if event is Event.NEEDED or event is Event.UNSHARD:
+        return Action.NOTHING if here else Action.GATHER
+    if event is Event.PASS_BEGINS:
+        frees = now.stale or not (rule.keeps_across_passes or now.pinned)
+    elif event is Event.LEAVE:
+        frees = rule.reshard_after_forward and not (now.pinned or now.outermost or (now.recorded and now.hidden))
+    elif event is Event.PASS_ENDS:
+        frees = state is State.GATHERING or not (now.recorded or now.pinned)
+    elif event is Event.DONE or event is Event.BACKWARD_ENDS:
+        frees = rule.reshard_after_backward and not (now.pinned or now.awaited)
+    else:
+        return Action.FREE if here else Action.NOTHING
+    return Action.FREE if here and frees and not now.open_calls else Action.NOTHING
+
+
+def table(rule: Rule = Rule(), now: Now = Now()) -> str:  # noqa: B008 (immutable)
+    """The actions by event and state, as text."""
+    rows = [[event.name, *(action(state, event, rule, now).value for state in State)] for event in Event]
+    header = ["", *(state.name for state in State)]
+    return "\n".join(f"{row[0]:14}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in [header, *rows])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,96 @@
+"""What the modules of a unit have registered: the leaves while they compute, otherwise the shards.
+
+::
+
+    modules     `_parameters`                  attribute
+    compute     the leaf, whole                none: it would hide a tensor that `functional_call` puts there
+    rest        the shard's face, or nothing   a placeholder that raises, if nothing is registered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from fairshard.params.flat_param import FlatParam
+from fairshard.params.slot import ParamSlot
+
+# Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
+_Params = dict[str, nn.Parameter | None]
+_Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
+
+# Of slots, for `map`: few calls.
+_VERSION, _LEAF, _SHOWN = attrgetter("leaf._version"), attrgetter("leaf"), attrgetter("shown")
+_SHOWS_OTHER = attrgetter("shows_other")
+
+
+class Registered:
+    """The places of the parameters of ``flat_params``; the shards are registered at first.
+
+    *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
+    """
+
+    __slots__ = ("_are_plain", "_places", "_slots", "_versions", "are_leaves")
+
+    def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
+        self.are_leaves = False
+        self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
+        self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
+        self._versions: list[int] = []
+        self._places: list[_Place] = [
+            (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
+            for slot in self._slots
+            for module, name in slot.owners
+        ]
+        for flat_param in flat_params:
+            holder, key = flat_param.shows.holder, flat_param.shows.key
+            if holder is not None:
+                self._places.append((holder._parameters, {}, key, flat_param.shard, None, None))
+
+    def swap(self, to_leaves: bool) -> None:
+        """Register the leaves, which show gathered memory, or the shards; no-op if they are registered."""
+        if self.are_leaves is to_leaves:
+            return
+        self.are_leaves = to_leaves
+        if not to_leaves:
+            for params, attributes, name, registered, leaf, placeholder in self._places:  # few calls: host time
+                if name in params and params[name] is leaf:
+                    params[name] = registered
+                    if placeholder is not None:
+                        attributes[name] = placeholder
+            return
+        for params, attributes, name, registered, leaf, placeholder in self._places:
+            if name not in params:
+                continue  # the user has deleted it
+            if params[name] is registered:
+                params[name] = leaf
+            elif placeholder is None or attributes.get(name) is not placeholder:
+                continue
+            if placeholder is not None:  # it would hide the leaf, or what the user has put there
+                attributes.pop(name, None)
+        self.note()
+
+    def note(self) -> None:
+        """Record the versions of the leaves, from which `written` starts."""
+        self._versions = list(map(_VERSION, self._slots))
+
+    def written(self) -> str | None:
+        """The name of a leaf that a user has written to in place, or whose ``.data`` was assigned; None if none was.
+
+        Since the leaves were registered, or since `note`.
+        """
+        if list(map(_VERSION, self._slots)) == self._versions and not self._shows_other():
+            return None
+        for slot, version in zip(self._slots, self._versions, strict=True):
+            if slot.leaf._version != version or slot.shows_other:
+                return slot.fqn
+        return None
+
+    def _shows_other(self) -> bool:
+        if not self._are_plain:
+            return True in map(_SHOWS_OTHER, self._slots)
+        shown = map(Tensor.data_ptr, map(_SHOWN, self._slots))
+        return list(shown) != list(map(Tensor.data_ptr, map(_LEAF, self._slots)))
