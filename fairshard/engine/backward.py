@@ -53,6 +53,7 @@ class Backward:
     """One backward through ``passes`` of the models ``roots``, in the outermost graph task that reaches any of them.
 
     Attributes:
+        used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
         task: returns None once the graph task has ended; after an exception the task ends without calling `end`.
     """
@@ -63,7 +64,7 @@ class Backward:
         self.units = self._plan.units
         self._cursor, self._passed = 0, -1
         self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
-        self._used: set[Unit] = set()  # units that this rank has computed with
+        self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
         self._leaves: bytearray | None = None  # which parameters got gradients, if that was not known at the beginning
         self._is_serving = False  # after an exception: no mark stops the walk
@@ -78,7 +79,7 @@ class Backward:
         ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients, as in
         ``torch.autograd.grad``. Returns the passes that a later backward may reach.
         """
-        task = _Task(self._used)
+        task = _Task(self.used)
         self.task = weakref.ref(task)
 
         @not_traced
@@ -130,7 +131,7 @@ class Backward:
 
     def lists(self, unit: Unit) -> bool:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
-        return unit in self._plan.listed or unit in self._used
+        return unit in self._plan.listed or unit in self.used
 
     def covers(self, call: CallRecord[Unit]) -> bool:
         """Whether it was planned with ``call``."""
@@ -147,17 +148,27 @@ class Backward:
             if segment in self._plan.own_segments and not self._run_again.get(segment):
                 position = self._plan.schedule.recompute[segment]  # AT follows when it has run again
             self._walk(position)
-        elif unit not in self._used and unit in self._sent and unit.unshard_in_backward:
+        elif unit not in self.used and unit in self._sent and unit.unshard_in_backward:
             raise late_error(unit.fqn)
         self._arrive(call)
 
     def _arrive(self, call: CallRecord[Unit]) -> None:
         """This rank's backward is at the outputs of ``call``, or of a call inside of it."""
-        if call.unit not in self._used:
-            hooks = None if call.hooks is None else call.hooks()
-            if hooks is not None:
-                call.unit.versions.check_unchanged(hooks.versions)
+        if call.unit not in self.used:
+            call.unit.versions.check_unchanged(call.versions)
             self._use(call.unit)
+
+    def reach_leaf(self, unit: Unit) -> None:
+        """The gradient of a leaf of ``unit``, with which nothing has shown yet that this rank computes, is ready."""
+        if unit in self._sent:
+            raise late_error(unit.fqn)
+        if unit.unshard_in_backward and not unit.is_gathered:
+            raise ParameterShardedError(
+                f"A backward reached the parameters of unit `{unit.fqn or 'root'}` while they were sharded, through a "
+                "tensor that the unit did not return. Return every tensor that the loss depends on."
+            )
+        self.used.add(unit)
+        unit.state = TrainingState.BACKWARD_PRE
 
     def recompute(self, unit: Unit) -> None:
         """A checkpoint runs a call of ``unit`` again."""
@@ -183,7 +194,7 @@ class Backward:
                 "torch.utils.checkpoint, but computes with it while it is sharded. Return every tensor that the loss "
                 "depends on, recompute with torch.utils.checkpoint, and call the model outside of hooks."
             )
-        self._used.add(unit)
+        self.used.add(unit)
         unit.begin_backward()
 
     # ---- the walk
@@ -206,7 +217,7 @@ class Backward:
             elif kind is _SEND:
                 self._send(unit, cursor in plan.schedule.yields)
             elif kind > _LAST_MARK:
-                self._used.discard(unit)
+                self.used.discard(unit)
                 unit.finish_pass()
             elif kind is _AT and plan.own.calls[call] and not self._is_serving:
                 self._arrive(plan.calls[call])
@@ -260,7 +271,7 @@ class Backward:
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:
-                flat_param.abandon_grads(unit in self._used and unit not in self._sent, keeps_sums)
+                flat_param.abandon_grads(unit in self.used and unit not in self._sent, keeps_sums)
         if self._is_broken:
             return
         self._is_serving = True

@@ -43,14 +43,13 @@ class CallHooks:
     Attributes:
         record: the call's place in its pass, a `CallRecord`.
         token: keeps the pass alive.
-        versions: version counters of the unit's shards when they were gathered.
         probes: weak references to the hooks.
     """
 
-    __slots__ = ("__weakref__", "_began", "_inputs", "_is_custom", "_leaves", "listener", "probes", "record", "token", "versions")
+    __slots__ = ("__weakref__", "_began", "_inputs", "_is_custom", "_leaves", "listener", "probes", "record", "token")
 
-    def __init__(self, listener: Listener, record: Any, token: Any, versions: list[int]) -> None:
-        self.listener, self.record, self.token, self.versions = listener, record, token, versions
+    def __init__(self, listener: Listener, record: Any, token: Any) -> None:
+        self.listener, self.record, self.token = listener, record, token
         self.probes: tuple[weakref.ref[Probe], ...] = ()
         self._is_custom = False  # a `torch.autograd.Function` computed an output
         self._began = newest_node()  # no graph node of the call has a smaller sequence number

@@ -69,15 +69,17 @@ class CallRecord(Generic[UnitT]):
         around: the call in which it began, if any.
         sight: what shows whether a backward reaches it.
         hooks: weak reference to its `CallHooks`, if outputs carry a graph.
+        versions: version counters of the unit's shards when they were gathered.
         index: its number in the schedule of the last backward that it was part of.
     """
 
-    __slots__ = ("around", "hooks", "index", "segment", "sight", "unit")
+    __slots__ = ("around", "hooks", "index", "segment", "sight", "unit", "versions")
 
     def __init__(self, unit: UnitT, segment: int = -1, around: CallRecord[UnitT] | None = None) -> None:
         self.unit, self.segment, self.around = unit, segment, around
         self.sight = Sight.NONE
         self.hooks: weakref.ref[Any] | None = None
+        self.versions: list[int] = []
         self.index = -1
 
 

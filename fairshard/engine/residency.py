@@ -77,7 +77,7 @@ def action(state: State, event: Event, rule: Rule, now: Now) -> Action:
     elif event is Event.PASS_ENDS:
         frees = state is State.GATHERING or not (now.recorded or now.pinned)
     elif event is Event.DONE or event is Event.BACKWARD_ENDS:
-        frees = rule.reshard_after_backward and not (now.pinned or now.awaited)
+        frees = rule.reshard_after_backward and not (now.pinned or now.awaited or now.hidden)
     else:
         return Action.FREE if here else Action.NOTHING
     return Action.FREE if here and frees and not now.open_calls else Action.NOTHING

@@ -130,7 +130,8 @@ class Engine:
         unit.wait_unshard()
         if record is None or not is_grad_enabled:
             return None
-        return CallHooks(self, record, running.record.token, unit.stamp)
+        record.versions = unit.stamp
+        return CallHooks(self, record, running.record.token)
 
     def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
         """The call has returned ``outputs``: attach the hooks of the backward, and free the unit if it is to be freed."""
@@ -147,7 +148,6 @@ class Engine:
                     hooks.record.sight = Sight.HOOKS
                 elif any(flat_param.requires_grad for flat_param in unit.flat_params):
                     hooks.record.sight = Sight.LEAVES
-                    unit.watch_leaves(self)
             unit.check_unwritten()
         except BaseException:
             self.abort(unit)
@@ -161,16 +161,16 @@ class Engine:
         outputs = apply_to_all(unit.copied_out, outputs, objects)
         if hooks is None:
             return outputs
-        if objects is None and not unit.is_hidden:
-            unit.is_hidden = True
-            unit.watch_leaves(hooks.listener)
+        if objects is None and not unit.is_hidden and not unit.has_hidden:
+            unit.has_hidden = True
             warnings.warn(
                 f"Unit `{unit.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
-                "cannot look into. It stays gathered until the backward ends, because one through them would be "
-                "noticed too late. Return tensors in tuples, lists, dicts, dataclasses or objects of Python classes "
+                "cannot look into. It stays gathered until the next forward, because a backward through them would "
+                "be noticed too late. Return tensors in tuples, lists, dicts, dataclasses or objects of Python classes "
                 "without `__slots__`.",
                 stacklevel=level_of_user(),
             )
+        unit.is_hidden = unit.is_hidden or objects is None
         return apply_to_all(hooks.watch_output, outputs, objects)
 
     def abort(self, unit: Unit) -> None:
@@ -231,9 +231,11 @@ class Engine:
         backward.reach(call)
 
     def reach_leaf(self, unit: Unit) -> None:
-        """The gradient of a leaf of ``unit``, to which no hook on an output leads, is ready."""
-        if self.backward is None or self.backward.task() is None:
-            self._start_backward(unit.root, is_restricted=False)
+        """The gradient of a leaf of ``unit``, which the running backward has not reached through an output, is ready."""
+        backward = self.backward
+        if backward is None or backward.task() is None:
+            backward = self._start_backward(unit.root, is_restricted=False)
+        backward.reach_leaf(unit)
 
     def _start_backward(self, first: Root, is_restricted: bool) -> Backward:
         """Begin a backward, which has reached the model ``first``."""

@@ -183,10 +183,10 @@ class _Builder:
             self.schedule.recompute[segment] = self._mark(Kind.RECOMPUTE, call)
             for other in self.schedule.segments[segment]:
                 self._gather(self._calls[other].unit, other)
+        self._gather(unit, call)
         self.schedule.at[call] = self._mark(Kind.AT, call)
         self._to_reach[unit] -= 1
         self._num_reached += 1
-        self._gather(unit, call)
         if not rule.waits:
             self._gather_ahead(unit, call)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class Unit:
         rule: what the user has asked for, as of the last `settle`.
         stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
         open_calls: calls that have begun and not ended.
-        is_hidden: its outputs hide tensors from which a backward could begin.
+        is_hidden: its outputs hide tensors from which a backward could begin; ``has_hidden``: the user knows.
         is_pinned: the user has gathered it, and not freed it since.
     """
 
@@ -82,7 +82,7 @@ class Unit:
         self.seen: list[int] = []
         self.open_calls = 0
         self.is_hidden = self.is_pinned = False
-        self._watched: set[int] = set()
+        self.has_hidden = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
@@ -111,7 +111,7 @@ class Unit:
         self.comm = comms.shard
         self.device = shared.device
         for flat_param in self.flat_params:
-            flat_param.materialize(comms, self.config, shared.transfers)
+            flat_param.materialize(comms, self.config, shared.transfers, self._leaf_hook())
             flat_param.gathered.copies = shared.copies
         self.registered, self.versions = Registered(self.flat_params), ShardVersions(self.flat_params)
         self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
@@ -317,27 +317,27 @@ class Unit:
         if self.is_gathered:
             self.registered.swap(to_leaves=True)  # for functions that read parameters in their backward
 
-    def watch_leaves(self, engine: Any) -> None:
-        """Tell ``engine`` of gradients of leaves from now on: a backward may reach them through no hooked output.
+    def _leaf_hook(self) -> Callable[[Tensor], None]:
+        """The hook on leaves: tells the engine of a gradient with which nothing has shown yet that this rank computes.
 
-        The references of the hooks are weak, because the garbage collector cannot see hooks.
+        Its references are weak, because the garbage collector cannot see hooks.
         """
-        known, own = weakref.ref(engine), weakref.ref(self)
+        known, own = weakref.ref(self.root.engine), weakref.ref(self)
 
         @not_traced
         def on_grad(_leaf: Tensor) -> None:
-            running, unit = known(), own()
-            if running is not None and unit is not None:
+            engine, unit = known(), own()
+            if engine is None or unit is None:
+                return
+            backward = engine.backward
+            if backward is None or backward.task() is None or unit not in backward.used:
                 tracer = set_tracer(None)
                 try:
-                    running.reach_leaf(unit)
+                    engine.reach_leaf(unit)
                 finally:
                     set_tracer(tracer)
 
-        for slot in (slot for flat_param in self.flat_params for slot in flat_param.slots):
-            if slot.leaf.requires_grad and id(slot.leaf) not in self._watched:
-                self._watched.add(id(slot.leaf))
-                slot.leaf.register_post_accumulate_grad_hook(on_grad)
+        return on_grad
 
     def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""

@@ -158,8 +158,12 @@ class FlatParam(Leaves):
         """The dtype in which these parameters are gathered; those of BatchNorm keep their own, as its buffers do."""
         return config.compute_dtype_of(self.shard.dtype, self.slots[0].keeps_dtype)
 
-    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers) -> None:
-        """Create the buffer and the leaves, with the current dtype and device of the shard."""
+    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
+        """Create the buffer and the leaves, with the current dtype and device of the shard.
+
+        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not refer to this
+        object: the garbage collector does not see the references from leaves to their hooks.
+        """
         self.adopt_assigned()
         check_param_dtype(config, self.shard.dtype, self.name)  # the user may have called `.half()` since
         self.follow_requires_grad()
@@ -175,6 +179,7 @@ class FlatParam(Leaves):
         home = config.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a separate model
         grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
+        self._on_grad = on_grad
         with torch.inference_mode(False), torch.no_grad():
             if self.on_cpu:
                 self._place_on_cpu(keep_on_device=not config.cpu_offload)

@@ -48,6 +48,7 @@ class Leaves:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     compute_device: torch.device
+    _on_grad: Any
 
     def __init__(self, shows: ShownShard, name: str, route: Route) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
@@ -73,6 +74,7 @@ class Leaves:
         self._num_landed = 0  # sums that the running backward has added to the gradient
         self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
         self._partial: Any = None  # the gradient's mark when an exception left it incomplete
+        self._hooks: list[Any] = []
         self._marker: Any = None
         self._sent_marker: Any = None  # of `no_sync` gradients that the running backward has sent
         self._accumulated: Tensor | None = None
@@ -126,6 +128,9 @@ class Leaves:
             self._accumulated[span.start : span.stop].zero_()
 
     def _hook_leaves(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._nodes = [None] * len(self.slots)
         self._hook_trained()
 
@@ -136,6 +141,7 @@ class Leaves:
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
             if self.trained[index] and self._nodes[index] is None:
                 self._nodes[index] = accumulate_node(slot.leaf)
+                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
             if not self.is_gathered:
                 slot.detach()
         self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]

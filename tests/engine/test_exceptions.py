@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.checks import optimizer_check
-from fairshard.engine.root import roots
+from fairshard.engine.root import every_root
 from fairshard.engine.tree import units_below
 from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -241,12 +241,12 @@ def offloaded(model, **kwargs):
 @on_ranks()
 def test_a_dropped_model_needs_no_rank_any_more(wrap):
     """If some ranks drop a model whose backward has raised, and others keep it, all train another model."""
-    earlier = list(roots)  # of other tests of this process: torch's caches may keep their models
+    earlier = every_root()  # of other tests of this process: torch's caches may keep their models
     model = interrupted(wrap, bucket_cap_mb=0)
     if dist.get_rank() == 0:
         del model
         gc.collect()
-    interrupted_here = [root.in_backward for root in roots if root not in earlier]
+    interrupted_here = [root.in_backward for root in every_root() if root not in earlier]
     assert interrupted_here == ([] if dist.get_rank() == 0 else [True])
     other = wrap(mlp(4, 9, 5))
     optimizer = sgd(other)
@@ -289,11 +289,11 @@ def test_ranks_clean_up_the_models_of_an_optimizer_in_one_order():
     """If backwards of two models of one optimizer have raised, its step cleans them up in the same order everywhere."""
     models = [interrupted(wrap_layers) for _ in range(2)]
     optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
-    ordered = sorted(roots, key=lambda root: root.number, reverse=dist.get_rank() == 1)
+    ordered = sorted(every_root(), key=lambda root: root.number, reverse=dist.get_rank() == 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_check, "roots", ordered)
         optimizer.step()
-    assert not any(root.in_backward for root in roots)
+    assert not any(root.in_backward for root in every_root())
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ def run_backward(model, fails=False):
     kept = []
 
     def keep(_module, _grads):
-        kept.append(unit.root.backward.task())
+        kept.append(unit.root.engine.backward.task())
         if fails:
             raise InterruptedError
 
@@ -71,7 +71,7 @@ def test_a_step_after_an_exception_cleans_up():
     with contextlib.suppress(PartialGradientError):
         optimizer.step()
     _, unit = next(iter(units_below(model)))
-    assert unit.root.backward is None
+    assert unit.root.engine.backward is None
     task.clear()
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fairshard.engine.exec_order import ForwardOrder
+from fairshard.engine.record import ForwardOrder
 from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -23,13 +23,13 @@ def events(model):
     number = {id(unit_of(layer)): index for index, layer in enumerate(layers)}
     originals = Unit.unshard, Unit.reshard
 
-    def unshard(unit, **kwargs):
-        if not unit.is_gathered and id(unit) in number:
+    def unshard(unit, in_backward):
+        if id(unit) in number:
             log.append(("gather", number[id(unit)]))
-        originals[0](unit, **kwargs)
+        originals[0](unit, in_backward)
 
     def reshard(unit):
-        if unit.is_gathered and id(unit) in number:
+        if id(unit) in number:
             log.append(("free", number[id(unit)]))
         originals[1](unit)
 

@@ -282,13 +282,17 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, including those held by units."""
-        engine = None if self._unit.root is None else self._unit.root.engine
-        if engine is not None and engine.backward is not None and engine.is_over(engine.backward):
-            for _, unit in units_below(self):
-                unit.stop_computing()  # the backward raised, and its task may still be alive
+        self._leave_raised()
         super().zero_grad(set_to_none)
         for _, unit in units_below(self):
             unit.zero_grad(set_to_none)
+
+    def _leave_raised(self) -> None:
+        """Register shards after a backward that has raised, even if its task is still alive."""
+        engine = None if self._unit.root is None else self._unit.root.engine
+        if engine is not None and engine.backward is not None and engine.is_over(engine.backward):
+            for _, unit in units_below(self):
+                unit.stop_computing()
 
     # ---- nn.Module
 
@@ -320,6 +324,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         """
         if not recurse:
             refuse_torch_functions(self._unit, sys._getframe(1))
+        self._leave_raised()
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(

@@ -106,7 +106,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         unit = self._fairshard_unit
         if root.is_between_passes:
             root.shared.await_step()
-            unit.watch_leaves(root.engine)
             unit.is_pinned = True
         unit.on(Event.UNSHARD)
         handle = UnshardHandle(unit)

@@ -1,0 +1,134 @@
+"""The order of the last forward is a hint for the next; a backward is planned from the record of forwards."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairshard.engine.record import ForwardOrder, Pass, Record, Sight
+
+passes = st.lists(st.sampled_from("abcd"), max_size=8)
+# A forward as nested calls: [("a", [("b", [])]), ("c", [])].
+calls = st.recursive(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.just([])), max_size=3),
+    lambda inner: st.lists(st.tuples(st.sampled_from("abcd"), inner), max_size=3),
+    max_leaves=8,
+)
+
+
+def forward(order, units):
+    """One forward over ``units``; returns the prediction at each entry."""
+    order.begin()
+    return [order.enter(unit) for unit in units]
+
+
+@given(passes)
+def test_a_repeated_pass_is_predicted(units):
+    """The second time, each unit but the last predicts its successor."""
+    order = ForwardOrder()
+    assert forward(order, units) == [None] * len(units)
+    assert forward(order, units) == [*units[1:], None][: len(units)]
+
+
+@given(passes, passes)
+def test_another_pass_gives_hints_from_the_last_one_only(first, second):
+    """Each predicted unit followed that unit, at that place, in the last pass."""
+    order = ForwardOrder()
+    forward(order, first)
+    for position, ahead in enumerate(forward(order, second)):
+        if ahead is not None:
+            assert first[position] == second[position]
+            assert first[position + 1] == ahead
+
+
+def run(one, tree, failing=(), failed=None):
+    """Record nested calls; units in ``failing`` raise, and their callers continue."""
+    for unit, inner in tree:
+        call = one.enter(unit, None)
+        run(one, inner, failing, failed)
+        one.leave()
+        if unit in failing:
+            failed.append(call)
+
+
+def spelled(one):
+    """A recorded pass as a string: the unit's name where a call begins, its capital where the call ends."""
+    return "".join(one.calls[event].unit if event >= 0 else one.calls[~event].unit.upper() for event in one.events)
+
+
+def spelled_tree(tree, failing=()):
+    inside = ((unit, spelled_tree(inner, failing)) for unit, inner in tree)
+    return "".join(text if unit in failing else unit + text + unit.upper() for unit, text in inside)
+
+
+@given(calls, st.sets(st.sampled_from("abcd")))
+def test_a_record_nests_as_the_calls_did(tree, failing):
+    """Each call begins before and ends after those inside it; a call that raised is dropped, those inside it stay."""
+    one, failed = Pass(), []
+    run(one, tree, failing, failed)
+    one.drop(failed)
+    assert spelled(one) == spelled_tree(tree, failing)
+
+
+@given(calls)
+def test_calls_know_the_call_around_them(tree):
+    """The call around each is the one that began last and has not ended."""
+    one, running = Pass(), []
+    run(one, tree)
+    for event in one.events:
+        if event < 0:
+            assert running.pop() is one.calls[~event]
+        else:
+            assert one.calls[event].around is (running[-1] if running else None)
+            running.append(one.calls[event])
+
+
+def test_calls_of_one_checkpoint_share_a_segment():
+    """Calls of one checkpoint have the same number, also around another one inside it; other calls have -1."""
+    first, second = object(), object()
+    one = Pass()
+    for key in (None, first, first, None, second, first):
+        one.enter("a", key)
+        one.leave()
+    assert [call.segment for call in one.calls] == [-1, 0, 0, -1, 1, 0]
+    assert one.num_segments == 2
+
+
+def test_a_pass_is_alive_as_long_as_its_hooks():
+    """It dies with the last hook of its calls; one whose calls have none awaits one backward."""
+    one = Pass()
+    one.enter("a", None)
+    one.leave()
+    hook = one.token
+    one.end()
+    assert one.is_alive
+    del hook
+    assert not one.is_alive
+    one.calls[0].sight = Sight.LEAVES
+    assert one.is_alive
+    one.was_reached = True
+    assert not one.is_alive
+
+
+def test_a_pass_is_cut_where_a_backward_begins_in_it():
+    """The calls that have ended await the backward; those that have not go on in the pass."""
+    one = Pass()
+    outer = one.enter("a", None)
+    inner = one.enter("b", None)
+    one.leave()
+    ended = one.cut()
+    assert (ended.calls, ended.events) == ([inner], [0, ~0])
+    later = one.enter("c", None)
+    one.leave()
+    one.leave()
+    assert (one.calls, spelled(one)) == ([outer, later], "acCA")
+
+
+def test_the_oldest_passes_are_dropped():
+    """Forwards of which no backward comes do not pile up."""
+    record = Record()
+    for _ in range(3):
+        one = Pass()
+        for _ in range(1 << 13):
+            one.enter("a", None)
+            one.leave()
+        record.add(one)
+    assert len(record.passes) == 2
