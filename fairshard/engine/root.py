@@ -66,7 +66,6 @@ class Engine:
         self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
         self.num_interrupted = 0
-        self._kept: list[Last] = []
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
 
@@ -254,7 +253,7 @@ class Engine:
                 root.begin_backward(passes)
             except Exception as error:
                 problem = problem or error
-        backward = Backward(roots, passes, self._kept, outer)
+        backward = Backward(roots, passes, roots[0].kept, outer)
         self.backward = backward
         self.record.passes = backward.begin(self._end_backward, problem, is_restricted)
         return backward
@@ -297,29 +296,31 @@ class Engine:
 
     def reset(self) -> None:
         """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
-        backward, running = self.backward, self._running
-        self.backward = self._running = None
-        roots = dict.fromkeys([*(() if backward is None else backward.roots), *(running.roots if running else ())])
-        if backward is not None:
+        running, self._running = self._running, None
+        roots = dict.fromkeys(running.roots if running is not None else ())
+        was_in_backward = self.backward is not None
+        while self.backward is not None:
+            backward, self.backward = self.backward, self.backward.outer
+            roots.update(dict.fromkeys(backward.roots))
             backward.abandon()
             self.num_interrupted += 1
         for root in roots or self.roots:
-            root.drop_pass(backward is not None)
+            root.drop_pass(was_in_backward)
 
     def _take_thread(self, unit: Unit) -> None:
-        """Raise if another thread is in a forward: one of the two would free units under the other.
+        """Raise if another thread is in a pass: one of the two would free units under the other.
 
         Raises:
-            TrainingStateError: another thread is in a forward.
+            TrainingStateError: another thread is in a pass.
         """
         own = threading.get_ident()
         if self._thread == own or current_task() != NO_BACKWARD:
             return  # a backward may recompute units on a thread of its own
-        if self._running is not None:
+        if self._running is not None or (self.backward is not None and self.backward.task() is not None):
             raise TrainingStateError(
                 "A sharded model must run on one thread at a time, because ranks gather its units in one order, but "
                 f"unit `{unit.fqn or 'root'}` was called on thread {threading.current_thread().name} while another "
-                "thread is in a forward of the model. Call the model from one thread."
+                "thread is in a forward or backward of the model. Call the model from one thread."
             )
         self._thread = own
 
@@ -347,6 +348,7 @@ class Root:
     Attributes:
         number: number of the model among those of its `engine`; equal on all ranks.
         observers: are told of every event.
+        order: what its passes have called last; ``kept``: what its backwards have planned last.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
         join: lets ranks that have run out of batches take part; set by those who offer it.
     """
@@ -359,6 +361,7 @@ class Root:
         self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
         self.observers = list(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
+        self.kept: list[Last] = []
         self.engine = engine_of(comms, shared.device)
         self.engine.roots.add(self)
         self.is_last_backward = True
