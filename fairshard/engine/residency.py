@@ -59,7 +59,7 @@ class Now(NamedTuple):
     recorded: bool = True  # a backward may follow
     hidden: bool = False  # outputs hide their tensors, so that no hook could gather it again in time
     outermost: bool = False  # the unit is the model's outermost, whose backward comes first
-    pinned: bool = False  # the user has gathered it, and not freed it since
+    pinned: bool = False  # the user has gathered it, and no call of it has ended since
     awaited: bool = False  # another backward of the same forwards follows, and this one has not reached it
 
 
@@ -73,10 +73,12 @@ def action(state: State, event: Event, rule: Rule, now: Now) -> Action:
     if event is Event.PASS_BEGINS:
         frees = now.stale or not (rule.keeps_across_passes or now.pinned)
     elif event is Event.LEAVE:
-        frees = rule.reshard_after_forward and not (now.pinned or now.outermost or (now.recorded and now.hidden))
+        frees = rule.reshard_after_forward and not (now.outermost or (now.recorded and now.hidden))
     elif event is Event.PASS_ENDS:
         frees = state is State.GATHERING or not (now.recorded or now.pinned)
-    elif event is Event.DONE or event is Event.BACKWARD_ENDS:
+    elif event is Event.DONE:
+        frees = rule.reshard_after_backward and not now.hidden
+    elif event is Event.BACKWARD_ENDS:
         frees = rule.reshard_after_backward and not (now.pinned or now.awaited or now.hidden)
     else:
         return Action.FREE if here else Action.NOTHING

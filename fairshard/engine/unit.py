@@ -47,7 +47,7 @@ class Unit:
         stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
         open_calls: calls that have begun and not ended.
         is_hidden: its outputs hide tensors from which a backward could begin; ``has_hidden``: the user knows.
-        is_pinned: the user has gathered it, and not freed it since.
+        is_pinned: the user has gathered it between passes, and no call of it has ended since.
     """
 
     root: Any = None
@@ -262,8 +262,8 @@ class Unit:
         if not self.open_calls:
             if self.buffers is not None:
                 self.buffers.detach()
-            if not self.is_pinned:
-                self.registered.swap(to_leaves=False)
+            self.is_pinned = False
+            self.registered.swap(to_leaves=False)
 
     def check_unwritten(self) -> None:
         """Raise if the forward has written to a leaf.
@@ -281,10 +281,9 @@ class Unit:
                 "`summon_full_params`, or to the DTensor of `fully_shard`."
             )
 
-    def pin(self) -> None:
-        """Show the user the whole parameters until `unpin`, the end of a backward, or a change of the shards."""
+    def show(self) -> None:
+        """Show the user the whole parameters until `unpin`, the end of a call, or a change of the shards."""
         self.wait_unshard()
-        self.is_pinned = True
         self.registered.swap(to_leaves=True)
 
     def unpin(self) -> None:
@@ -312,6 +311,9 @@ class Unit:
         """A backward computes with the parameters from now on."""
         self.state = TrainingState.BACKWARD_PRE
         self.wait_unshard()
+        if not (self.is_gathered or self.unshard_in_backward):
+            for flat_param in self.flat_params:
+                flat_param.wait_unshard()  # gives leaves their shapes, but no memory
         if self.buffers is not None:
             self.buffers.attach()
         if self.is_gathered:
@@ -363,6 +365,9 @@ class Unit:
             self.buffers.detach()
         if self.registered.are_leaves and not self.is_pinned:
             self.registered.swap(to_leaves=False)
+        if not (self.is_gathered or self.unshard_in_backward):
+            for flat_param in self.flat_params:
+                flat_param.reshard()
 
     def end_backward(self, awaited: bool) -> None:
         """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""

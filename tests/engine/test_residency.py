@@ -38,7 +38,7 @@ def test_a_call_that_ends_frees():
     """Unless the rule, another call, the user or the backward that comes next wants the unit."""
     assert frees(Event.LEAVE)
     assert not frees(Event.LEAVE, rule=Rule(reshard_after_forward=False))
-    assert not any(frees(Event.LEAVE, **{name: True}) for name in ("pinned", "outermost", "hidden"))
+    assert not any(frees(Event.LEAVE, **{name: True}) for name in ("outermost", "hidden"))
     assert frees(Event.LEAVE, hidden=True, recorded=False)
     assert not frees(Event.LEAVE, open_calls=1)
 
@@ -59,12 +59,15 @@ def test_what_a_pass_takes_over():
         assert frees(Event.PASS_BEGINS, stale=True, **kept)
 
 
-@pytest.mark.parametrize("event", [Event.DONE, Event.BACKWARD_ENDS])
-def test_a_backward_frees(event):
-    """Unless the rule, the user, a call around the backward or a later backward wants the unit."""
+@pytest.mark.parametrize(
+    ("event", "keeps"),
+    [(Event.DONE, ("hidden", "open_calls")), (Event.BACKWARD_ENDS, ("pinned", "awaited", "hidden", "open_calls"))],
+)
+def test_a_backward_frees(event, keeps):
+    """Unless the rule or a call around the backward wants the unit, or, at its end, the user or a later backward."""
     assert frees(event)
     assert not frees(event, rule=Rule(reshard_after_backward=False))
-    assert not any(frees(event, **{name: 1}) for name in ("pinned", "awaited", "hidden", "open_calls"))
+    assert not any(frees(event, **{name: 1}) for name in keeps)
 
 
 @pytest.mark.parametrize("event", [Event.RESHARD, Event.INTERRUPTED])

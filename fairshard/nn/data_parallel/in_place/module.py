@@ -48,10 +48,7 @@ class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
         """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_gathered:
-            if unit.state is TrainingState.IDLE:
-                unit.pin()
-            else:
-                unit.wait_unshard()
+            unit.show()
 
 
 class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types of its own for custom communication
@@ -321,14 +318,14 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 @contextmanager
 def showing_shards(units: Sequence[tuple[str, Unit]]) -> Iterator[None]:
     """Register DTensors inside the ``with`` block, also for ``units`` that the user has gathered."""
-    pinned = [unit for _, unit in units if unit.is_pinned and not unit.open_calls]
-    for unit in pinned:
+    shown = [unit for _, unit in units if unit.registered.are_leaves and not unit.open_calls]
+    for unit in shown:
         unit.registered.swap(to_leaves=False)
     try:
         yield
     finally:
-        for unit in pinned:
-            unit.registered.swap(to_leaves=unit.is_pinned)
+        for unit in shown:
+            unit.registered.swap(to_leaves=unit.is_gathered)
 
 
 def root_of(module: FSDPModule) -> Root:
