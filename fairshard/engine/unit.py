@@ -263,7 +263,8 @@ class Unit:
             if self.buffers is not None:
                 self.buffers.detach()
             self.is_pinned = False
-            self.registered.swap(to_leaves=False)
+            if not self.awaits_members:
+                self.registered.swap(to_leaves=False)
 
     def check_unwritten(self) -> None:
         """Raise if the forward has written to a leaf.
