@@ -41,8 +41,8 @@ from fairshard.state.optim_gathering import GatheredOptimState, problem_among, p
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.collector import collector_paused
+from fairshard.utils.failures import explained
 from fairshard.utils.messages import gather_objects
-from fairshard.utils.watchdog import explained
 
 _filters = threading.Lock()
 """Held while a thread ignores warnings."""

@@ -18,11 +18,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from fairshard.checks.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
+from fairshard.checks.watchdog import watch
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
 _MAX_NAMED = 4
@@ -151,6 +152,11 @@ class OrderCheck:
             self._phase = f"in a forward without gradients, after step {self.step - 1}"
         self._begun = len(self.noted)
         self.noted.append(_FORWARD)
+        self.watch()
+
+    def watch(self) -> None:
+        """Report the position of the calling thread from now on; see ``watchdog.py``."""
+        watch(self)
 
     def note(self, unit: Unit) -> None:
         """``unit`` is called, gathered or sent."""

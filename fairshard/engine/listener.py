@@ -10,16 +10,18 @@ from torch import Tensor
 from fairshard.engine.exec_order import Pass
 from fairshard.engine.unit import Unit
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.positions import Training
 
 
-class OrderListener(Training, Protocol):
+class OrderListener(Protocol):
     """Records what this rank has run, to report its position and where ranks differ."""
 
     step: int
 
     def begin_forward(self, is_compared: bool) -> None:
         """A pass through the model starts."""
+
+    def watch(self) -> None:
+        """The calling thread runs the model from now on."""
 
     def note(self, unit: Unit) -> None:
         """``unit`` is called, gathered or sent."""

@@ -26,7 +26,6 @@ from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.streams import is_asynchronous
-from fairshard.utils.watchdog import watch
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
 
@@ -219,7 +218,6 @@ class Root:
         if self._is_trained:
             self.record.begin(self.is_common)
         self.order_check.begin_forward(self._is_trained and self.is_common and self.join is None)
-        watch(self.order_check)
         self.shared.await_step()
         self.shared.after_step = None
         self._warned_autocast = self._warned_autocast or warn_autocast(self.units, self.device)

@@ -28,7 +28,6 @@ from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStat
 from fairshard.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.reduce_scatter_bucketer import Division
-from fairshard.utils.watchdog import watch
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
 _FAILED = 1 << 16  # added to a sum in which each rank that computes counts 1
@@ -249,7 +248,7 @@ class Join:
             root.reset()
             self._is_in_backward = False
         self._is_inside = True
-        watch(root.order_check)
+        root.order_check.watch()
         root.shared.await_step()
         for flat_param in self._flat_params:
             flat_param.begin_pass()

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.watchdog import reported
+from fairshard.utils.failures import reported
 
 _TRAINS = attrgetter("requires_grad")  # `map` with it takes less host time than a loop
 _EVERY = 13  # prime, so that writes in every second, fourth, tenth ... pass meet a check

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fairshard.utils.failures import explain, explained
 from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, Works, backend_name, gloo_twin
 from fairshard.utils.streams import Event, now
-from fairshard.utils.watchdog import explain, explained
 
 __all__ = ["counters", "reset_counters"]
 

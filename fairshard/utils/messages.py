@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from fairshard.errors import FairshardError
-from fairshard.utils.watchdog import explained, watch
+from fairshard.utils.failures import explained
 
 # Methods of the group, not functions of torch.distributed, which cost twice as much host time. Renamed in torch
 # 2.13; the old names can go with support for torch < 2.13.
@@ -53,7 +53,6 @@ class GroupMessages:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        watch()
         self.unfinished: list[Any] = []
         self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both forever
         self.rank = dist.get_rank(group)
@@ -260,7 +259,6 @@ def host_group() -> ProcessGroup | None:
     world = default_group()
     found = _host_groups.get(world)
     if found is None:
-        watch()
         found = _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
     return found
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, Transfer, sum_in_order, wait_all
+from fairshard.utils.failures import explained
 from fairshard.utils.messages import GATHER, SCATTER, backend_name
-from fairshard.utils.watchdog import explained
 
 
 class UnequalGather:

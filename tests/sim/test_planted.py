@@ -132,8 +132,8 @@ EXCUSED = {
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait": FAILED,
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait-2": FAILED,
     "utils.sharded_tensors:_gathered:wait": HOST,
-    "utils.watchdog:Watchdog._serve:wait": THREAD,
-    "utils.watchdog:Watchdog.explain:wait": THREAD,
+    "checks.watchdog:Watchdog._serve:wait": THREAD,
+    "checks.watchdog:Watchdog.explain:wait": THREAD,
 }
 """Sites that no cell needs, and why they are there."""
 
