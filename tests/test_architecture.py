@@ -52,7 +52,7 @@ OLD_PATHS = {
     "fairshard.utils.unit_event": "fairshard.observe.unit_event",
 }
 
-COMMUNICATING = [f"{UTILS}.{name}" for name in ("collectives", "messages", "unequal_rows")]
+COMMUNICATING = [f"{UTILS}.{name}" for name in ("collectives", "groups", "messages", "unequal_rows")]
 
 COLLECTIVES = {
     *(
@@ -282,7 +282,7 @@ def test_new_tensors_name_their_device(path):
 
 
 @in_each_file
-def test_collectives_are_called_in_three_files(path):
+def test_collectives_are_called_in_few_files(path):
     """Collectives and groups of torch.distributed are used in the files of `COMMUNICATING` only, and for tests."""
     if module_name(path) in (*COMMUNICATING, f"{UTILS}.testing", f"{UTILS}.rank_call"):
         return

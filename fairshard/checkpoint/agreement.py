@@ -14,7 +14,8 @@ from fairshard.checkpoint.reader import first_line
 from fairshard.checks.positions import BACKGROUND
 from fairshard.checks.watchdog import has_failed, watch
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
-from fairshard.utils.messages import fail_at_once, gather_objects, host_group, timeout_of
+from fairshard.utils.collectives import gather_objects
+from fairshard.utils.groups import fail_at_once, host_group, timeout_of
 
 T = TypeVar("T")
 

@@ -26,8 +26,9 @@ from torch import nn
 from fairshard.engine.tree import units_below, units_to
 from fairshard.observe.observer import observe
 from fairshard.observe.unit_event import END, UnitEvent
+from fairshard.utils.collectives import gather_objects
 from fairshard.utils.device import memory_allocated
-from fairshard.utils.messages import gather_objects, host_group
+from fairshard.utils.groups import host_group
 from fairshard.utils.streams import is_asynchronous
 
 __all__ = ["Bar", "Overlap", "bars", "draw_timeline", "gathered_bytes", "overlap", "timeline", "write_trace"]

@@ -12,7 +12,7 @@ from fairshard.params.copied_out import is_to_align
 from fairshard.planning.summary import FlatSizes
 from fairshard.planning.units import PlannedUnit
 from fairshard.settings.config import GradHome
-from fairshard.utils.collectives import EXCHANGE_RANKS
+from fairshard.utils.groups import EXCHANGE_RANKS
 from fairshard.utils.owned_layout import OwnedLayout
 
 

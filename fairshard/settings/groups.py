@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.settings.fsdp1 import ShardingStrategy
-from fairshard.utils.collectives import Communicator, Communicators, communicator
+from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.device import device_count
-from fairshard.utils.messages import default_group, group_of_one, subgroup
+from fairshard.utils.groups import communicator, default_group, group_of_one, subgroup
 from fairshard.utils.parallel import check_is_group
 from fairshard.utils.user_line import level_of_user
 

@@ -23,8 +23,9 @@ from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.lines import forget_loads
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
-from fairshard.utils.collectives import Communicator, Communicators, communicator
+from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import untraced
+from fairshard.utils.groups import communicator, on_host
 from fairshard.views.rows import join_gathers
 
 
@@ -75,7 +76,7 @@ def claim(module: nn.Module) -> Root:
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     for comm in distinct:
         if comm.world_size > 1 and comm.is_real:
-            comm.on_host  # noqa: B018 (connects)
+            on_host(comm)
     root = Root(
         next((comm for comm in reversed(distinct) if comm.world_size > 1), distinct[-1]).new_id(),
         units,

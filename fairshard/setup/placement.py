@@ -13,7 +13,7 @@ from fairshard.errors import HostMemoryError
 from fairshard.settings.config import GradHome
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import current_device, default_device_type
-from fairshard.utils.messages import communicates
+from fairshard.utils.groups import communicates
 from fairshard.utils.pinned import too_much_to_pin
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.user_line import level_of_user

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fairshard.utils.bucket_plan import MB
-from fairshard.utils.collectives import communicator, exchange_tag
+from fairshard.utils.collectives import exchange_tag
+from fairshard.utils.groups import communicator
 
 
 class ChunkBucket:

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from fairshard.utils.bucket_plan import PlannedSource, is_crowded, pack
 from fairshard.utils.chunk_bucket import ChunkReducer
-from fairshard.utils.collectives import Chain, Communicators, Transfer, exchange_tag
+from fairshard.utils.collectives import Communicators, exchange_tag
 from fairshard.utils.first_error import FirstError
 from fairshard.utils.grad_writer import GradWriter
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.tensors import add_runs
+from fairshard.utils.transfers import Chain, Transfer
 
 __all__ = ["ReduceScatterBucketer"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from fairshard.utils.messages import GroupMessages
+from fairshard.utils.collectives import Communicator
 
 
 class StopRequest:
@@ -26,7 +26,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._comms: list[GroupMessages] = []
+        self._comms: list[Communicator] = []
         self._joins_all = False
         self.num_heard = 0
         self.reset()
@@ -35,7 +35,7 @@ class StopRequest:
         """Forget who was asked; messages are no longer counted."""
         self.is_watched = self.is_asked = self.is_agreed = False
 
-    def hear(self, is_asked: bool, comms: Sequence[GroupMessages]) -> None:
+    def hear(self, is_asked: bool, comms: Sequence[Communicator]) -> None:
         """A message has passed through ``comms``, one after the other; ``is_asked`` on any rank that it has reached."""
         if comms != self._comms:
             self._comms = list(comms)
@@ -45,7 +45,7 @@ class StopRequest:
             self.is_agreed |= is_asked
 
 
-def joins_all(comms: Sequence[GroupMessages]) -> bool:
+def joins_all(comms: Sequence[Communicator]) -> bool:
     """Whether a message that passes through ``comms`` in order reaches every rank from every rank.
 
     It does if the last group has all ranks, or if the last two are the rows and columns of a grid of all ranks: they

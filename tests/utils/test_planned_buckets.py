@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.collectives import Communicator, Communicators, communicator, counters, reset_counters
+from fairshard.utils.collectives import Communicator, Communicators, counters, reset_counters
+from fairshard.utils.groups import communicator
 from fairshard.utils.owned_bucket import OwnedBucket
 from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, ReduceScatterBucketer
 from fairshard.utils.testing import delayed, rank_device

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
 from fairshard.checks.scaling_check import watch_scaling
-from fairshard.checks.watchdog import watch
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
@@ -204,7 +203,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         }
         config = self._fairshard_config = resolve(**settings, late=late)
         check_placement(placement_fn, use_orig_params)
-        watch()  # every rank builds a model; later only some may call a collective
         groups = find_groups(config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter)
         how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
         ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)

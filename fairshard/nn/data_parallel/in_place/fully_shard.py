@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_optimizers
-from fairshard.checks.watchdog import watch
 from fairshard.engine.members import Members
 from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.engine.unit import Unit
@@ -161,7 +160,6 @@ def fully_shard(
         for part, where in modules_elsewhere(tree, shard_placement_fn, data).items():
             again: Any = fully_shard  # mypy finds no overload for keywords from a dict
             again(part, **options, **where)
-    watch()  # every rank shards a model; later only some may call a collective
     groups = find_groups(config.sharding_strategy, None, mesh, None)
     device = current_device() if mesh.device_type != "cpu" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
