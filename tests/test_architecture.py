@@ -25,7 +25,7 @@ UTILS = "fairshard.utils"
 
 # The modules that a reader must know, bottom up.
 CORE = [
-    *(f"{UTILS}.{name}" for name in ("span", "layout", "streams", "collectives", "reduce_scatter_bucketer")),
+    *(f"{UTILS}.{name}" for name in ("span", "layout", "streams", "collectives", "buckets")),
     *(f"fairshard.params.{name}" for name in ("leaves", "flat_param")),
     *(f"fairshard.engine.{name}" for name in ("unit", "schedule", "backward", "root")),
 ]

@@ -329,7 +329,7 @@ class Root:
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
         with self.shared.at_home(returns=True):
-            self.shared.bucketer.flush()
+            self.shared.bucketer.drain()
         if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
             for grad in (each.grad for unit in self.units for each in unit.flat_params if each.grad.flights):
                 grad.land()

@@ -12,7 +12,7 @@ from fairshard.errors import TrainingStateError
 from fairshard.params.gathered import CopyOuts, Gathered
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.autograd import NO_BACKWARD, current_task
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.buckets import Bucketer
 from fairshard.utils.streams import Event, Stream, current_stream, is_asynchronous, now
 
 
@@ -34,7 +34,7 @@ class Shared:
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
         self.copies = CopyOuts(device)
-        self.bucketer = ReduceScatterBucketer(bucket_cap_mb, self.reduce_stream)
+        self.bucketer = Bucketer(bucket_cap_mb, self.reduce_stream)
         self.free = Event()
         self.after_step: Event | None = None
         self.depth = 0

@@ -25,9 +25,9 @@ from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
 from fairshard.settings.state_dicts import default_settings
 from fairshard.utils.before_step import num_steps
+from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.names import renamed
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 
 
 class Unit:
@@ -263,7 +263,7 @@ class Unit:
         if self.is_whole:
             self.listing.show()  # for a checkpoint that recomputes
 
-    def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
+    def send_grads(self, bucketer: Bucketer, yields: bool = False) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
             if not flat_param.is_owed:

@@ -27,7 +27,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
 from fairshard.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.utils.buckets import Division
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
 _FAILED = 1 << 16  # added to a sum in which each rank that computes counts 1

@@ -16,7 +16,7 @@ from fairshard.engine.call import Probe
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.observe.method_tap import tap
-from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
+from fairshard.utils.buckets import Bucket, GradSource, Hook
 from fairshard.utils.transfers import Transfer
 
 open_regions: list[ProfileRegions] = []

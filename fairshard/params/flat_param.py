@@ -26,10 +26,10 @@ from fairshard.params.shard_grad import GradTransfers
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import plain_and_others
 from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
+from fairshard.utils.buckets import Bucket, Division, Hook
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
-from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, Hook
 from fairshard.utils.tensors import set_data
 
 

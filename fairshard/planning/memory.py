@@ -23,7 +23,7 @@ from fairshard.planning.units import PlannedUnit
 from fairshard.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.settings.config import GradHome
 from fairshard.settings.fsdp1 import BackwardPrefetch
-from fairshard.utils.bucket_plan import is_crowded, pack
+from fairshard.utils.buckets import is_crowded, pack
 from fairshard.utils.device import check_device_type
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {

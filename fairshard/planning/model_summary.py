@@ -14,7 +14,7 @@ from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
 from fairshard.planning.summary import UnitRow, large_unit_warning, unit_table
 from fairshard.settings.config import GradHome
-from fairshard.utils.bucket_plan import MB
+from fairshard.utils.buckets import MB
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.ragged_layout import RaggedLayout

@@ -9,7 +9,7 @@ import torch
 
 from fairshard.settings.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictSettings, default_settings
-from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.utils.buckets import Division
 
 ORDER_CHECKS = ("always", "sampled", "off")
 

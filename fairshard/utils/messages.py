@@ -69,9 +69,7 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 @explained
 @torch.no_grad()
-def broadcast_tensors(
-    tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int, group: ProcessGroup
-) -> None:
+def broadcast_tensors(tensors: Sequence[Tensor], device: torch.device, cap_nbytes: int, group: ProcessGroup) -> None:
     """Broadcast rank 0's ``tensors``, which have equal shapes and dtypes on all ranks. **Collective.**
 
     They may be on any device, and are sent as bytes through one bucket of at most ``cap_nbytes`` on ``device``.
@@ -102,9 +100,7 @@ def broadcast_tensors(
 
 
 @explained
-def exchange_parts(
-    line: Tensor, to: Sequence[int], of: Sequence[int], group: ProcessGroup
-) -> tuple[Tensor, Any]:
+def exchange_parts(line: Tensor, to: Sequence[int], of: Sequence[int], group: ProcessGroup) -> tuple[Tensor, Any]:
     """Send consecutive parts of ``line``, of ``to[r]`` elements to rank ``r``. **Collective.**
 
     Returns new memory for the parts received, of ``of[r]`` elements from rank ``r``, and the work to wait for,
@@ -114,6 +110,7 @@ def exchange_parts(
     target, source = received.view(torch.uint8), line.view(torch.uint8)
     num_in, num_out = ([width * numel for numel in each] for each in (of, to))
     return received, dist.all_to_all_single(target, source, num_in, num_out, group, async_op=True)
+
 
 def agree(comm: Communicator, number: int, device: torch.device) -> bool:
     """Whether every rank of ``comm`` passed the same 63-bit ``number``. **Collective.**"""

@@ -76,7 +76,7 @@ class Ready(Transfer):
 
 
 class Chain(Transfer):
-    """Two transfers: the second starts with the result of the first."""
+    """Two transfers: the second starts with the result of the first; at once, if the first has nothing to wait for."""
 
     __slots__ = ("_first", "_next", "_start")
 
@@ -85,6 +85,8 @@ class Chain(Transfer):
         self._first = first
         self._start = start
         self._next: Transfer | None = None
+        if not first.works and first.result is not None:
+            self._second()
 
     def wait(self) -> Tensor | None:
         """See `Transfer.wait`. On CPU the calling thread waits for the first before the second starts."""

@@ -20,6 +20,7 @@ from fairshard.errors import OptionsExcludeError
 from fairshard.params.flat_param import FlatParam
 from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
+from fairshard.utils.buckets import Division
 from fairshard.utils.custom_comms import (
     AllGather,
     CustomGather,
@@ -31,7 +32,6 @@ from fairshard.utils.custom_comms import (
 )
 from fairshard.utils.device import current_device
 from fairshard.utils.groups import communicator, subgroup
-from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.owned import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
