@@ -32,7 +32,7 @@ CORE = [
 
 # Floors, bottom to top: the modules directly below fairshard/. A module imports from its own floor or a lower one.
 FLOORS = [
-    *("errors", "version", "utils", "settings", "params", "engine", "views", "checks", "observe", "join", "setup"),
+    *("errors", "version", "utils", "params", "engine", "settings", "views", "checks", "observe", "join", "setup"),
     *("state", "planning", "optim", "checkpoint", "nn", "integrations", "cli"),
 ]
 

@@ -27,8 +27,8 @@ from fairshard.utils.autograd import (
     reached,
     sequence_number,
 )
-from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.dynamo import not_traced, set_tracer
+from fairshard.utils.nested import apply_to_tensors
 
 
 class Listener(Protocol):

@@ -333,7 +333,7 @@ class Planner:
                 unit.reshard_after_forward,
                 unit.sync,
                 unit.prefetch.ahead_in_backward,
-                unit.config,
+                unit.rule,
             )
             for unit in self.units
         ]
@@ -371,7 +371,7 @@ class Planner:
     def _rule(self, unit: Unit) -> UnitRule:
         ahead = unit.prefetch.ahead_in_backward
         numbers = None if ahead is None else tuple(self.number[other] for other in ahead if other in self.number)
-        frees_between = unit.config.late.keeps_across_passes or not self.model_of[unit].keeps_after_forward(unit)
+        frees_between = unit.rule.keeps_across_passes or not self.model_of[unit].keeps_after_forward(unit)
         return UnitRule(
             unit.unshard_in_backward, unit.frees_in_backward, frees_between, unit.prefetch.waits_for_grads, numbers
         )

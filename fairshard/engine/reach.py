@@ -7,8 +7,7 @@ Each rank sends a hash of what it has run, and one bit for each question that ra
 
 The result is the union: a bit is set if any rank has set it. The first message has the same size for all models, so
 ranks that have run different things notice it before the first gather of the backward. Answers that do not fit are
-sent in a second message. If ranks reach different models, they repeat the exchange for all of these models. One of the
-flags says that a signal has asked a rank to stop (``utils/stop_request.py``).
+sent in a second message. If ranks reach different models, they repeat the exchange for all of these models.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ import numpy as np
 import torch
 
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.stop_request import request
 
 _NUM_MODELS = 8  # maximum that one backward may reach
 _HEADER = struct.Struct(f">QBI{_NUM_MODELS}I")
-_PROBLEM, _DIFFERENT, _SEVERAL, _STOP = 1, 2, 4, 8  # flags
+_PROBLEM, _DIFFERENT, _SEVERAL = 1, 2, 4  # flags
 
 FIRST_NBYTES = 2048
 """Size of the first message."""
@@ -99,13 +97,11 @@ def agree_on(question: Question) -> Verdict:
 
     If ranks have run different things, or one has a problem, the remaining answers stay unchanged.
     """
-    flags = (_PROBLEM if question.has_problem else 0) | (_STOP if request.is_asked else 0)
+    flags = _PROBLEM if question.has_problem else 0
     models = set(question.models)
     for peers, number in zip(question.peers, question.hashes, strict=True):
         flags, others = _swap(question, peers, number, flags, models)
         models |= others
-    if request.is_watched:
-        request.hear(bool(flags & _STOP), [peers.comm for peers in question.peers])
     is_open = bool(flags & _SEVERAL) and not question.is_final
     return Verdict(is_open or not flags & _DIFFERENT, bool(flags & _PROBLEM), frozenset(models), is_open)
 

@@ -24,7 +24,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.utils.autograd import newest_node
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
+from fairshard.utils.nested import apply_to_all, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.streams import is_asynchronous
 
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
@@ -61,7 +61,7 @@ class Root:
         self.on_backward: Callable[[Root], None] | None = None  # called before a backward begins
         self.has_begun, self.is_compared, self.is_last_backward = False, False, True
         self.num_interrupted = 0
-        self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
+        self._is_cut = any(own.shard.world_size > 1 for own in comms_of.values())
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
         self._ahead: set[Unit] = set()
         self._is_trained = False
@@ -182,7 +182,7 @@ class Root:
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether ``unit`` stays gathered for its backward, as the outermost does by default: its backward is first."""
-        first = unit is self.units[0] and unit.config.late.disable_reshard_on_root
+        first = unit is self.units[0] and not unit.rule.reshard_root
         return first or not unit.reshard_after_forward
 
     def _leave(self, unit: Unit, keep: bool, is_nested: bool, completed: bool) -> None:

@@ -20,10 +20,8 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
 from fairshard.params.listing import Listing
+from fairshard.params.rule import Rule
 from fairshard.params.versions import ShardVersions
-from fairshard.settings.config import UnitConfig
-from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
-from fairshard.settings.state_dicts import default_settings
 from fairshard.utils.before_step import num_steps
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
@@ -34,6 +32,7 @@ class Unit:
     """The flat params cut from the parameters of one module, or of several that are gathered together.
 
     Attributes:
+        groups, config: the process groups and options, of which the engine knows the ``rule`` only.
         root: the `Root` of its model; None before the first forward. The unit itself never reads it.
         comm: the ranks that the parameters are cut among; like ``parts``, ``listing``, ``versions`` and ``buffers`` set
             together with ``root``.
@@ -53,17 +52,18 @@ class Unit:
     buffers: ComputeBuffers | None = None
 
     def __init__(
-        self, groups: UnitGroups, flat_params: Sequence[FlatParam], config: UnitConfig, origin: Origin,
+        self, groups: Any, flat_params: Sequence[FlatParam], config: Any, origin: Origin,
         members: Members | None = None,
     ) -> None:  # fmt: skip
         self.groups, self.origin, self.members = groups, origin, members
         self.flat_params, self.config = flat_params, config
+        self.rule: Rule = config.rule
         self.fqn = "" if members is None else members.fqn
         self.is_inner = False  # inside another unit
-        self.reshard_after_forward = config.reshard_after_forward
+        self.reshard_after_forward = self.rule.reshard_after_forward
         self.reshard_after_backward = self.unshard_in_backward = True
-        self.state_dict_settings = default_settings()
-        self.prefetch: Prefetch[Unit] = Prefetch(config)
+        self.state_dict_settings = config.state_dict_settings()
+        self.prefetch: Prefetch[Unit] = Prefetch(self.rule)
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -77,7 +77,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
-        how = ("members", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+        how = ("rule", "members", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
         return {name: getattr(self, name) for name in (*kept, *how)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Unit:
         self.fqn = fqn
 
     @property
-    def group(self) -> SavedGroup:
+    def group(self) -> Any:
         """The ranks that the parameters are cut among."""
         return self.groups.shard
 
@@ -102,19 +102,16 @@ class Unit:
         self.comm = comms.shard
         self.device = shared.device
         for flat_param in self.flat_params:
-            flat_param.materialize(comms, self.config, shared.transfers, leaf_hook(root, self))
+            flat_param.materialize(comms, self.rule, shared.transfers, leaf_hook(root, self))
             flat_param.gathered.copies = shared.copies
         self.listing, self.versions = Listing(self.flat_params), ShardVersions(self.flat_params)
-        self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
-        if self.config.precision.buffer_dtype is not None:
-            self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
+        self.input_dtype = self.rule.root_input_dtype if self is root.units[0] else self.rule.input_dtype
+        if self.rule.buffer_dtype is not None:
+            self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.rule.buffer_dtype)
 
-    def make_parts(self) -> None:
-        """Create ``parts``, if configured; the buffers to gather into must exist already."""
-        assert self.comm is not None
-        part = part_of(self.comm, self.config.reshard_after_forward, self.fqn)
-        if part is not None:
-            self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)
+    def keep_parts(self, among: Communicator) -> None:
+        """Keep ``parts`` among these ranks from now on; the buffers to gather into must exist already."""
+        self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], among)
 
     # ---- parameters
 
@@ -213,7 +210,7 @@ class Unit:
     @property
     def frees_in_backward(self) -> bool:
         """Whether the parameters are freed when a backward is done with them."""
-        return self.reshard_after_backward and not (self.config.keeps_in_no_sync and not self.sync)
+        return self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
 
     def hold(self, for_good: bool) -> None:
         """Keep the memory on this rank, even if others free theirs, until the end of the backward or ``for_good``."""
@@ -235,7 +232,7 @@ class Unit:
             self.seen = self.versions.read()
         if self.is_gathered:
             self.listing.warn_if_written(is_pass=True)
-            if not (self.is_kept or self.config.late.keeps_across_passes) or self.stamp != (num_steps(), self.seen):
+            if not (self.is_kept or self.rule.keeps_across_passes) or self.stamp != (num_steps(), self.seen):
                 self.stamp = None
         if self.members is not None:
             self.members.begin_pass()

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
+from fairshard.utils.block import joined_columns
 from fairshard.utils.collectives import UserGather
 from fairshard.utils.span import cut
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.utils.streams import now
-from fairshard.utils.tensors import joined_columns
 from fairshard.utils.transfers import Ready
 
 _ALIGNMENT = 64

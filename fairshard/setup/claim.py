@@ -18,7 +18,8 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.observe.profile_regions import follow_profiler
 from fairshard.params.dtensor_slot import DTensorSlot
-from fairshard.settings.groups import check_pairs
+from fairshard.settings.config import check_param_dtype
+from fairshard.settings.groups import check_pairs, part_of
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.lines import forget_loads
 from fairshard.setup.one_model import check_one_model, note_model
@@ -94,9 +95,14 @@ def claim(module: nn.Module) -> Root:
             own_modules[owner] += modules_of(part)
     with all_or_none(units):
         for unit in units:
+            for flat_param in unit.flat_params:
+                flat_param.adopt_assigned()
+                check_param_dtype(unit.config, flat_param.shard.dtype, flat_param.name)  # the user may call `.half()`
             unit.materialize(root, root.shared, comms[unit], own_modules[unit])
             join_gathers(unit.flat_params)
-            unit.make_parts()
+            among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
+            if among is not None:
+                unit.keep_parts(among)
             unit.prefetch.choose_among(units)
     return root
 

@@ -23,7 +23,6 @@ from fairshard.utils.collectives import Communicators, exchange_tag
 from fairshard.utils.grad_writer import GradWriter
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 from fairshard.utils.streams import Event, Stream, now
-from fairshard.utils.tensors import add_runs
 from fairshard.utils.transfers import Chain, Transfer
 
 MB = 1024 * 1024
@@ -149,7 +148,7 @@ class Bucket:
 
         def sum_over_replicas(reduced: Tensor) -> Transfer:
             kept[:] = [None if source is None else source.take_kept() for source in sources]
-            return replicas.sum_over_ranks(add_runs(reduced, kept, widths), tag)
+            return replicas.sum_over_ranks(_add_runs(reduced, kept, widths), tag)
 
         return Chain(scatter, sum_over_replicas)
 
@@ -345,3 +344,16 @@ class Bucketer:
             self.deliver(bucket, transfer)
         done.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
         bucket.close()
+
+
+def _add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
+    """Add each of ``runs`` to its part of ``line``, ``numels`` elements wide; None adds nothing.
+
+    If any run is not None, the sum is in fp32 or wider, and in place if ``line`` already has that dtype.
+    """
+    if any(run is not None for run in runs):
+        line = line.to(torch.promote_types(line.dtype, torch.float32))
+        for part, run in zip(line.split(numels), runs, strict=True):
+            if run is not None:
+                part.add_(run)
+    return line

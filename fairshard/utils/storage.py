@@ -1,17 +1,9 @@
 """Allocate and free the memory behind a tensor in place, keeping every view of it valid."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 __all__ = ["alloc_storage_", "free_storage_"]
-
-# What torch.utils.dlpack.from_dlpack does after checks for other libraries' tensors, which take longer.
-_to_dlpack: Callable[[Tensor], Any] = torch._C._to_dlpack
-_from_dlpack: Callable[[Any], Tensor] = torch._C._from_dlpack
-
 
 def free_storage_(data: Tensor) -> None:
     """Free the memory of ``data``; its shape, strides and views stay, and must not be read until refilled."""
@@ -39,19 +31,6 @@ def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
             f"and {nbytes} were requested. Call free_storage_(data) first."
         )
     storage.resize_(nbytes)
-
-
-def own_storage(view: Tensor) -> Tensor:
-    """The elements of ``view``, in the same memory, as a tensor whose storage begins with them.
-
-    For local tensors of DTensors: torch (to 2.13) pickles and copies only DTensors whose local tensor begins its
-    storage. Writes to it do not count as writes to ``view``.
-    """
-    if not view.storage_offset():
-        return view
-    if view.is_meta or not view.numel():
-        return torch.empty_like(view)
-    return _from_dlpack(_to_dlpack(view))
 
 
 def is_aliased(data: Tensor) -> bool:

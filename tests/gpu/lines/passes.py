@@ -16,6 +16,7 @@ from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import device as devices
 from fairshard.utils.buckets import Bucketer
+from fairshard.utils.pinned import can_register
 from fairshard.utils.streams import Stream, now
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, NotHere, on_host, on_ranks
@@ -213,7 +214,7 @@ def device_hooks(is_small):
         "memory grows": held.nbytes <= grown <= devices.peak_memory(here),
         "random numbers repeat": torch.equal(first, again),
         "a synchronised event has passed": event.has_passed(),
-        "host memory can be pinned": devices.can_register(here) == (kind == "cuda"),
+        "host memory can be pinned": can_register(here) == (kind == "cuda"),
     }
     broken = [name for name, is_so in holds.items() if not is_so]
     if broken:
