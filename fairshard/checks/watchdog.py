@@ -233,7 +233,7 @@ def watch(training: Training | None = None) -> None:
 def has_failed() -> bool:
     """Whether a collective of the default group, or of a group made from it, has failed in this process."""
     own = observer()
-    return own is not None and own.has_failed
+    return isinstance(own, Watchdog) and own.has_failed
 
 
 def _at_exit() -> None:

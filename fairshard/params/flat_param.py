@@ -26,11 +26,11 @@ from fairshard.params.rule import GradHome, Rule
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import plain_and_others
-from fairshard.utils.assign import set_data
 from fairshard.utils.buckets import Bucket, Division, Hook
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
+from fairshard.utils.storage import set_data
 
 
 class FlatParam(Leaves):

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from fairshard.errors import BackwardOrderError, FairshardError
 from fairshard.params.rule import GradHome
-from fairshard.utils.assign import set_grad
 from fairshard.utils.dynamo import not_traced
 from fairshard.utils.pinned import host_empty_like
-from fairshard.utils.storage import is_aliased
+from fairshard.utils.storage import is_aliased, set_grad
 from fairshard.utils.streams import Event, Stream, now
 
 MAX_KEPT_NBYTES = 64 << 20

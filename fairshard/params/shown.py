@@ -13,8 +13,8 @@ from fairshard.params.line import FlatLine
 from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
-from fairshard.utils.assign import set_data
 from fairshard.utils.span import Span
+from fairshard.utils.storage import set_data
 
 
 class ShownShard:

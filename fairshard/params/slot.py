@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.params.placeholder import GatheredAs, ShardedParameter
-from fairshard.utils.assign import set_data
 from fairshard.utils.dynamo import not_traced
+from fairshard.utils.storage import set_data
 
 
 class _Guard:

@@ -24,8 +24,8 @@ from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.shared_memory import check_memory
 from fairshard.setup.shared_params import SharedParams, refusal
-from fairshard.utils.assign import set_data
 from fairshard.utils.names import join
+from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors

@@ -18,10 +18,10 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.assign import set_grad
 from fairshard.utils.messages import broadcast, receive_on_first, scatter_rows, send_to_first
 from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
+from fairshard.utils.storage import set_grad
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import OrigParam, Stepped
 from fairshard.views.shown_extended import ShownExtended

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicators, exchange_tag
-from fairshard.utils.grad_writer import GradWriter
 from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.transfers import Chain, Transfer
 
 MB = 1024 * 1024
 _MAX_IN_FLIGHT = 2
+MAX_STAGED_NBYTES = 1 << 18
+"""Gradients of a source up to this size are first written end to end, and then copied to their columns at once."""
 
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
@@ -87,6 +88,39 @@ class GradSource(PlannedSource, Protocol):
 
     def accept_grad(self, reduced: Tensor) -> None:
         """Receive the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
+
+
+class GradWriter:
+    """Makes ``source`` write to ``columns``, or first to a stage, if its gradients are small and fill many runs.
+
+    A second copy of a few KiB takes less host time than a copy for each run. The stage has memory only during `write`.
+    """
+
+    def __init__(self, source: GradSource, columns: Any) -> None:
+        self._source, self._columns = source, columns
+        self._stage: Tensor | None = None
+        self._views = source.bucket_views(columns)
+        is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
+        if is_small and not columns.is_contiguous():
+            stage = torch.empty_like(columns, memory_format=torch.contiguous_format)
+            views = source.bucket_views(stage)
+            if all(run.is_contiguous() for runs in views for run in runs):
+                self._stage, self._views = stage, views
+                self._storage, self._nbytes = stage.untyped_storage(), stage.nbytes
+                self._storage.resize_(0)
+
+    def write(self) -> None:
+        """Write the gradients, divided before the sum."""
+        source, stage = self._source, self._stage
+        if stage is not None:
+            self._storage.resize_(self._nbytes)
+        source.write_grads(self._views)
+        written = self._columns if stage is None else stage
+        if source.division.before != 1 and source.hook is None:
+            written.div_(source.division.before)
+        if stage is not None:
+            self._columns.copy_(stage)
+            self._storage.resize_(0)
 
 
 class Bucket:
@@ -253,7 +287,7 @@ class Bucketer:
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or not bucket.is_missing(index):
             bucket, index = source.bucket_kind([source]), 0
-        while self._flying and (self._has_ended() or self._is_crowded(bucket)):
+        while self._flying and (self._has_ended() or (not bucket.is_open and self._is_crowded(bucket.nbytes))):
             self._land()
         if not bucket.write(index, zeros=self.drops):
             return
@@ -332,10 +366,8 @@ class Bucketer:
         bucket, transfer, done = self._flying[0]
         return transfer.is_completed() if bucket.data.is_cpu else done.has_passed()
 
-    def _is_crowded(self, bucket: Bucket) -> bool:
-        if bucket.is_open:
-            return False
-        return is_crowded(bucket.nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
+    def _is_crowded(self, nbytes: int) -> bool:
+        return is_crowded(nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""

@@ -23,10 +23,6 @@ Result = TypeVar("Result")
 class Observer(Protocol):
     """Hears of the failures on this rank."""
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a collective has failed."""
-
     def explain(self, error: Exception) -> FairshardError:
         """The error to raise for a collective that failed with ``error``."""
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.mesh import SavedMesh
-from fairshard.utils.assign import set_data
 from fairshard.utils.device import current_device
 from fairshard.utils.dtensors import own_storage
+from fairshard.utils.storage import set_data
 from fairshard.views.cut import Cut
 from fairshard.views.rows import Rows
 from fairshard.views.rows_grad import RowsGrad

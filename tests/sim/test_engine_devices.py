@@ -10,7 +10,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import describe
 from fairshard.utils import device
-from fairshard.utils.assign import set_data
+from fairshard.utils.storage import set_data
 from fairshard.utils.streams import Event, Stream, now
 from tests import sim
 from tests.sim.ranks import on_sim
