@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,10 +21,9 @@ from fairshard.params.kept_part import KeptParts
 from fairshard.params.listing import Listing
 from fairshard.params.rule import Rule
 from fairshard.params.versions import ShardVersions
-from fairshard.utils.before_step import num_steps
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.names import renamed
+from fairshard.utils.steps import num_steps
 
 
 class Unit:
@@ -83,13 +81,6 @@ class Unit:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_runtime()
-
-    def place(self, fqn: str) -> None:
-        """Set the name that the unit has in the whole model, and rename its parameters to match."""
-        if fqn != self.fqn:
-            for flat_param in self.flat_params:
-                flat_param.rename(partial(renamed, before=self.fqn, after=fqn))
-        self.fqn = fqn
 
     @property
     def group(self) -> Any:

@@ -22,6 +22,7 @@ from fairshard.settings.config import check_param_dtype
 from fairshard.settings.groups import check_pairs, part_of
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.lines import forget_loads
+from fairshard.setup.naming import place
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
@@ -49,7 +50,7 @@ def claim(module: nn.Module) -> Root:
     for fqn, unit in found:
         if unit.is_gathered:
             unit.reshard()
-        unit.place(fqn)
+        place(unit, fqn)
     units = [unit for _, unit in found]
     refused = None
     try:

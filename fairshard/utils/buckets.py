@@ -14,7 +14,7 @@ are in flight, and their sums are delivered in the order of launches.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,28 +41,14 @@ class Division:
     after: float
 
 
-class PlannedSource(Protocol):
-    """One flat gradient, of ``bucket_numel`` elements over all ranks; a bucket has sources of one ``bucket_kind``."""
-
-    comms: Any
-    reduce_dtype: torch.dtype
-    compute_device: torch.device
-    shard_numel: int
-    """Elements that this rank gets."""
-
-    @property
-    def bucket_numel(self) -> int:
-        """See above; equal on all ranks."""
-
-    @property
-    def bucket_kind(self) -> Any:
-        """The class of its bucket."""
-
-
-class GradSource(PlannedSource, Protocol):
+class GradSource(Protocol):
     """The interface of a flat gradient that the bucketer uses; flat params implement it."""
 
     comms: Communicators
+    reduce_dtype: torch.dtype
+    compute_device: torch.device
+    shard_numel: int
+    """Elements that this rank gets; all ranks together get ``bucket_numel``."""
     reduce_id: int
     """Identifies the source in the group that reduces; ``replica_id`` does so in the group of replicas."""
     replica_id: int
@@ -76,6 +62,14 @@ class GradSource(PlannedSource, Protocol):
     @property
     def layout(self) -> Any:
         """The parts of the gradient that each rank gets."""
+
+    @property
+    def bucket_numel(self) -> int:
+        """See ``shard_numel``; equal on all ranks."""
+
+    @property
+    def bucket_kind(self) -> Any:
+        """The class of its bucket; a bucket has sources of one kind."""
 
     def bucket_views(self, columns: Any) -> list[list[Tensor]]:
         """The parts of ``columns``, its part of a bucket, to which gradients are copied."""
@@ -213,13 +207,10 @@ class Bucket:
         self._missing = self.written = None
 
 
-SourceT = TypeVar("SourceT", bound=PlannedSource)
-
-
-def pack(order: Sequence[SourceT], bucket_cap_mb: float) -> list[list[SourceT]]:
-    """Group ``order`` into buckets: consecutive gradients of one kind share a bucket up to the cap."""
-    packed: list[list[SourceT]] = []
-    filling: dict[tuple[object, ...], tuple[list[SourceT], int]] = {}
+def pack(order: Sequence[Any], bucket_cap_mb: float) -> list[list[Any]]:
+    """Group ``order``, of `GradSource`, into buckets: consecutive ones of one kind share a bucket up to the cap."""
+    packed: list[list[Any]] = []
+    filling: dict[tuple[object, ...], tuple[list[Any], int]] = {}
     for source in order:
         key = (source.comms, source.reduce_dtype, source.compute_device, source.bucket_kind)
         own = source.bucket_numel * source.reduce_dtype.itemsize
@@ -273,8 +264,7 @@ class Bucketer:
         ``yields``: a gather follows. On an accelerator, a bucket of several sources then waits for `send_due`, because
         its sum would hold up the gather, which compute needs sooner.
         """
-        if self.due is not None:
-            self.send_due()
+        self.send_due()
         if source.hook is not None:
             self.reduce_by_hook(source, source.hook)
             return
@@ -287,7 +277,7 @@ class Bucketer:
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or not bucket.is_missing(index):
             bucket, index = source.bucket_kind([source]), 0
-        while self._flying and (self._has_ended() or (not bucket.is_open and self._is_crowded(bucket.nbytes))):
+        while self._flying and (self._has_ended() or not (bucket.is_open or self._has_room(bucket.nbytes))):
             self._land()
         if not bucket.write(index, zeros=self.drops):
             return
@@ -366,8 +356,8 @@ class Bucketer:
         bucket, transfer, done = self._flying[0]
         return transfer.is_completed() if bucket.data.is_cpu else done.has_passed()
 
-    def _is_crowded(self, nbytes: int) -> bool:
-        return is_crowded(nbytes, [flying.nbytes for flying, _, _ in self._flying], self.bucket_cap_mb)
+    def _has_room(self, nbytes: int) -> bool:
+        return not is_crowded(nbytes, [bucket.nbytes for bucket, _, _ in self._flying], self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""

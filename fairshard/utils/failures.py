@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fairshard.errors import CollectiveFailedError, FairshardError
 
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
+Collective = TypeVar("Collective", bound=Callable[..., Any])
 
 
 class Observer(Protocol):
@@ -54,11 +53,11 @@ def reported(error: FairshardError) -> FairshardError:
     return error
 
 
-def explained(collective: Callable[Args, Result]) -> Callable[Args, Result]:
+def explained(collective: Collective) -> Collective:
     """Decorate a ``collective``, or what starts one: its failures are raised through `explain`."""
 
     @functools.wraps(collective)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return collective(*args, **kwargs)
         except FairshardError:
@@ -66,4 +65,4 @@ def explained(collective: Callable[Args, Result]) -> Callable[Args, Result]:
         except RuntimeError as error:
             raise explain(error) from error
 
-    return call
+    return cast(Collective, call)

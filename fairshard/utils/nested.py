@@ -13,8 +13,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 _IS_PYTHON_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _MAX_WALKED = 10_000  # objects and containers of an output that are looked into; a cache has some for each layer
 _MAX_DEPTH = 100  # containers in each other, to which `apply_to_tensors` recurses
-_SEEN = (Tensor, PackedSequence, *_PLAIN)
-_NOT_WALKED = (*_SEEN, type)
+_NOT_WALKED = (Tensor, PackedSequence, *_PLAIN, type)
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
