@@ -21,8 +21,8 @@ from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
 from fairshard.observe.method_tap import Around, tap
 from fairshard.observe.unit_event import END, Phase, UnitEvent
-from fairshard.utils.collectives import Transfer
-from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
+from fairshard.utils.buckets import Bucket, GradSource, Hook
+from fairshard.utils.transfers import Transfer
 
 
 def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:

@@ -32,8 +32,8 @@ from fairshard.setup.around import refuse_torchs_sharding
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion, refuse_sharing
 from fairshard.state.foreign_names import check_names
-from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
+from fairshard.utils.nested import apply_to_tensors
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -138,6 +138,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
+            unit.rule = unit.config.rule
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free the parameters after each backward, or keep them for the next forward unless an optimizer steps first.
