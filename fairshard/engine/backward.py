@@ -327,12 +327,9 @@ class Backward:
             self._listings.pop().hide()
         for model in self.models:
             model.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
-        # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.
-        seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
-        keeps_sums = True in seen or not seen
         for unit in self.units:
             for flat_param in unit.flat_params:
-                flat_param.abandon_grads(unit in self.touched, keeps_sums)
+                flat_param.abandon_grads()
         if not self._is_broken:
             self._is_serving = True
             bucketers = [model.shared.bucketer for model in self.models]

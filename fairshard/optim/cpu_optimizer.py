@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fairshard.checks.optimizer_check import (
     allow_held_gradients,
     check_cpu_steps,
-    check_whole_gradients,
+    check_gradients,
     finds_parts,
     name_of_shard,
 )
@@ -141,16 +141,15 @@ class CPUOptimizer(Optimizer):
                 have changed.
         """
         self._assert_whole()
-        check_whole_gradients(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_gradients(self)
         early, self._early = self._early, None
         if early is not None:
             self._finish(early)
         else:
-            self._assert_reduced()
             self._clip()
             self._step_all()
         return loss
@@ -223,9 +222,13 @@ class CPUOptimizer(Optimizer):
         try:
             yield
             transfers.listener = None
-            self._assert_reduced()
+            self._worker.wait_idle()
+            flat_params = [flat_param for unit in root.units for flat_param in unit.flat_params]
+            for flat_param in flat_params:
+                flat_param.grad.land()
+            check_gradients(self)
             if not self._was_clipped:
-                early.complete(flat_param for unit in root.units for flat_param in unit.flat_params)
+                early.complete(flat_params)
         except BaseException:
             transfers.listener = None
             self._broken = early.abandon()
@@ -361,15 +364,6 @@ class CPUOptimizer(Optimizer):
                 f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a "
                 'checkpoint. With clip_mode="speculate" such steps would be undone.'
             )
-
-    def _assert_reduced(self) -> None:
-        for flat_param in self._lines:
-            flat_param.forget_zeroed()
-            if flat_param.has_accumulated:
-                raise FairshardError(
-                    f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
-                    "no_sync or set_requires_gradient_sync(False). Run the last micro-batch of a step without these."
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("CPUOptimizer must not be pickled or copied: build a new one and use load_state_dict().")

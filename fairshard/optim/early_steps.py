@@ -69,12 +69,11 @@ class EarlySteps:
         self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group, ready))
 
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
-        """After the backward: wait for all gradients of the model, step the remaining shards, wait for the steps."""
+        """After the backward, when all gradients have landed: step the remaining shards, and wait for the steps."""
         for flat_param in flat_params:
-            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # early steps wait themselves
-                flat_param.grad.land()
-                if flat_param.grad.value is not None:
-                    self.take(flat_param)
+            is_taken = any(stepped.shard in self._taken for stepped in flat_param.stepped)
+            if not is_taken and flat_param.grad.value is not None:
+                self.take(flat_param)
         self._worker.wait_idle()
 
     def stepped(self) -> set[nn.Parameter]:
