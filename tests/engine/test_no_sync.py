@@ -154,7 +154,9 @@ def test_gradients_changed_in_between(kwargs):
     """While ``no_sync`` gradients wait, zeroing ``.grad`` also zeroes them; any other change raises on all ranks.
 
     Scaling raises at once, in torch, because the elements of a placeholder share memory; the next backward raises for
-    another gradient in its place. This holds even if ``.grad`` is zero or the rank owns only padding, before a reduced pass and after one.
+    another gradient in its place.
+
+    This holds even if ``.grad`` is zero or the rank owns only padding, before a reduced pass and after one.
     """
 
     def each(change):

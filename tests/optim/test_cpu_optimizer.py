@@ -264,7 +264,8 @@ def test_low_precision_masters_on_the_cpu_are_refused(ours):
     [
         ({"clip_grad_norm": 0.0}, "clip_grad_norm"),
         ({"clip_mode": "guess"}, "clip_mode"),
-        ({"clip_grad_norm": 1.0, "overlap": True}, 'clip_mode="speculate"'),
+        ({"clip_mode": "speculate"}, 'removed in fairshard 0.7.*Use "wait"'),
+        ({"clip_grad_norm": 1.0, "overlap": True}, "`overlap=True` must not be used with `clip_grad_norm`"),
         ({"state_dtype": torch.float16}, "state_dtype"),
         ({"offload_fraction": 1.5}, "offload_fraction"),
         ({"num_threads": 0}, "num_threads"),

@@ -199,7 +199,7 @@ def test_what_waits_survives_other_events():
 
 @on_ranks(2)
 def test_what_an_interrupted_backward_has_sent_of_what_waits_is_lost():
-    """If a backward raises after it has sent deferred sums, steps raise until gradients are zeroed; then all is well."""
+    """If a backward raises after it has sent deferred sums, steps raise until gradients are zeroed."""
     mesh = init_device_mesh(rank_device().type, (2, 1))
     model, expected = linears(mesh, bucket_cap_mb=0), linears(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
