@@ -41,7 +41,7 @@ class GradNotes:
                 if state != _NONE and shown is None:
                     flat_param.grad.value_or_zeros()
                 grad.zero(set_to_none=state == _NONE)
-            flat_param.forget_zeroed()
+            flat_param.drop_zeroed()
 
     def _grads(self) -> list[Tensor | None]:
         return [grad for flat_param in self._flat_params for one in flat_param.stepped for grad in one.grad.shown]

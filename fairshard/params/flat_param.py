@@ -189,9 +189,7 @@ class FlatParam(Leaves):
         self._hook_leaves()
         self.shows.link()
         self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
-        if pending is not None:
-            pending.move_to(self.grad)
-            self.grad.pending = pending
+        self.grad.adopt(pending)
         self.route.start_from(comms)
         self.follow_route()
 

@@ -142,19 +142,18 @@ class Leaves:
         sources: list[Tensor] = []
         empty = list(views[-1])
         pending = self.pending
-        converts = self._has_dtensors or pending is not None
         for index, slot in enumerate(self.slots):
             runs, grad = views[index], slot.leaf.grad
-            if converts or (grad is not None and grad.is_sparse):
-                grad = self._take_grad(slot, None if pending is None else self._wide)
-                kept = None if pending is None else pending.take(index)
-                if kept is not None:
-                    grad = kept if grad is None else kept.add_(grad)
-            else:
-                slot.leaf.grad = None
+            slot.leaf.grad = None
+            if pending is not None:
+                if grad is not None:
+                    pending.add(index, self._as_kept(slot, grad))
+                grad = pending.take(index)
             if grad is None:
                 empty += runs
                 continue
+            if grad.is_sparse or (self._has_dtensors and (pending is None or self._wide is None)):
+                grad = _local(slot, grad)
             self.contributed[index] = 1
             if self.reached is not None and not self.reached[index]:
                 raise unexpected_error(slot.fqn)
@@ -216,10 +215,17 @@ class Leaves:
     def _reached_by_any(self) -> bytes:
         return bytes(b"\1" * len(self.slots)) if self.reached is None else self.reached
 
+    def _as_kept(self, slot: ParamSlot, grad: Tensor) -> Tensor:
+        """A leaf's gradient as it is kept pending: in the wider of compute and reduce dtype."""
+        if self._wide is not None:  # made local in that dtype: the sum over the parameter's own mesh would round
+            return _local(slot, grad.to(self._wide))
+        return grad.to_dense() if grad.is_sparse else grad
+
     @property
-    def _wide(self) -> torch.dtype:
-        """The dtype of pending sums."""
-        return torch.promote_types(self.compute_dtype, self.reduce_dtype)
+    def _wide(self) -> torch.dtype | None:
+        """The dtype of pending sums; None: that of the leaves."""
+        wide = torch.promote_types(self.compute_dtype, self.reduce_dtype)
+        return None if wide == self.compute_dtype else wide
 
     def reach(self) -> bytearray:
         """For each parameter, 1 if the running backward gives it a gradient on this rank, or one is pending."""
@@ -241,7 +247,6 @@ class Leaves:
         self.is_owed = which is None or 1 in which
         self.reached = None if which is None or 0 not in which else bytes(which)
         self.contributed = bytearray(len(self.slots))
-        self.grad.begin_backward()
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -249,20 +254,24 @@ class Leaves:
 
         Faces show placeholders, also on ranks that have no gradients of their own.
         """
-        pending, wide = self.grad.pending_of(len(self.slots)), self._wide
+        pending = self.grad.pending_of(len(self.slots))
         for index, slot in enumerate(self.slots):
-            grad = self._take_grad(slot, wide)
+            grad, slot.leaf.grad = slot.leaf.grad, None
             if grad is not None:
-                pending.add(index, grad)
+                pending.add(index, self._as_kept(slot, grad))
         pending.show(self._reached_by_any)
 
-    @property
-    def has_accumulated(self) -> bool:
-        """Whether gradients are pending."""
-        return self.pending is not None
-
     def forget_zeroed(self) -> None:
-        """Drop the pending gradients of parameters that the user has zeroed since; called before a backward begins."""
+        """A backward begins: see `drop_zeroed`; what earlier backwards have changed cannot be lost any more."""
+        self.grad.begin_backward()
+        self.drop_zeroed()
+
+    def drop_zeroed(self) -> None:
+        """Drop the pending gradients of parameters that the user has zeroed since.
+
+        Raises:
+            FairshardError: one was changed in another way.
+        """
         if self.pending is not None:
             self.grad.drop_zeroed(self._names)
 
@@ -289,22 +298,16 @@ class Leaves:
             PartialGradientError: an exception has left it incomplete.
             PendingGradientError: it waits to be reduced.
         """
-        self.forget_zeroed()
+        self.drop_zeroed()
         pending = self.pending
         if pending is not None:
             names = self._names
             for index in range(len(names)) if face is None else (face,):
                 pending.check_absent(index, names[index], f"{self.slots[index].fqn}, rank {self.line.rank}")
 
-    def _take_grad(self, slot: ParamSlot, dtype: torch.dtype | None) -> Tensor | None:
-        """Remove a leaf's gradient, and return it, dense and local, in ``dtype`` unless that is None."""
-        leaf = slot.leaf
-        grad = leaf.grad
-        if grad is None:
-            return None
-        leaf.grad = None
-        grad = grad if dtype is None else grad.to(dtype)
-        if self._has_dtensors:
-            dtensor: Any = slot  # in the wider dtype, because the sum over the parameter's own mesh would round
-            grad = dtensor.local_grad(grad)
-        return grad.to_dense() if grad.is_sparse else grad
+
+def _local(slot: ParamSlot, grad: Tensor) -> Tensor:
+    """The gradient of the leaf of ``slot``, dense, and without its own mesh if it is a DTensor."""
+    if isinstance(slot, DTensorSlot):
+        grad = slot.local_grad(grad)
+    return grad.to_dense() if grad.is_sparse else grad

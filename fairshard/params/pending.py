@@ -135,9 +135,8 @@ class PendingGrads:
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
-        if self.shard_sum is None or not sends_shard_sum:
-            return bytes(one is not None for one in self.sums)
-        return bytes(own or one is not None for own, one in zip(self.in_shard_sum, self.sums, strict=True))
+        marks = self.in_shard_sum if sends_shard_sum else bytes(self._num_leaves)
+        return bytes(own or one is not None for own, one in zip(marks, self.sums, strict=True))
 
     def take(self, leaf: int) -> Tensor | None:
         """The sum of a leaf, which is sent now."""
@@ -254,7 +253,7 @@ class PendingGrads:
             why = "it waits for its sum over replicas, because of set_requires_all_reduce(False)"
             cure = "Run the last backward of a step after set_requires_all_reduce(True)"
         else:
-            why = "every backward since the last step ran under no_sync or set_requires_gradient_sync(False)"
+            why = "its last backward ran under no_sync or set_requires_gradient_sync(False)"
             cure = "Run the last backward of a step outside of no_sync, or after set_requires_gradient_sync(True)"
         raise PendingGradientError(
             f"Gradients must be reduced before they are used, but that of `{name}` ({where}) is pending: {why}. "

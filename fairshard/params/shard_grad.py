@@ -252,6 +252,12 @@ class ShardGrad:
             self.pending = PendingGrads(self, num_leaves)
         return self.pending
 
+    def adopt(self, pending: PendingGrads | None) -> None:
+        """Manage the faces of ``pending`` from now on, which another object for the same shard has managed."""
+        self.pending = pending
+        if pending is not None:
+            pending.move_to(self)
+
     def drop_zeroed(self, names: Sequence[str]) -> None:
         """Adopt what the user has done to placeholders; see `PendingGrads.drop_zeroed`."""
         if self.pending is not None:
