@@ -27,7 +27,7 @@ VARIANTS = {
     "plain": "plain PyTorch on the device, not sharded",
     "none": "fairshard, no offload",
     "offload": "fairshard, cpu_offload, CPUOptimizer after the backward",
-    "overlap": "fairshard, cpu_offload, CPUOptimizer during the backward, clip_mode=speculate",
+    "overlap": "fairshard, cpu_offload, CPUOptimizer during the backward, no clipping",
     "torch-adamw": "fairshard, cpu_offload, torch's fused AdamW",
     "master": "fairshard, move_grads_to_cpu only",
     "held": "fairshard, cpu_offload, gradients on the device",

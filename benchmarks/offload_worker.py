@@ -124,7 +124,7 @@ def _plain(gpt: torch.nn.Module, job: Job) -> Trained:
 
 
 def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: bool = False, **placement: Any) -> Trained:
-    """``overlap``: `CPUOptimizer` steps during the backward, and speculates on the norm; otherwise after it."""
+    """``overlap``: `CPUOptimizer` steps during the backward, without clipping; otherwise after it, and clips."""
     from engines.engine import wrap_children
 
     from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -143,8 +143,8 @@ def _fairshard(gpt: torch.nn.Module, job: Job, ours: bool, overlap: bool = False
             plain.zero_grad()
 
         return Trained(model, torch.Tensor.backward, update)
-    mode = {"overlap": True, "clip_mode": "speculate"} if overlap else {}
-    optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=LR, clip_grad_norm=MAX_NORM, **mode)
+    clip = None if overlap else MAX_NORM
+    optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=LR, clip_grad_norm=clip, overlap=overlap)
 
     def last_backward(loss: torch.Tensor) -> None:
         with optimizer.last_backward():

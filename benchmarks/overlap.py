@@ -85,7 +85,7 @@ def _check_losses(runs: list[dict[str, Any]]) -> None:
         if run["engine"] == overlap.PLAIN:
             continue
         expected = next(one for one in runs if one["case"] == run["case"] and one["engine"] in overlap.PEERS)["losses"]
-        tolerance = TOLERANCE if "offload" in run["case"] or "speculates" in run["case"] else 0.0
+        tolerance = TOLERANCE if "offload" in run["case"] or "steps early" in run["case"] else 0.0
         for loss, other in zip(run["losses"], expected, strict=True):
             if abs(loss - other) > tolerance * abs(other):
                 sys.exit(

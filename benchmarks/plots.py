@@ -206,7 +206,7 @@ def overlap(pyplot: Any) -> Any:
     """What a simulated step takes beyond the model alone, in per cent, by case and engine."""
     file = read(OVERLAP)
     alone = {run["case"]: run["makespan"] for run in file["runs"] if run["engine"] == "plain"}
-    cases = [case for case in alone if "offload" not in case and "speculates" not in case]
+    cases = [case for case in alone if "offload" not in case and "speculates" not in case and "steps early" not in case]
     figure, axes = pyplot.subplots(figsize=(7.5, 0.45 * len(cases) + 1))
     for place, (engine, label) in enumerate(SIMULATED.items()):
         own = {run["case"]: run["makespan"] for run in file["runs"] if run["engine"] == engine}

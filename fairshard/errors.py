@@ -12,6 +12,7 @@ Wrong arguments raise plain ``ValueError`` / ``TypeError``, before any collectiv
     |-- ShardChangedError                                     weights edited between forward and backward
     |-- BackwardOrderError                                    gradients arrived after their unit's bucket was sent
     |-- PartialGradientError                                  gradients that an exception left incomplete
+    |-- PendingGradientError                                  gradients that no backward has reduced yet
     |-- StaleOptimizerError                                   an optimizer that holds no shards
     |-- HeldGradientError                                     an optimizer that would silently skip gradients
     |-- ShardOptimizerError   (+ TypeError)                   an optimizer that cannot work on 1-D shards
@@ -45,6 +46,7 @@ __all__ = [
     "OptionsExcludeError",
     "ParameterShardedError",
     "PartialGradientError",
+    "PendingGradientError",
     "RanksDisagreeError",
     "ShardChangedError",
     "ShardOptimizerError",
@@ -97,6 +99,10 @@ class BackwardOrderError(FairshardError):
 
 class PartialGradientError(FairshardError):
     """An exception in a backward left the gradients incomplete, and the next step would use them."""
+
+
+class PendingGradientError(FairshardError):
+    """Gradients of ``no_sync`` passes were to be used, but no backward has reduced them yet."""
 
 
 class StaleOptimizerError(FairshardError):

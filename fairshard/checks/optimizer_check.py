@@ -1,11 +1,11 @@
-"""Checks optimizers at their first step: raises if one would step nothing, wrong values, or partial gradients.
+"""Checks optimizers by torch's public hooks around every step.
 
-In every step, hides the placeholders of gradients kept by ``no_sync``, so that the step skips these parameters.
+At the first step it raises if the optimizer would step nothing or wrong values; at every step, if gradients of its
+parameters are pending (see `PendingGrads`) or incomplete.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,9 +24,7 @@ from fairshard.engine.root import Root, every_root
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.leaves import interrupted
 from fairshard.params.rule import GradHome
-from fairshard.params.shard_grad import marked
 from fairshard.params.slot import ParamSlot
 from fairshard.params.versions import count_writes
 from fairshard.settings.config import UnitConfig
@@ -43,12 +41,9 @@ _shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[tuple[Tensor, Tensor]]]]
 _clean = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-# The gradients hidden from optimizers that are stepping, or whose last step has raised.
-_hidden: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units made by deepcopy or unpickling that are not watched yet
 _num_sharded = 0
 _is_installed = False
-_ZERO_GRAD = "zero_grad"
 
 _NEEDS_SHAPES = {
     "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "Lamb", "LAMB", "FusedLAMB", "Lars", "LARS",
@@ -97,7 +92,6 @@ def _install() -> None:
     if not _is_installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
-        setattr(Optimizer, _ZERO_GRAD, _showing_zeros(Optimizer.zero_grad))
         _is_installed = True
 
 
@@ -184,31 +178,28 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
 
 @untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    _show_zeros(optimizer)
     _watch_copies()
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of(optimizer)
-    if optimizer not in _fetchers:  # fetchers check gradients themselves, and may step on another thread
-        check_whole_gradients(optimizer)
-    if optimizer in _fetchers:  # they refuse to step while gradients are kept
+    if optimizer in _fetchers:  # they check gradients themselves, and may step on another thread
         count_writes(_clean[optimizer][1], has_grads=False)
         return None
     positional = len(args) > 1 and callable(args[1])  # a closure; `args[0]` is the optimizer
     has_closure = positional or callable(kwargs.get("closure"))
+    if not has_closure:
+        check_gradients(optimizer)
     count_writes(_clean[optimizer][1], has_grads=not has_closure)
     if positional:
-        return (args[0], _hiding(optimizer, args[1]), *args[2:]), kwargs
+        return (args[0], _checked(optimizer, args[1]), *args[2:]), kwargs
     if has_closure:
-        return args, {**kwargs, "closure": _hiding(optimizer, kwargs["closure"])}
-    _hide_zeros(optimizer)
+        return args, {**kwargs, "closure": _checked(optimizer, kwargs["closure"])}
     return None
 
 
 @untraced
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    _show_zeros(optimizer)
     for root in _stepped_roots(optimizer):
         if root.join is None:
             OrderCheck.of(root).count_step()
@@ -226,80 +217,35 @@ def _stepped_roots(optimizer: Optimizer) -> list[Root]:
     return sorted(first, key=first.__getitem__)
 
 
-def _hiding(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """``closure``, after which zeros are hidden; inside they are shown, so that its ``zero_grad`` works."""
+def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """``closure``, after which the gradients of ``optimizer`` are checked."""
 
     def call() -> Any:
-        _show_zeros(optimizer)
         loss = closure()
-        _hide_zeros(optimizer)
+        check_gradients(optimizer)
         return loss
 
     return call
 
 
-def _hide_zeros(optimizer: Optimizer) -> None:
-    """Hide gradients of ``optimizer`` that are only zeros, the placeholders of gradients not reduced yet.
-
-    A step with zeros would decay weights and move them by their momentum.
-    """
-    if not marked:
-        return
-    for grad in list(marked):
-        if not grad.has_zeros:
-            marked.discard(grad)
-    if not marked:
-        return
-    hidden = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            stepped = _watched(param)[0] if param.grad is not None else None
-            if stepped is not None and stepped.grad is not None and (grad := stepped.grad).hide_zeros():
-                hidden.append(grad)
-    if hidden:
-        _hidden[optimizer] = hidden
-
-
-def _show_zeros(optimizer: Optimizer) -> None:
-    if _hidden:
-        for grad in _hidden.pop(optimizer, ()):
-            grad.show_zeros()
-
-
-def _showing_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """``zero_grad`` of optimizers, also of hidden zeros: those of a step that has raised or is in its hooks."""
-
-    @functools.wraps(zero_grad)
-    @untraced
-    def show_and_zero(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        for group in optimizer.param_groups if _hidden else ():
-            for param in group["params"]:
-                stepped = _watched(param)[0]
-                if stepped is not None and stepped.grad is not None:
-                    stepped.grad.show_zeros()
-        zero_grad(optimizer, *args, **kwargs)
-
-    return show_and_zero
-
-
-def check_whole_gradients(optimizer: Optimizer) -> None:
-    """Raise if an exception left a gradient incomplete that ``optimizer`` would use.
+def check_gradients(optimizer: Optimizer) -> None:
+    """Raise if ``optimizer`` would use a gradient that is pending, or that an exception has left incomplete.
 
     Cleans up after a backward that raised only in models that ``optimizer`` steps: that is **collective**, and some
     ranks may have dropped another model.
 
     Raises:
         PartialGradientError: naming the first such shard.
+        PendingGradientError: naming the first such shard.
     """
     if any(root.in_backward for root in every_root()):
         for root in _stepped_roots(optimizer):
             root.engine.drop_interrupted()
-    if not interrupted:
-        return
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for flat_param in list(interrupted):
-        if any(id(one.shard) in stepped for one in flat_param.stepped):
-            flat_param.check_whole()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            stepped = _watched(param)[0]
+            if stepped is not None and stepped.pending is not None:
+                stepped.check_whole()
 
 
 def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:

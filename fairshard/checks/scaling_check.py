@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import stepped_of
+from fairshard.checks.optimizer_check import check_gradients, stepped_of
 from fairshard.engine.root import every_root
 from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
@@ -67,6 +67,7 @@ def _checked_clip(clip: Callable[..., None]) -> Callable[..., None]:
 def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
     @functools.wraps(unscale)
     def unscale_and_compare(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        check_gradients(optimizer)
         found = unscale(scaler, optimizer, *args, **kwargs)
         if _decides_alone(type(scaler)):
             check_overflow(optimizer, found)

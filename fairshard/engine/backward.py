@@ -266,13 +266,10 @@ class Backward:
         """
         for root in self.roots:
             root.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
-        # If a shard has no elements, or its gradient is all zeros, this rank cannot tell whether the user zeroed it.
-        seen = {flat_param.keeps_sum for unit in self.units for flat_param in unit.flat_params} - {None}
-        keeps_sums = True in seen or not seen
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:
-                flat_param.abandon_grads(unit in self.used and unit not in self._sent, keeps_sums)
+                flat_param.abandon_grads()
         if self._is_broken:
             return
         self._is_serving = True

@@ -26,8 +26,8 @@ from fairshard.utils.autograd import (
     newest_node,
     reached,
 )
-from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.dynamo import not_traced, set_tracer
+from fairshard.utils.nested import apply_to_tensors
 
 
 class Listener(Protocol):

@@ -20,6 +20,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
+
 class Kind(IntEnum):
     """The kind of a step: a mark, which each rank passes when its own backward gets there, or an action.
 

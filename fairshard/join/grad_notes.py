@@ -35,15 +35,16 @@ class GradNotes:
             for one in flat_param.stepped:
                 state = next(states)
                 grad: Any = one.grad
-                if state == _KEPT and grad.value is not None:
+                (shown,) = grad.shown
+                if state == _KEPT and shown is not None:
                     continue
-                if state != _NONE and grad.value is None:
+                if state != _NONE and shown is None:
                     flat_param.grad.value_or_zeros()
                 grad.zero(set_to_none=state == _NONE)
-            flat_param.forget_zeroed()
+            flat_param.drop_zeroed()
 
     def _grads(self) -> list[Tensor | None]:
-        return [one.grad.value for flat_param in self._flat_params for one in flat_param.stepped]
+        return [grad for flat_param in self._flat_params for one in flat_param.stepped for grad in one.grad.shown]
 
     @staticmethod
     def _state(grad: Tensor | None, noted: Tensor | None, version: int) -> int:

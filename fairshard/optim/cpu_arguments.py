@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 
 from fairshard.checks.block_state import block_numel_of, check_blocks
 from fairshard.utils.keywords import check_keywords, keywords_of
-from fairshard.utils.user_line import level_of_user
 
 
 def check_classes(model: Any, optimizer_class: Any) -> None:
@@ -49,7 +47,7 @@ _OWN = {"params", "clip_grad_norm", "clip_mode", "overlap", "state_dtype", "offl
 
 
 def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: torch.dtype | None) -> None:
-    """Raise if arguments are out of range or contradict each other; warn if one has no effect.
+    """Raise if arguments are out of range or contradict each other.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -58,15 +56,18 @@ def check_arguments(clip: float | None, mode: str, overlap: bool, state_dtype: t
         raise TypeError(f"`clip_grad_norm` must be the largest norm, a number, or None, but is {clip!r}. Pass 1.0.")
     if clip is not None and not clip > 0:
         raise ValueError(f"`clip_grad_norm` must be positive or None, but is {clip}.")
-    if mode not in ("wait", "speculate"):
-        raise ValueError(f'`clip_mode` must be "wait" or "speculate", but is {mode!r}.')
-    if overlap and clip is not None and mode != "speculate":
+    if mode == "speculate":
         raise ValueError(
-            '`overlap=True` with `clip_grad_norm` needs `clip_mode="speculate"`, but it is "wait": the norm is known '
-            "only after the backward, when shards have already been stepped."
+            '`clip_mode="speculate"` was removed in fairshard 0.7, because copies of all shards and moments cost more '
+            'than waiting for the norm. Use "wait", the default, and leave `overlap` out.'
         )
-    if mode == "speculate" and not overlap:
-        warnings.warn('`clip_mode="speculate"` has no effect without `overlap=True`.', stacklevel=level_of_user())
+    if mode != "wait":
+        raise ValueError(f'`clip_mode` must be "wait", but is {mode!r}.')
+    if overlap and clip is not None:
+        raise ValueError(
+            "`overlap=True` must not be used with `clip_grad_norm`: the norm is known only after the backward, when "
+            "shards have already been stepped. Leave one of them out."
+        )
     if state_dtype not in (None, torch.bfloat16):
         raise ValueError(f"`state_dtype` must be torch.bfloat16 or None (fp32), but is {state_dtype}.")
 
@@ -85,23 +86,20 @@ def check_steps_together(optimizer_class: type, overlap: bool, state_dtype: torc
         )
 
 
-def check_quantised(
-    template: Optimizer, stepped: Mapping[Any, Any], speculates: bool, state_dtype: torch.dtype | None
-) -> None:
+def check_quantised(template: Optimizer, stepped: Mapping[Any, Any], state_dtype: torch.dtype | None) -> None:
     """Check a ``template`` that quantises its state in blocks, such as torchao's; see also `check_blocks`.
 
     ``stepped`` maps shards to flat params or `OrigParam` objects.
 
     Raises:
-        ValueError: an option needs to copy or convert the state, which is not implemented for quantised state.
+        ValueError: ``state_dtype`` is set, but quantised state cannot be converted.
     """
     if not block_numel_of(template):
         return
-    option = 'clip_mode="speculate"' if speculates else None if state_dtype is None else f"state_dtype={state_dtype}"
-    if option is not None:
+    if state_dtype is not None:
         raise ValueError(
-            f"{type(template).__name__} keeps quantised state, which cannot be copied or converted, but CPUOptimizer "
-            f"was given `{option}`. Leave that out."
+            f"{type(template).__name__} keeps quantised state, which cannot be converted, but CPUOptimizer was given "
+            f"`state_dtype={state_dtype}`. Leave that out."
         )
     params = (param for group in template.param_groups for param in group["params"])
     check_blocks(template, [stepped[param] for param in params if param in stepped])

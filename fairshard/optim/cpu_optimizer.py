@@ -6,20 +6,20 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.optimizer_check import (
     allow_held_gradients,
     check_cpu_steps,
-    check_whole_gradients,
+    check_gradients,
     finds_parts,
     name_of_shard,
 )
-from fairshard.checks.nan_check import NanCheck
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
@@ -33,14 +33,12 @@ from fairshard.optim.cpu_arguments import (
 )
 from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
-from fairshard.optim.grad_norm import clip_grad_norm_, exceeds
+from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.optim.grad_staging import GradStaging
 from fairshard.optim.local_parts import LocalParts
 from fairshard.optim.shard_step import ShardStep, Twin, is_moment
 from fairshard.params.flat_param import FlatParam
 from fairshard.setup.claim import claim
-
-ClipMode = Literal["wait", "speculate"]
 
 
 class CPUOptimizer(Optimizer):
@@ -66,10 +64,8 @@ class CPUOptimizer(Optimizer):
         optimizer_class: a class with torch's interface; its fused kernel is used if it has one.
         params: parameters or param groups, as for any optimizer; all of ``model`` if None.
         clip_grad_norm: clip the norm of all gradients to this in every step, as ``model.clip_grad_norm_`` does.
-        clip_mode: with ``overlap``, whether to step before the norm is known. ``"speculate"`` keeps a copy of each
-            shard and its state, and restores it if the gradients must be clipped or have overflowed; after a step
-            whose gradients were clipped the next one waits for the norm.
-        overlap: step during the backward.
+        clip_mode: only ``"wait"``: step when the norm is known.
+        overlap: step during the backward; not with ``clip_grad_norm``.
         state_dtype: torch.bfloat16 halves the moments of shards stepped on the CPU, with stochastic rounding; None
             keeps them fp32.
         offload_fraction: the fraction of the parameters, unit by unit, that is stepped on the CPU; the rest stays,
@@ -88,7 +84,7 @@ class CPUOptimizer(Optimizer):
         *,
         params: Iterable[Any] | None = None,
         clip_grad_norm: float | None = None,
-        clip_mode: ClipMode = "wait",
+        clip_mode: str = "wait",
         overlap: bool = False,
         state_dtype: torch.dtype | None = None,
         offload_fraction: float = 1.0,
@@ -116,10 +112,10 @@ class CPUOptimizer(Optimizer):
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
-        check_quantised(self._template, self._flat_params, overlap and clip_mode == "speculate", state_dtype)
+        check_quantised(self._template, self._flat_params, state_dtype)
         self.state.update(self._template.state)  # some classes create state when built
         self._template.state.clear()
-        self.clip_grad_norm, self.clip_mode = clip_grad_norm, clip_mode
+        self.clip_grad_norm = clip_grad_norm
         self.overlap = overlap
         self.state_dtype = state_dtype
         self._worker = CPUWorker(default_num_threads(overlap) if num_threads is None else num_threads)
@@ -128,7 +124,6 @@ class CPUOptimizer(Optimizer):
         self._twin = Twin(self._template, self, self._parts)
         self._steps: dict[nn.Parameter, ShardStep] = {}
         self._early: EarlySteps | None = None
-        self._was_clipped = False  # in the last step: then the next one probably is, and waits for the norm
         self._broken = ""
         allow_held_gradients(self)
 
@@ -142,16 +137,15 @@ class CPUOptimizer(Optimizer):
                 have changed.
         """
         self._assert_whole()
-        check_whole_gradients(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_gradients(self)
         early, self._early = self._early, None
         if early is not None:
             self._finish(early)
         else:
-            self._assert_reduced()
             self._clip()
             self._step_all()
         return loss
@@ -195,19 +189,20 @@ class CPUOptimizer(Optimizer):
     def last_backward(self, scaler: Any = None) -> Iterator[None]:
         """Step each shard as soon as its gradient is complete; run the last backward before `step` inside.
 
-        The forward may also run inside. ``scaler`` is the `ShardedGradScaler` of the loss, if any.
+        The forward may also run inside. ``scaler`` must be disabled, if given.
 
         Raises:
-            ValueError: ``overlap`` is off, ``clip_mode`` is not ``"speculate"`` with a scaler, or ``nan_check`` is on.
+            ValueError: ``overlap`` is off, ``nan_check`` is on, or there is a scaler or a norm to clip to, which decide
+                after the backward.
         """
         self._assert_whole()
         if not self.overlap:
             raise ValueError("`last_backward` needs CPUOptimizer(..., overlap=True), but `overlap` is False.")
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        if scaler is not None and self.clip_mode != "speculate":
+        check_arguments(self.clip_grad_norm, "wait", self.overlap, self.state_dtype)
+        if scaler is not None and scaler.is_enabled():
             raise ValueError(
-                '`last_backward(scaler)` needs `clip_mode="speculate"`, but it is "wait": an overflow is known only '
-                "after the backward, when its shards have already been stepped."
+                "`last_backward` must not be used with a scaler that is enabled: an overflow is known only after the "
+                "backward, when shards have already been stepped. Step after the backward, or train in bf16."
             )
         if self._early is not None:
             raise FairshardError("`last_backward` was entered twice without a step in between. Call optimizer.step().")
@@ -219,41 +214,36 @@ class CPUOptimizer(Optimizer):
                 "backward, when shards have already been stepped. Step after the backward while you look for NaN."
             )
         transfers = root.shared.transfers
-        early = EarlySteps(self, self._worker, None if scaler is None else scaler.inverse_scale())
-        transfers.listener = None if self._was_clipped else early.take
+        early = EarlySteps(self, self._worker)
+        transfers.listener = early.take
         try:
             yield
             transfers.listener = None
-            self._assert_reduced()
-            if not self._was_clipped:
-                early.complete(flat_param for unit in root.units for flat_param in unit.flat_params)
+            self._worker.wait_idle()
+            flat_params = [flat_param for unit in root.units for flat_param in unit.flat_params]
+            for flat_param in flat_params:
+                flat_param.grad.land()
+            check_gradients(self)
+            early.complete(flat_params)
         except BaseException:
             transfers.listener = None
             self._broken = early.abandon()
             raise
         self._early = early
 
-    def rollback(self) -> None:
-        """Undo the steps of `last_backward`, bit for bit; gradients stay. Does nothing without such steps.
+    # ---- for the scaler and the early steps
+
+    def check_unstepped(self) -> None:
+        """Raise if `last_backward` has stepped shards: a scaler would unscale their gradients too late.
 
         Raises:
-            FairshardError: ``clip_mode`` is not ``"speculate"``, so there is no copy to restore.
+            FairshardError: it has.
         """
-        early, self._early = self._early, None
-        if early is not None:
-            early.undo()
-
-    def assert_gradients_unchanged(self) -> None:
-        """Raise if a gradient was edited after `last_backward` stepped with it; the error names it."""
         if self._early is not None:
-            self._early.check_gradients()
-
-    def note_unscaled(self, inverse_scale: Tensor) -> None:
-        """Record that the scaler multiplied the gradients by ``inverse_scale``."""
-        if self._early is not None:
-            self._early.note_unscaled(inverse_scale)
-
-    # ---- for the scaler and the early steps
+            raise FairshardError(
+                "Gradients must be unscaled before a step, but last_backward() has already stepped shards with scaled "
+                "ones. With a scaler, step after the backward: run it outside of last_backward()."
+            )
 
     def gradients(self) -> list[Tensor]:
         """All gradients, on parameters or held by units."""
@@ -307,44 +297,19 @@ class CPUOptimizer(Optimizer):
         for group, stepped in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
-    def _clip(self) -> bool:
-        """Scale the gradients if their norm is too large; returns whether it was."""
-        most, self._was_clipped = self.clip_grad_norm, False
-        if most is not None:
-            self._was_clipped = exceeds(clip_grad_norm_(self._root().units, most, 2.0), most)
-        return self._was_clipped
+    def _clip(self) -> None:
+        if self.clip_grad_norm is not None:
+            clip_grad_norm_(self._root().units, self.clip_grad_norm, 2.0)
 
     def _finish(self, early: EarlySteps) -> None:
         try:
-            self._agree(self._verdict(early))
-            is_clipped = self._clip()
-        except BaseException as error:
+            self._worker.join()
+            check_arguments(self.clip_grad_norm, "wait", self.overlap, self.state_dtype)
+            early.check_unchanged()
+        except (FairshardError, ValueError) as error:
             self._broken = early.abandon() and str(error)
             raise
-        if is_clipped:
-            early.undo()
         self._step_all(done=early.stepped())
-
-    def _verdict(self, early: EarlySteps) -> FairshardError | None:
-        try:
-            self._worker.join()
-            early.check_unchanged()
-        except FairshardError as error:
-            return error
-        return None
-
-    def _agree(self, error: FairshardError | None) -> None:
-        """Raise ``error``; with clipping, which is collective, all ranks raise if any of them has an error."""
-        if self.clip_grad_norm is not None:
-            root = self._root()
-            comm = root.units[0].comm
-            assert comm is not None
-            failed = torch.tensor([float(error is not None)], device=root.device)
-            comm.all_reduce(failed, "max").wait()
-            if failed.item() and error is None:
-                error = FairshardError("The steps of another rank during the backward failed; see its error.")
-        if error is not None:
-            raise error
 
     def _root(self) -> Root:
         model = self._model()
@@ -360,17 +325,8 @@ class CPUOptimizer(Optimizer):
         if self._broken:
             raise FairshardError(
                 f"All shards must be stepped, but only some were: {self._broken} Load model and optimizer from a "
-                'checkpoint. With clip_mode="speculate" such steps would be undone.'
+                "checkpoint."
             )
-
-    def _assert_reduced(self) -> None:
-        for flat_param in self._lines:
-            flat_param.forget_zeroed()
-            if flat_param.has_accumulated:
-                raise FairshardError(
-                    f"Gradients must be reduced before a step, but those of `{flat_param.name}` were accumulated under "
-                    "no_sync or set_requires_gradient_sync(False). Run the last micro-batch of a step without these."
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("CPUOptimizer must not be pickled or copied: build a new one and use load_state_dict().")

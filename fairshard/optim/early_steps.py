@@ -1,4 +1,4 @@
-"""Steps taken while the backward still runs: shard by shard, checked at the end, undone if necessary."""
+"""Steps taken while the backward still runs: shard by shard, checked at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from fairshard.views.orig_param import OrigParam, Stepped
 class ShardOptimizer(Protocol):
     """The members of the optimizer that early steps use."""
 
-    clip_mode: Any
     state_dtype: torch.dtype | None
     param_groups: list[dict[str, Any]]
 
@@ -33,20 +32,14 @@ class ShardOptimizer(Protocol):
 
 
 class EarlySteps:
-    """The shards that one backward has stepped, and the assumptions of those steps.
+    """The shards that one backward has stepped, and the assumptions of those steps."""
 
-    ``inverse_scale`` is the factor by which the scaler will multiply the gradients; the steps already apply it.
-    """
-
-    def __init__(self, optimizer: ShardOptimizer, worker: CPUWorker, inverse_scale: Tensor | None) -> None:
+    def __init__(self, optimizer: ShardOptimizer, worker: CPUWorker) -> None:
         self._optimizer = optimizer
         self._worker = worker
-        self._inverse_scale = inverse_scale
-        self._speculates = optimizer.clip_mode == "speculate"
         self._settings = [_settings_of(group) for group in optimizer.param_groups]
         self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
         self._taken: dict[nn.Parameter, _Taken | None] = {}
-        self._is_unscaled = False
 
     def take(self, flat_param: FlatParam) -> None:
         """Step one shard, whose gradient is complete."""
@@ -69,55 +62,26 @@ class EarlySteps:
         self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group, ready))
 
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
-        """After the backward: wait for all gradients of the model, step the remaining shards, wait for the steps."""
+        """After the backward, when all gradients have landed: step the remaining shards, and wait for the steps."""
         for flat_param in flat_params:
-            if not any(stepped.shard in self._taken for stepped in flat_param.stepped):  # early steps wait themselves
-                flat_param.grad.land()
-                if flat_param.grad.value is not None:
-                    self.take(flat_param)
+            is_taken = any(stepped.shard in self._taken for stepped in flat_param.stepped)
+            if not is_taken and flat_param.grad.value is not None:
+                self.take(flat_param)
         self._worker.wait_idle()
 
     def stepped(self) -> set[nn.Parameter]:
-        """Shards that have been stepped and not undone."""
+        """Shards that have been stepped."""
         return set(self._taken)
 
     def abandon(self) -> str:
-        """Undo the steps after a failure; if there are no copies to restore, return a sentence about the steps."""
+        """After a failure, wait for the worker; returns a sentence about the shards that were stepped, or ""."""
         self._worker.clear()
-        if self._speculates:
-            self.undo()
-            return ""
         if not self._taken:
             return ""
         return f"{len(self._taken)} of {len(self._groups)} shards had been stepped when the backward raised."
 
-    def undo(self) -> None:
-        """Restore every stepped shard and its state."""
-        if not self._speculates:
-            raise FairshardError('Only steps of clip_mode="speculate" can be undone: the others keep no copy.')
-        self._worker.clear()
-        for shard, taken in self._taken.items():
-            if taken is not None:
-                self._optimizer.step_of(shard).restore_image()
-        self._taken.clear()
-
-    def note_unscaled(self, inverse_scale: Tensor) -> None:
-        """Record that the scaler multiplied the gradients by ``inverse_scale`` after the steps."""
-        if self._inverse_scale is None or not torch.equal(self._inverse_scale, inverse_scale.cpu()):
-            raise FairshardError(
-                "Steps during the backward must divide by the scale of the loss, but were given no scaler, or one with "
-                "another scale. Pass the scaler: "
-                "`with optimizer.last_backward(scaler):`."
-            )
-        self._is_unscaled = True
-        for shard, taken in self._taken.items():
-            if taken is not None:
-                self._taken[shard] = _Taken.of(taken.flat_param, taken.grad)
-
     def check_unchanged(self) -> None:
         """Raise if hyperparameters or gradients have changed since the steps; the error names the first one."""
-        if self._inverse_scale is not None and not self._is_unscaled:
-            raise FairshardError("last_backward(scaler) must be followed by scaler.step(optimizer), not a bare step.")
         for group, before in zip(self._optimizer.param_groups, self._settings, strict=True):
             for name, value in _settings_of(group).items():
                 if name not in before or not _equal(before[name], value):
@@ -125,10 +89,6 @@ class EarlySteps:
                         f"Hyperparameter `{name}` must not change between last_backward() and step(), but went from "
                         f"{before.get(name)} to {value}. Change it after the step."
                     )
-        self.check_gradients()
-
-    def check_gradients(self) -> None:
-        """Raise if a gradient has changed since its shard was stepped; the error names it."""
         for shard, taken in self._taken.items():
             if taken is None:
                 continue
@@ -147,13 +107,8 @@ class EarlySteps:
         if grad is None:  # unused, or frozen, beside others of its unit
             return
         step = self._optimizer.step_of(shard)
-        if self._speculates:
-            step.save_image()
         self._taken[shard] = _Taken.of(flat_param, grad)
-        host = grad.to(shard.device)
-        if self._inverse_scale is not None:
-            host = host * self._inverse_scale
-        step.run(group, host, self._optimizer.state_dtype)
+        step.run(group, grad.to(shard.device), self._optimizer.state_dtype)
 
 
 @dataclass(frozen=True)

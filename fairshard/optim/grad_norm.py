@@ -31,12 +31,15 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
 
     Raises:
         MixedGroupsError: the units use several process groups.
+        PendingGradientError: a gradient waits to be reduced; see `FlatParam.check_whole`.
         ValueError: ``norm_type`` is not positive, or a parameter is a DTensor on a larger mesh than its unit's.
     """
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be positive or math.inf, but is {norm_type}. Pass 2.0 for the usual norm.")
     _check_groups(units)
     _check_plain(units)
+    for flat_param in (flat_param for unit in units for flat_param in unit.flat_params):
+        flat_param.check_whole()
     grads: list[Tensor] = []
     filled: dict[Communicator, list[Tensor]] = {}
     for unit in units:

@@ -78,7 +78,6 @@ class ShardStep:
         self._owner = weakref.proxy(owner)
         self._shard = shard
         self._seed = seed
-        self._image: _Image | None = None
 
     @torch.no_grad()
     def run(self, group: dict[str, Any], grad: Tensor, state_dtype: torch.dtype | None) -> None:
@@ -98,19 +97,6 @@ class ShardStep:
                 "An optimizer with counters in its param groups must step all shards together, but this steps one "
                 "shard, which would advance them once per shard. Use neither overlap, state_dtype nor held gradients."
             )
-
-    def save_image(self) -> None:
-        """Copy shard and state, bit for bit, for `restore_image`."""
-        if self._image is None:
-            self._image = _Image()
-        self._image.save(self._shard, self._owner.state.get(self._shard))
-
-    def restore_image(self) -> None:
-        """Restore the copy of `save_image`."""
-        assert self._image is not None
-        state = self._image.restore(self._shard, self._owner.state.get(self._shard))
-        if state is None:
-            self._owner.state.pop(self._shard, None)
 
     def _widen(self) -> dict[str, Tensor]:
         """Convert moments to the shard's dtype for the kernel; returns the stored ones."""
@@ -144,45 +130,3 @@ def is_moment(value: Any, param: Tensor) -> bool:
     if not is_alike or value.shape != param.shape or not value.is_floating_point():
         return False
     return value.dim() > 0 or isinstance(value, DTensor)  # a plain one without dimensions may be a count
-
-
-class _Image:
-    """Copies of a shard and its state, in reused memory."""
-
-    def __init__(self) -> None:
-        self._shard: Tensor | None = None
-        self._state: dict[str, Any] | None = None
-
-    @torch.no_grad()
-    def save(self, shard: Tensor, state: Mapping[str, Any] | None) -> None:
-        self._shard = _copied(shard.detach(), self._shard)
-        if state is None:
-            self._state = None
-            return
-        before = self._state or {}
-        self._state = {
-            name: _copied(value, before.get(name)) if isinstance(value, Tensor) else value
-            for name, value in state.items()
-        }
-
-    @torch.no_grad()
-    def restore(self, shard: Tensor, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Write the copies back in place and drop newer state; returns the state, None if it did not exist."""
-        assert self._shard is not None
-        shard.copy_(self._shard)
-        if self._state is None or state is None:
-            return None
-        for name in state.keys() - self._state.keys():
-            del state[name]
-        for name, value in self._state.items():
-            if isinstance(value, Tensor):
-                state[name].copy_(value)
-            else:
-                state[name] = value
-        return state
-
-
-def _copied(value: Tensor, into: Any) -> Tensor:
-    if isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype:
-        return into.copy_(value)
-    return value.detach().clone()

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fairshard.checks.optimizer_check import check_gradients
 from fairshard.join.optimizers import check_scaler
 from fairshard.optim.cpu_optimizer import CPUOptimizer
 from fairshard.utils.device import default_device_type
@@ -59,7 +60,7 @@ class ShardedGradScaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step with unscaled gradients, unless gradients of any rank overflowed; returns the result of the step.
 
-        An overflow also undoes the steps of ``CPUOptimizer.last_backward(scaler)``. **Collective.**
+        **Collective.**
 
         Raises:
             RuntimeError: called twice without `update`, or with a closure.
@@ -81,25 +82,17 @@ class ShardedGradScaler(GradScaler):
         result = None
         if not overflowed:
             result = optimizer.step(**kwargs)
-        elif isinstance(optimizer, CPUOptimizer):
-            optimizer.rollback()
         state["stage"] = OptState.STEPPED
         return result
-
-    def inverse_scale(self) -> Tensor:
-        """Factor by which the gradients will be multiplied: 0-d fp32, on the CPU."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        assert self._scale is not None
-        return self._scale.double().reciprocal().float().cpu()
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiply all gradients by ``inv_scale``; returns whether gradients of any rank overflowed."""
         check_scaler(optimizer)
+        check_gradients(optimizer)
         if isinstance(optimizer, CPUOptimizer):
-            optimizer.assert_gradients_unchanged()
+            optimizer.check_unstepped()
             grads = optimizer.gradients()
         else:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -116,8 +109,6 @@ class ShardedGradScaler(GradScaler):
         for grad in shown:
             increment_version(grad)
         communicator(self._group or default_group()).all_reduce(overflowed, "max").wait()
-        if isinstance(optimizer, CPUOptimizer):
-            optimizer.note_unscaled(inv_scale)
         return {overflowed.device: overflowed}
 
     def __getstate__(self) -> dict[str, Any]:

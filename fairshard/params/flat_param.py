@@ -176,7 +176,7 @@ class FlatParam(Leaves):
         self.reduce_dtype = rule.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
         home = rule.grad_home if self.on_cpu else GradHome.SHARD
-        held = None if self.grad is None else self.grad.value  # from when this unit was a separate model
+        held, pending = (None, None) if self.grad is None else (self.grad.value, self.grad.pending)  # of another model
         grad_dtype = rule.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
         self._on_grad = on_grad
         with torch.inference_mode(False), torch.no_grad():
@@ -188,6 +188,7 @@ class FlatParam(Leaves):
         self._hook_leaves()
         self.shows.link()
         self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
+        self.grad.adopt(pending)
         self.route.start_from(comms)
         self.follow_route()
 
@@ -342,7 +343,8 @@ class FlatParam(Leaves):
 
     def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors kept between steps (shard and gradient): on the compute device, and in host memory."""
-        device = [tensor for tensor in (self._device_shard, self.route.kept.waiting) if tensor is not None]
+        shard_sum = None if self.pending is None else self.pending.shard_sum
+        device = [tensor for tensor in (self._device_shard, shard_sum) if tensor is not None]
         host: list[Tensor] = []
         (host if self.on_cpu else device).extend(self.shows.memory())
         if self.grad is not None:

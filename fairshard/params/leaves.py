@@ -2,14 +2,13 @@
 
 ::
 
-    leaves    .grad, whole    autograd sets them; `no_sync` keeps them, here or in a wider dtype
+    leaves    .grad, whole    autograd sets them; `no_sync` adds them up in `PendingGrads`
     bucket    [W, S]          `write_grads` copies them there; the reduce-scatter reads it
     shard     .grad, [S]      `accept_grad` adds the mean over ranks to it
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
+from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
 from fairshard.params.shard_grad import unexpected_error
 from fairshard.params.shown import ShownShard
@@ -29,8 +28,6 @@ from fairshard.utils.block import joined_columns
 
 # Of slots and of parameters; `map` with them costs less host time than a loop.
 _TRAINS, _HOOKS = attrgetter("leaf.requires_grad"), attrgetter("_post_accumulate_grad_hooks")
-interrupted: weakref.WeakSet[Leaves] = weakref.WeakSet()
-"""Flat params whose gradients an exception may have left incomplete; see `Leaves.check_whole`."""
 
 
 class Leaves:
@@ -70,14 +67,8 @@ class Leaves:
         self.is_owed = False  # some rank has a gradient, from its backward or kept by `no_sync`, ...
         self.reached: bytes | None = None  # ... of these parameters; None: of all
         self.num_sent = 0  # sums in flight
-        self.contributed = bytearray(len(self.slots))  # parameters of which this rank had gradients
-        self._num_landed = 0  # sums that the running backward has added to the gradient
-        self._kept = bytearray(len(self.slots))  # parameters of which `no_sync` has kept gradients
-        self._partial: Any = None  # the gradient's mark when an exception left it incomplete
+        self.contributed = bytearray(len(self.slots))  # parameters of which this rank has sent gradients
         self._hooks: list[Any] = []
-        self._marker: Any = None
-        self._sent_marker: Any = None  # of `no_sync` gradients that the running backward has sent
-        self._accumulated: Tensor | None = None
         self._has_dtensors = isinstance(self.slots[0], DTensorSlot)  # all slots are alike
 
     @property
@@ -120,13 +111,6 @@ class Leaves:
         if self._nodes:
             self._hook_trained()
 
-    def _drop_accumulated(self, index: int) -> None:
-        self.slots[index].leaf.grad = None
-        self._kept[index] = 0
-        if self._accumulated is not None:
-            span = self.line.layout.param_span(index)
-            self._accumulated[span.start : span.stop].zero_()
-
     def _hook_leaves(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -157,16 +141,19 @@ class Leaves:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         empty = list(views[-1])
-        converts = self._accumulated is not None or self._has_dtensors
+        pending = self.pending
         for index, slot in enumerate(self.slots):
             runs, grad = views[index], slot.leaf.grad
-            if converts or (grad is not None and grad.is_sparse):
-                grad = self._take_grad(index, slot)
-            else:
-                slot.leaf.grad = None
+            slot.leaf.grad = None
+            if pending is not None:
+                if grad is not None:
+                    pending.add(index, self._as_kept(slot, grad))
+                grad = pending.take(index)
             if grad is None:
                 empty += runs
                 continue
+            if grad.is_sparse or (self._has_dtensors and (pending is None or self._wide is None)):
+                grad = _local(slot, grad)
             self.contributed[index] = 1
             if self.reached is not None and not self.reached[index]:
                 raise unexpected_error(slot.fqn)
@@ -184,35 +171,32 @@ class Leaves:
             else:  # one kernel; a foreach copy to parts of rows is one for each
                 pairs = zip(sources, targets, strict=True)
                 torch.cat([source.view(target.shape) for source, target in pairs], dim=1, out=columns)
-        self._sent_marker = self._marker
-        self._marker = self._accumulated = None
-        self._kept = bytearray(len(self.slots))
-        if not self.route.keeps_sums and self.route.kept.waiting is not None:
-            self.route.kept.lend()
+        if pending is not None:
+            pending.note_sent()
+            if not self.route.keeps_sums:
+                self.contributed = bytearray(map(max, self.contributed, pending.in_shard_sum))
 
     def take_kept(self) -> Tensor | None:
-        """The waiting sum of earlier backwards, over the ranks of the shard only; None from the second call on."""
-        return self.route.kept.take()
+        """The sum of earlier backwards over the ranks of the shard only; None from the second call on."""
+        return None if self.pending is None else self.pending.take_shard_sum()
 
     def accept_grad(self, reduced: Tensor) -> None:
         """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and call its hooks and the listener.
 
-        A sum that is not summed over replicas yet is kept instead. The shard then gets a gradient of zeros, as in
-        `accumulate`, which shows later whether the user has zeroed it.
+        A sum that is not summed over replicas yet is kept pending instead.
         """
         route = self.route
         if route.keeps_sums:
+            reached = self._reached_by_any
             with torch.no_grad():
-                route.kept.add(reduced)
-                route.kept.mark = self.grad.mark()
+                pending = self.grad.pending_of(len(self.slots))
+                pending.add_shard_sum(reduced, reached)
+                pending.show(reached)
             self.num_sent -= 1
             return
-        if route.kept.lent is not None:
-            route.kept.complete()
         if route.hook is not None:
             route.change(reduced)
-        self.grad.add(reduced, self.reached, bytes(self.contributed) if 0 in self.contributed else None)
-        self._num_landed += 1
+        self.grad.add(reduced, self.reached)
         for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
             self.grad.land()
             for hook in tuple((_HOOKS(param) or {}).values()) if param.grad is not None else ():
@@ -227,80 +211,74 @@ class Leaves:
         """Whether autograd has left a gradient on a leaf."""
         return any(slot.leaf.grad is not None for slot in self.slots)
 
+    @property
+    def pending(self) -> PendingGrads | None:
+        """The gradients that no backward has reduced yet, or that an exception has left incomplete."""
+        return None if self.grad is None else self.grad.pending
+
+    @property
+    def _reached_by_any(self) -> bytes:
+        return bytes(b"\1" * len(self.slots)) if self.reached is None else self.reached
+
+    def _as_kept(self, slot: ParamSlot, grad: Tensor) -> Tensor:
+        """A leaf's gradient as it is kept pending: in the wider of compute and reduce dtype."""
+        if self._wide is not None:  # made local in that dtype: the sum over the parameter's own mesh would round
+            return _local(slot, grad.to(self._wide))
+        return grad.to_dense() if grad.is_sparse else grad
+
+    @property
+    def _wide(self) -> torch.dtype | None:
+        """The dtype of pending sums; None: that of the leaves."""
+        wide = torch.promote_types(self.compute_dtype, self.reduce_dtype)
+        return None if wide == self.compute_dtype else wide
+
     def reach(self) -> bytearray:
-        """For each parameter, 1 if the running backward gives it a gradient on this rank, or `no_sync` has kept one."""
-        if self.route.kept.waiting is not None and not self.route.keeps_sums:  # the sum is of all parameters
-            return bytearray(self.trained)
+        """For each parameter, 1 if the running backward gives it a gradient on this rank, or one is pending."""
         if not self.has_elements:
             return bytearray(len(self.slots))
-        if not self.has_frozen and self._marker is None:
+        pending = self.pending
+        if not self.has_frozen and pending is None:
             return reached(self.nodes)
-        kept = self._kept if self.has_accumulated else bytes(len(self.slots))
+        kept = bytes(len(self.slots)) if pending is None else pending.kept(sends_shard_sum=not self.route.keeps_sums)
         return bytearray(
             own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)
         )
 
     def note_reached(self, which: bytearray | None) -> None:
-        """Record that some rank has gradients of ``which`` parameters, 1 or 0 each (None: all).
+        """A backward begins in which some rank has gradients of ``which`` parameters, 1 or 0 each (None: all).
 
         Gradients that no rank has stay None.
         """
         self.is_owed = which is None or 1 in which
         self.reached = None if which is None or 0 not in which else bytes(which)
         self.contributed = bytearray(len(self.slots))
-        self._num_landed, self._sent_marker = 0, None
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Keep this pass's gradients whole, on this rank, for a later pass that reduces (``no_sync``).
 
-        They stay on the leaves, or are kept in ``reduce_dtype`` if that is wider. If the shard has no gradient, it gets
-        one of zeros: setting it to None or zero (``zero_grad``) also discards the accumulated gradients.
+        Faces show placeholders, also on ranks that have no gradients of their own.
         """
-        has_grad = [slot.leaf.grad is not None for slot in self.slots]
-        if not any(has_grad):
-            return
-        self._kept = bytearray(map(max, self._kept, has_grad))
-        dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
-        if dtype != self.compute_dtype:
-            if self._accumulated is None:
-                self._accumulated = torch.zeros(self.line.numel, dtype=dtype, device=self.compute_device)
-            for index, slot in enumerate(self.slots):
-                self._take_grad(index, slot)
-        self._marker = self.grad.mark()
-
-    @property
-    def has_accumulated(self) -> bool:
-        """Whether gradients of ``no_sync`` passes wait here to be reduced."""
-        return self._marker is not None or self.route.has_waiting
+        pending = self.grad.pending_of(len(self.slots))
+        for index, slot in enumerate(self.slots):
+            grad, slot.leaf.grad = slot.leaf.grad, None
+            if grad is not None:
+                pending.add(index, self._as_kept(slot, grad))
+        pending.show(self._reached_by_any)
 
     def forget_zeroed(self) -> None:
-        """Drop the kept gradients of parameters that the user has zeroed since; called before a pass adds to them."""
-        kept = self.route.kept
-        if self.grad is not None:
-            self.grad.show_zeros()  # a step that raised has left them hidden
-        if self._partial is not None and self._is_zeroed(self._partial):
-            self._partial = None
-            interrupted.discard(self)
-        if self._marker is None and kept.waiting is None:
-            return
-        names = self._names
-        if self._marker is not None:
-            zeroed = self.grad.zeroed_since(self._marker, names)
-            if len(zeroed) == len(names):
-                self._marker = None
-                self.drop_grads()
-            else:
-                for index in zeroed:
-                    self._drop_accumulated(index)
-        if kept.waiting is not None:
-            zeroed = self.grad.zeroed_since(kept.mark, names)
-            if len(zeroed) == len(names):
-                kept.drop()
-            else:
-                spans = self.shows.own_spans()
-                for index in zeroed:
-                    kept.waiting[spans[index].start : spans[index].stop].zero_()
+        """A backward begins: see `drop_zeroed`; what earlier backwards have changed cannot be lost any more."""
+        self.grad.begin_backward()
+        self.drop_zeroed()
+
+    def drop_zeroed(self) -> None:
+        """Drop the pending gradients of parameters that the user has zeroed since.
+
+        Raises:
+            FairshardError: one was changed in another way.
+        """
+        if self.pending is not None:
+            self.grad.drop_zeroed(self._names)
 
     @property
     def _names(self) -> list[str]:
@@ -308,84 +286,33 @@ class Leaves:
         return [one.name for one in self.stepped]
 
     def drop_grads(self) -> None:
-        """Forget the gradients of an interrupted backward, but not those that ``no_sync`` accumulated."""
+        """Drop what an interrupted backward has left on the leaves."""
         self.num_sent = 0
-        if self._marker is None:
-            self._accumulated = None
-            self._kept = bytearray(len(self.slots))
-            for slot in self.slots:
-                slot.leaf.grad = None
-        self.route.kept.restore()
+        for slot in self.slots:
+            slot.leaf.grad = None
 
-    @property
-    def keeps_sum(self) -> bool | None:
-        """Whether the gradient still contains the sum that the running backward has added: it was not zeroed since.
-
-        None: no sum was added, or this rank has no elements and cannot know.
-        """
-        grad = self.grad.value if self._num_landed else None
-        if grad is None or not self.line.layout.pieces_of(self.line.rank):
-            return None
-        return bool(grad.any())
-
-    def abandon_grads(self, is_touched: bool, keeps_sums: bool) -> None:
-        """Drop the gradients of a backward that raised; ``is_touched``: it has given gradients to some leaves.
-
-        Sums already added to earlier gradients cannot be subtracted: the next step must not use these gradients.
-        ``keeps_sums``: some gradient of the model still contains such a sum, as far as this rank sees, so the user has
-        not zeroed gradients since.
-        """
-        marker = self._sent_marker or (self._marker if is_touched else None)
-        is_partial = keeps_sums and self._num_landed > 0 and self.grad.value is not None
-        is_partial = is_partial or (marker is not None and not self._is_zeroed(marker))
-        if is_touched:
-            self._marker = None
+    def abandon_grads(self) -> None:
+        """A backward has raised: its gradients, and those to which it has added some, must not be used."""
         self.drop_grads()
-        if is_partial:
-            self.grad.discard_flights()
-            self._partial = self.grad.mark()
-            interrupted.add(self)
+        self.grad.abandon(len(self.slots))
 
-    def check_whole(self) -> None:
-        """Raise if an exception left the gradient incomplete, unless it was dropped or zeroed since.
+    def check_whole(self, face: int | None = None) -> None:
+        """Raise if the gradient of one face, or of any, is pending or incomplete, unless it was zeroed since.
 
         Raises:
-            PartialGradientError: it is incomplete.
+            PartialGradientError: an exception has left it incomplete.
+            PendingGradientError: it waits to be reduced.
         """
-        if self._partial is None:
-            return
-        if not self._is_zeroed(self._partial):
-            raise PartialGradientError(
-                f"The gradient of `{self.name}` ({self.slots[0].fqn}, ...; rank {self.line.rank}) must be whole before "
-                "a step, but an exception ended a backward after a part of it had been added, or after gradients that "
-                "wait to be reduced had been changed. Call zero_grad() and repeat the backwards of this step."
-            )
-        self._partial = None
-        interrupted.discard(self)
+        self.drop_zeroed()
+        pending = self.pending
+        if pending is not None:
+            names = self._names
+            for index in range(len(names)) if face is None else (face,):
+                pending.check_absent(index, names[index], f"{self.slots[index].fqn}, rank {self.line.rank}")
 
-    def _is_zeroed(self, marker: Any) -> bool:
-        names = self._names
-        try:
-            return len(self.grad.zeroed_since(marker, names)) == len(names)
-        except FairshardError:  # for example, the gradients were scaled
-            return False
 
-    def _take_grad(self, index: int, slot: ParamSlot) -> Tensor | None:
-        """Remove a leaf's gradient, and return it plus the gradient accumulated in a wider dtype, if any."""
-        leaf = slot.leaf
-        grad = leaf.grad
-        if grad is not None:
-            leaf.grad = None
-            if self._has_dtensors:
-                dtensor: Any = slot
-                # In the wider dtype, if any, because the sum over the parameter's own mesh would round otherwise.
-                grad = dtensor.local_grad(grad if self._accumulated is None else grad.to(self._accumulated.dtype))
-            if grad.is_sparse:
-                grad = grad.to_dense()
-        if self._accumulated is None:
-            return grad
-        if grad is None and not self._kept[index]:  # no backward has reached it
-            return None
-        span = self.line.layout.param_span(index)
-        kept = self._accumulated[span.start : span.stop].view(slot.shape)
-        return kept if grad is None else kept.add_(grad)
+def _local(slot: ParamSlot, grad: Tensor) -> Tensor:
+    """The gradient of the leaf of ``slot``, dense, and without its own mesh if it is a DTensor."""
+    if isinstance(slot, DTensorSlot):
+        grad = slot.local_grad(grad)
+    return grad.to_dense() if grad.is_sparse else grad

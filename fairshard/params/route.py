@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fairshard.errors import FairshardError
-from fairshard.params.kept_sum import KeptSum
 from fairshard.utils.collectives import Communicator, Communicators, UserGather
 from fairshard.utils.streams import Stream
 
 
 @dataclass
 class Route:
-    """Custom communication of one flat param, and its sum that is not summed over replicas yet.
+    """Custom communication of one flat param.
 
     ``gather`` and ``scatter`` make the user's collectives from the engine's, which they replace; with
     ``uses_group_memory`` these are the engine's, in memory from the backend. ``hook`` is called with each mean, on
@@ -26,7 +25,6 @@ class Route:
 
     Attributes:
         keeps_sums: whether sums wait now; False without replicas.
-        kept: the waiting sum.
     """
 
     gather: UserGather | None = None
@@ -38,7 +36,6 @@ class Route:
 
     def __post_init__(self) -> None:
         self._comms: Communicators | None = None
-        self.kept = KeptSum()
         self.keeps_sums = False
 
     def start_from(self, comms: Communicators) -> None:
@@ -69,11 +66,6 @@ class Route:
         stream = Stream.of(None if reduced.is_cpu else self.hook_stream)
         with stream.in_turn(reduced.device):
             self.hook(reduced)
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether the running backward must add a waiting sum."""
-        return self.kept.waiting is not None and not self.keeps_sums
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
         return replace(self)

@@ -13,27 +13,23 @@ or None, never memory that a copy is still writing.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import BackwardOrderError, FairshardError
+from fairshard.errors import BackwardOrderError
+from fairshard.params.pending import Landed, PendingGrads
 from fairshard.params.rule import GradHome
-from fairshard.utils.dynamo import not_traced
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import is_aliased, set_grad
 from fairshard.utils.streams import Event, Stream, now
 
 MAX_KEPT_NBYTES = 64 << 20
 """How many bytes of copied gradients, besides the newest, are kept until their copies have finished."""
-
-marked: weakref.WeakSet[ShardGrad] = weakref.WeakSet()
-"""Gradients in which `ShardGrad.mark` has created zeros; see `ShardGrad.hide_zeros`."""
 
 
 class GradTransfers:
@@ -76,40 +72,6 @@ class GradTransfers:
         return sum(source.nbytes for source, _ in self._reads)
 
 
-def sign_zeros_(heads: Tensor) -> None:
-    """Turn zeros in ``heads`` into -0.0, which adds like 0.0 and survives scaling, but not `zero_`."""
-    heads.masked_fill_(heads == 0, -0.0)
-
-
-def is_placeholder(grad: Tensor) -> bool:
-    """Whether ``grad``, this rank's elements, still holds the zeros that `sign_zeros_` has marked."""
-    return bool(grad.reshape(-1)[:1].signbit().all() & ~grad.any())  # one read: on a device, each waits for it
-
-
-def is_zeroed(grad: Tensor | None, mark: tuple[Tensor, int], name: str, values: Tensor | None = None) -> bool:
-    """Whether ``grad`` was dropped or zeroed after ``mark`` was made; `sign_zeros_` changed its first element then.
-
-    ``values``: its elements on this rank, if ``grad`` also has elements of other ranks.
-
-    Raises:
-        FairshardError: ``grad`` was changed in another way.
-    """
-    kept, version = mark
-    if grad is None:
-        return True
-    if grad is kept and grad._version == version:
-        return False
-    values = grad if values is None else values
-    if values.any() or values.reshape(-1)[:1].signbit().any():
-        raise FairshardError(
-            f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
-            "because the change would not apply to those, but it was scaled, written or replaced. Change gradients "
-            "(clip or unscale them) after a backward that reduces (outside of no_sync, or after "
-            "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
-        )
-    return True
-
-
 def unexpected_error(fqn: str) -> BackwardOrderError:
     """Error for a gradient of parameter ``fqn`` to which no rank had a path when the backward began."""
     return BackwardOrderError(
@@ -120,43 +82,6 @@ def unexpected_error(fqn: str) -> BackwardOrderError:
     )
 
 
-def hook_of_leaf(leaves: Any, index: int) -> Callable[[Tensor], None]:
-    """The hook on the leaf of parameter ``index``: drops its gradient if a hook has frozen it, then calls ``_on_grad``.
-
-    Autograd checks ``requires_grad`` of the leaf when it accumulates, but users set it on the registered parameter. The
-    reference to ``leaves`` is weak, because the garbage collector cannot see hooks. torch cannot swap a parameter that
-    has a weak reference, so there is none to parameters.
-    """
-    owner, on_grad = weakref.ref(leaves), leaves._on_grad
-    place = index if len(leaves.registered) > 1 else 0
-
-    @not_traced
-    def on_grad_of(leaf: Tensor) -> None:
-        own = owner()
-        if own is not None and not own.shows.registered[place].requires_grad:
-            _drop(own, index, leaf)
-        on_grad(leaf)
-
-    return on_grad_of
-
-
-def _drop(leaves: Any, index: int, leaf: Tensor) -> None:
-    """Drop the gradient of ``leaf``, unless the leaf was frozen already when its unit was gathered.
-
-    Raises:
-        BackwardOrderError: autograd has added the gradient to one of earlier `no_sync` passes.
-    """
-    if not leaves.trained[index]:
-        return
-    if leaves._kept[index] and leaves._accumulated is None:
-        raise BackwardOrderError(
-            f"`{leaves.slots[index].fqn}` must not be frozen by a hook in the backward of its unit while it has "
-            "gradients of earlier no_sync passes, because autograd has already added this one to them. Freeze it "
-            "before the backward."
-        )
-    leaf.grad = None
-
-
 @dataclass(frozen=True)
 class _Flight:
     """A copy to ``host`` not waited for yet; it is complete when ``landed`` has passed."""
@@ -164,11 +89,18 @@ class _Flight:
     host: Tensor
     landed: Event
     reached: bytes | None
-    given: bytes | None
 
 
 class ShardGrad:
-    """The gradient of one shard, in ``dtype``."""
+    """The gradient of one shard, in ``dtype``.
+
+    Attributes:
+        pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
+        landed: what the running backward has added; None: nothing.
+    """
+
+    pending: PendingGrads | None = None
+    landed: Landed | None = None
 
     def __init__(
         self,
@@ -186,13 +118,58 @@ class ShardGrad:
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
         self.flights: deque[_Flight] = deque()  # copies that `land` has not waited for yet
         self._is_new = False  # there was no gradient before the last one was added
-        self._had_none: Any = False  # there was no gradient before `mark` created zeros
-        self._hidden: Any = None  # the zeros that `hide_zeros` has hidden
+
+    # ---- what users see
+
+    @property
+    def _own(self) -> Tensor | None:
+        """What is kept for the shard itself."""
+        return self._held if self._home is GradHome.HELD else self._shard.grad
+
+    @property
+    def shown(self) -> Sequence[Tensor | None]:
+        """The gradient of each face (see `PendingGrads`), here of the shard, wherever it is kept."""
+        return (self._own,)
+
+    def show(self, face: int, grad: Tensor | None) -> None:
+        """Make ``grad`` the gradient of a face."""
+        self._set(grad)
+
+    def new(self, face: int, value: float, shares_memory: bool = False) -> Tensor:
+        """A gradient for a face that is filled with ``value``; all elements may be one."""
+        return self._filled(self._shard.shape, value, shares_memory)
+
+    def _filled(self, shape: Sequence[int], value: float, shares_memory: bool) -> Tensor:
+        device = self.transfers.device if self.is_held else self._shard.device
+        filled = torch.full((1,) if shares_memory else shape, value, dtype=self.dtype, device=device)
+        return filled.expand(shape) if shares_memory else filled
+
+    def own_of(self, face: int, grad: Tensor) -> Tensor:
+        """This rank's elements of ``grad``, the gradient of a face, in memory order."""
+        return grad
+
+    def parts_of(self, whole: Tensor) -> Sequence[Tensor]:
+        """The part of ``whole`` ``[S]`` for each face."""
+        return (whole,)
+
+    # ---- the reduced gradient
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient ``[S]``, wherever it is kept; None if missing."""
-        return self._held if self._home is GradHome.HELD else self._shard.grad
+        """The reduced gradient ``[S]``, wherever it is kept; None if missing."""
+        return self.of(0)
+
+    def of(self, face: int) -> Tensor | None:
+        """The reduced gradient of one face; reads no other."""
+        shown = self.shown[face]
+        return shown if self.pending is None else self.pending.behind(face, shown)
+
+    def _show_behind(self, face: int, grad: Tensor) -> None:
+        """Make ``grad`` the reduced gradient of a face, behind its placeholder if it has one."""
+        if self.pending is not None and self.pending.covers(face):
+            self.pending.replace(face, grad)
+        else:
+            self.show(face, grad)
 
     @property
     def is_on_host(self) -> bool:
@@ -208,19 +185,18 @@ class ShardGrad:
         """Memory that this object keeps between steps."""
         return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
 
-    def add(self, reduced: Tensor, reached: bytes | None = None, given: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
 
-        ``reached``: for each parameter 1 if it has a gradient; None: all have one. ``given``: 1 if this rank has had a
-        part of it; None: of all. What was frozen before any rank had a part of it gets no gradient.
+        ``reached``: for each parameter 1 if it has a gradient; None: all have one.
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
         if self._home is not GradHome.HOST:
-            self._set_or_add(reduced, reached, given)
+            self._receive(reduced, reached)
             return
         host = self._take_buffer()
-        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached, given))
+        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
@@ -232,7 +208,7 @@ class ShardGrad:
         while self.flights:
             flight = self.flights.popleft()
             self.transfers.wait(flight.landed, counts)
-            self._set_or_add(flight.host, flight.reached, flight.given)
+            self._receive(flight.host, flight.reached)
 
     def discard_flights(self) -> None:
         """Wait for all copies and drop their gradients, because their backward was interrupted."""
@@ -240,58 +216,68 @@ class ShardGrad:
             self.transfers.wait(self.flights.popleft().landed)
 
     def value_or_zeros(self) -> Tensor:
-        """The gradient; creates zeros if missing."""
-        if self.value is None:
-            device = self.transfers.device if self.is_held else None
-            self._set(torch.zeros_like(self._shard, dtype=self.dtype, device=device, requires_grad=False))
-        assert self.value is not None
-        return self.value
-
-    def mark(self) -> Any:
-        """Land all copies, and record the current gradient (zeros if missing) for `zeroed_since`."""
-        self.land()
-        self._had_none = self._had_none or self.value is None
-        grad = self.value_or_zeros()
-        sign_zeros_(grad.detach()[:1])
-        if self._had_none:
-            marked.add(self)
-        return grad, grad._version
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether zeros that `mark` has created may still be the gradient, or a part of it."""
-        return bool(self._had_none)
-
-    def hide_zeros(self) -> bool:
-        """Make a gradient missing that is only zeros created by `mark`, until `show_zeros`; returns whether it was."""
-        grad = self.value
-        if not self._had_none or grad is None or self.is_held or not is_placeholder(grad):
-            return False
-        self._set(None)
-        self._hidden = grad
-        return True
-
-    def show_zeros(self) -> None:
-        """Undo `hide_zeros`, unless there is a gradient again."""
-        hidden, self._hidden = self._hidden, None
-        if hidden is not None and self.value is None:
-            self._set(hidden)
-
-    def zeroed_since(self, mark: Any, names: Sequence[str]) -> list[int]:
-        """Indexes of ``names`` (here one) whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed`."""
-        return [index for index, name in enumerate(names) if is_zeroed(self.value, mark, name)]
+        """The reduced gradient ``[S]``; creates zeros if missing."""
+        value = self.value
+        if value is None:
+            value = self._filled(self._shard.shape, 0.0, shares_memory=False)
+            self._show_behind(0, value)
+        return value
 
     def forget_dropped(self) -> None:
         """Free the memory of dropped gradients; no-op here, because only the shard's `.grad` is kept."""
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient or overwrite it with zeros, and discard copies in flight."""
+        """Drop what is shown or overwrite it with zeros, as ``zero_grad`` does, and discard copies in flight."""
         self.discard_flights()
-        self._hidden = None
         if set_to_none:
             self._set(None)
-        elif self.value is not None:
-            self.value.zero_()
+        else:
+            for grad in self.shown:
+                if grad is not None:
+                    grad.zero_()
+
+    # ---- pending gradients
+
+    def begin_backward(self) -> None:
+        """Forget what earlier backwards have changed."""
+        self.landed = None
+        if self.pending is not None:
+            self.pending.changed.clear()
+
+    def pending_of(self, num_leaves: int) -> PendingGrads:
+        """`pending`, made for ``num_leaves`` leaves if there is nothing yet."""
+        self.land()
+        if self.pending is None:
+            self.pending = PendingGrads(self, num_leaves)
+        return self.pending
+
+    def adopt(self, pending: PendingGrads | None) -> None:
+        """Manage the faces of ``pending`` from now on, which another object for the same shard has managed."""
+        self.pending = pending
+        if pending is not None:
+            pending.move_to(self)
+
+    def drop_zeroed(self, names: Sequence[str]) -> None:
+        """Adopt what the user has done to placeholders; see `PendingGrads.drop_zeroed`."""
+        if self.pending is not None:
+            self.pending.drop_zeroed(names)
+            self._drop_if_empty()
+
+    def abandon(self, num_leaves: int) -> None:
+        """A backward has raised: what it has added to and sent is lost, unless the user has zeroed it since."""
+        self.discard_flights()
+        lost = [] if self.landed is None else self.landed.remaining(self)
+        if self.pending is not None:
+            lost += self.pending.changed
+        if lost:
+            self.pending_of(num_leaves).lose(lost)
+        self.landed = None
+
+    def _drop_if_empty(self) -> None:
+        if not self.pending:
+            self.pending = None
+
+    # ---- private
 
     def _set(self, grad: Tensor | None) -> None:
         if self._home is GradHome.HELD:
@@ -301,13 +287,21 @@ class ShardGrad:
         else:
             set_grad(self._shard, grad)
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None, given: bytes | None) -> None:
-        kept = self.value
-        if kept is not None or given is None or 1 in given or self._shard.requires_grad or bool(grad.any()):
-            self._add_to(kept, grad)
+    def _receive(self, grad: Tensor, reached: bytes | None) -> None:
+        """Set or add ``grad`` ``[S]``, except to lost faces."""
+        lost: Collection[int] = ()
+        if self.pending is not None:
+            self.pending.finish()
+            lost = self.pending.lost
+            self._drop_if_empty()
+        self._set_or_add(grad, reached, lost)
+        self.landed = Landed(self.shown)
 
-    def _add_to(self, kept: Tensor | None, grad: Tensor) -> None:
-        self._is_new, self._had_none = kept is None or self._had_none, False
+    def _set_or_add(self, grad: Tensor, reached: bytes | None, lost: Collection[int]) -> None:
+        kept = self.value
+        self._is_new = kept is None and not lost
+        if lost:
+            return
         if kept is None:
             self._set(grad.data)  # with its own version counter, not the whole bucket's
         else:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.setup.origin import NOTHING, Ignored
 from fairshard.engine.tree import unit_of
 from fairshard.planning.policies import call_policy
+from fairshard.setup.origin import NOTHING, Ignored
 from fairshard.utils.names import join
 from fairshard.utils.user_line import level_of_user
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fairshard.setup.origin import Ignored
 from fairshard.params.slot import ParamSlot
 from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.planning.padding import PaddingRow
@@ -23,6 +22,7 @@ from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.resolve import resolve
 from fairshard.setup.ignored import renewed
 from fairshard.setup.lines import PlacementFn, SlotLines
+from fairshard.setup.origin import Ignored
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.nested import apply_to_tensors

@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
 from fairshard.checks.watchdog import watch
-from fairshard.setup.origin import Ignored, Origin
 from fairshard.engine.tree import units_below, walk
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
+from fairshard.setup.origin import Ignored, Origin
 from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.setup.origin import Ignored
 from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.setup.origin import Ignored
 from fairshard.utils.names import join
 from fairshard.utils.user_line import level_of_user
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.setup.origin import Ignored
 from fairshard.engine.tree import unit_of
+from fairshard.setup.origin import Ignored
 from fairshard.utils.names import join
 
 # Meta tensors that have been replaced, and the names of their replacements: another module that shares the parameter

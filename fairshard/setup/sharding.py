@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fairshard.setup.origin import Ignored, Origin
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
@@ -23,6 +22,7 @@ from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.naming import place
+from fairshard.setup.origin import Ignored, Origin
 from fairshard.setup.shared_memory import check_memory
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join

@@ -1,19 +1,13 @@
-"""The gradient of a shard of rows, shown as a DTensor on each parameter.
-
-torch does not count writes to a DTensor by ``foreach`` and fused functions. Therefore changes of gradients are also
-detected by their first elements, in which `ViewedGrad.mark` turns zeros into -0.0.
-"""
+"""The gradient of a shard of rows, shown as a DTensor on each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fairshard.params.shard_grad import is_zeroed
 from fairshard.params.slot import ParamSlot
 from fairshard.views.viewed_grad import ViewedGrad
 
@@ -32,6 +26,10 @@ class Shown(Protocol):
         """``runs``, this rank's elements of each parameter, as DTensors."""
         ...
 
+    def shown_as(self, index: int, run: Tensor) -> DTensor:
+        """``run``, this rank's elements of one parameter, as a DTensor."""
+        ...
+
     def elements_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's elements of ``value``, which is a DTensor or has the shape of parameter ``index``."""
         ...
@@ -48,6 +46,10 @@ class RowsGrad(ViewedGrad):
         """A DTensor of each run."""
         return self._shown_params.all_shown_as(self.parts_of(whole.data))
 
+    def form_of(self, index: int, run: Tensor) -> Tensor:
+        """A DTensor of ``run``."""
+        return self._shown_params.shown_as(index, run)
+
     def own_of(self, index: int, grad: Tensor) -> Tensor:
         """This rank's elements of ``grad``, which may be a tensor that the user has assigned.
 
@@ -62,38 +64,3 @@ class RowsGrad(ViewedGrad):
                 f"{param.placements}. Put `grad.redistribute(param.device_mesh, param.placements)` there."
             )
         return self._shown_params.elements_of(index, grad)
-
-    def mark(self) -> Any:
-        """See `ViewedGrad.mark`. In addition, returns the first elements of all gradients on this rank."""
-        marks = super().mark()
-        return marks, self._first_elements()
-
-    def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
-        """See `ViewedGrad.zeroed_since`.
-
-        If all parameters with elements on this rank were zeroed by writes that torch did not count, parameters
-        without elements also count as zeroed.
-        """
-        counted, before = marks
-        zeroed = set(super().zeroed_since(counted, names))
-        if self.value is None:
-            return list(range(len(names)))
-        now = self._first_elements()
-        if torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
-            return sorted(zeroed)
-        differs = (before.view(-1, 1).view(torch.uint8) != now.view(-1, 1).view(torch.uint8)).any(dim=1).tolist()
-        with_elements = [index for index, run in enumerate(self._runs) if run.numel()]
-        uncounted = set()
-        for index, is_other in zip(with_elements, differs, strict=True):
-            if is_other and index not in zeroed:
-                never_counted = self._runs[index], -1
-                if is_zeroed(self._shows[index], never_counted, names[index], self._runs[index]):
-                    uncounted.add(index)
-        if uncounted.issuperset(with_elements):
-            return list(range(len(names)))
-        return sorted(zeroed | uncounted)
-
-    def _first_elements(self) -> Tensor:
-        whole = self.value
-        assert whole is not None
-        return whole[self._heads]

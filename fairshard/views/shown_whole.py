@@ -66,3 +66,7 @@ class WholeGrad(ViewedGrad):
     def parts_of(self, whole: Tensor) -> list[Tensor]:
         """See `ViewedGrad.parts_of`."""
         return [part.view(view.shape) for part, view in zip(super().parts_of(whole), self._views, strict=True)]
+
+    def form_of(self, index: int, run: Tensor) -> Tensor:
+        """``run`` in the shape of the parameter."""
+        return run.view(self._views[index].shape)

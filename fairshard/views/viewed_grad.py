@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.shard_grad import GradTransfers, ShardGrad, is_placeholder, is_zeroed, marked, sign_zeros_
+from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
 
@@ -25,15 +25,12 @@ class ViewedGrad(ShardGrad):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._views: Sequence[nn.Parameter] = ()
-        self._heads: list[int] = []  # the first element of each non-empty run
         self._sizes: list[int] = []  # sizes of runs and of the gaps between them, in order
         self._places: list[int] = []  # indexes of the runs in `_sizes`
         self._whole: Tensor | None = None  # the gradient [S], as it was cut last
         self._cut_runs: list[Tensor] | None = None  # see `_runs`
         self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
         self._held_runs: list[Tensor | None] = []  # if gradients are held: the runs, None for those dropped
-        self._hidden: dict[int, Tensor] = {}  # zeros that `hide_zeros_of` has hidden, by parameter
-        self._had_none: bytearray = bytearray()  # parameters whose gradient was None before `mark` created zeros
         self._were_none = bytearray()  # parameters whose gradient was None before the last one was added
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
@@ -42,7 +39,6 @@ class ViewedGrad(ShardGrad):
         The spans are in ascending order, and may leave gaps.
         """
         self._views = views
-        self._heads = [span.start for span in spans if span.numel]
         self._sizes, self._places, end = [], [], 0
         for start, numel in [*((span.start, span.numel) for span in spans), (self._shard.numel(), 0)]:
             self._sizes += [start - end] if start > end else []
@@ -50,7 +46,7 @@ class ViewedGrad(ShardGrad):
             self._sizes.append(numel)
             end = start + numel
         self._places.pop()  # the end of the shard
-        self._cut(super().value)
+        self._cut(self._own)
         if self.is_held:
             self._held_runs = list(self._runs)
         for index, (run, show) in enumerate(zip(self._runs, self._shows, strict=True)):
@@ -67,54 +63,79 @@ class ViewedGrad(ShardGrad):
         return grad
 
     @property
+    def shown(self) -> Sequence[Tensor | None]:
+        """The gradient of each view, or its placeholder."""
+        if self.is_held:
+            return self._held_runs or [None] * len(self._views)
+        return list(map(_GRAD, self._views))
+
+    def show(self, face: int, grad: Tensor | None) -> None:
+        """See `ShardGrad.show`."""
+        if self.is_held:
+            self._held_runs = self._held_runs or [None] * len(self._views)
+            self._held_runs[face] = grad
+        else:
+            self._views[face].grad = grad
+
+    def new(self, face: int, value: float, shares_memory: bool = False) -> Tensor:
+        """See `ShardGrad.new`."""
+        return self.form_of(face, self._filled((self._sizes[self._places[face]],), value, shares_memory))
+
+    def form_of(self, index: int, run: Tensor) -> Tensor:
+        """``run`` in the form of the gradient of view ``index``; no copy."""
+        return run
+
+    @property
     def value(self) -> Tensor | None:
-        """The gradient ``[S]``, including changes that users have made to the gradients of single parameters."""
-        whole = super().value
-        shown = self._shown()
-        if _are_all_none(shown):
-            if whole is not None and not self._hidden:
-                self._set(None)
+        """The reduced gradient ``[S]``, including changes that users have made to gradients of single parameters."""
+        whole = self._own
+        grads = self._grads()
+        if _are_all_none(grads):
+            self.forget_dropped()
             return None
         if whole is None:
-            whole = torch.zeros_like(self._shard)
+            whole = self._filled(self._shard.shape, 0.0, shares_memory=False)
             super()._set(whole)
             self._cut(whole)
-        elif _are_same(shown, self._shows):
+        elif _are_same(grads, self._shows):
             return whole
         with torch.no_grad():
-            for index, (grad, run, show) in enumerate(zip(shown, self._runs, self._shows, strict=True)):
+            for index, (grad, run, show) in enumerate(zip(grads, self._runs, self._shows, strict=True)):
                 if grad is None:
-                    if index not in self._hidden:
-                        run.zero_()
+                    run.zero_()
                 elif grad is not show:
                     run.copy_(self.own_of(index, grad))
-                    self._views[index].grad = show
+                    self._show_behind(index, show)
         return whole
+
+    def _grads(self) -> Sequence[Tensor | None]:
+        """The reduced gradient of each view."""
+        shown, pending = self.shown, self.pending
+        return shown if pending is None else [pending.behind(index, grad) for index, grad in enumerate(shown)]
 
     def forget_dropped(self) -> None:
         """Free the memory of the gradients, if the user has dropped all of them."""
-        if super().value is not None and not self._hidden and _are_all_none(self._shown()):
+        if self._own is not None and self.pending is None and _are_all_none(self.shown):
             self._forget()
 
-    def of(self, index: int) -> Tensor | None:
-        """The gradient of one original parameter; reads no other."""
-        return self._held_runs[index] if self.is_held and self._held_runs else self._views[index].grad
-
     def drop(self, index: int) -> None:
-        """Drop the gradient of one original parameter."""
-        self._views[index].grad = None
-        if self._held_runs:
-            self._held_runs[index] = None
+        """Drop the gradient of one original parameter, or its placeholder."""
+        if self._held_runs or not self.is_held:
+            self.show(index, None)
 
-    def add(self, reduced: Tensor, reached: bytes | None = None, given: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
         """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
         if self.is_on_host:
             self.forget_dropped()  # otherwise their memory would count as in use
-        super().add(reduced, reached, given)
+        super().add(reduced, reached)
 
     def value_or_zeros(self) -> Tensor:
-        """The gradient; creates zeros if missing, and shows it on all views."""
-        whole = super().value_or_zeros()
+        """The reduced gradient; creates zeros if missing, and shows it on the views of all trained parameters."""
+        whole = self.value
+        if whole is None:
+            whole = self._filled(self._shard.shape, 0.0, shares_memory=False)
+            super()._set(whole)
+            self._cut(whole)
         self._show()
         return whole
 
@@ -124,73 +145,13 @@ class ViewedGrad(ShardGrad):
             if none and not own:
                 self.drop(index)
 
-    @property
-    def has_zeros(self) -> bool:
-        """See `ShardGrad.has_zeros`."""
-        return 1 in self._had_none
-
-    def hide_zeros_of(self, index: int) -> bool:
-        """Like `ShardGrad.hide_zeros`, for the gradient of one original parameter."""
-        grad = self.of(index)
-        if not self._had_none or not self._had_none[index] or grad is None or self.is_held:
-            return False
-        if not is_placeholder(self.own_of(index, grad)):
-            return False
-        self._hidden[index] = grad
-        self.drop(index)
-        return True
-
-    def show_zeros(self) -> None:
-        """Undo `hide_zeros_of` of all parameters, except those that have a gradient again."""
-        for index in list(self._hidden):
-            self.show_zeros_of(index)
-
-    def show_zeros_of(self, index: int) -> None:
-        """Undo `hide_zeros_of`, unless there is a gradient again."""
-        grad = self._hidden.pop(index, None)
-        if grad is not None and self._views[index].grad is None:
-            self._views[index].grad = grad
-
-    def zero(self, set_to_none: bool) -> None:
-        """Drop the gradient or overwrite it with zeros, and discard copies in flight."""
-        self.discard_flights()
-        self._hidden = {}
-        if set_to_none:
-            self._set(None)
-        elif self.value is not None:
-            for run in self._runs:
-                run.zero_()
-
-    def mark(self) -> Any:
-        """Record the current gradient of each parameter (zeros if missing) for `zeroed_since`."""
-        self.land()
-        if not self._had_none:
-            self._had_none = bytearray(len(self._views))
-        for index, grad in enumerate(self._shown() or ()):
-            self._had_none[index] |= grad is None
-        if 1 in self._had_none:
-            marked.add(self)
-        whole = self.value_or_zeros()
-        first = whole[self._heads]
-        sign_zeros_(first)
-        whole[self._heads] = first
-        return [None if grad is None else (grad, grad._version) for grad in self._shown()]
-
-    def zeroed_since(self, marks: Any, names: Sequence[str]) -> list[int]:
-        """Indexes of parameters whose gradient was dropped or zeroed after `mark`; raises as `is_zeroed`."""
-        zeroed = []
-        for index, (mark, grad, name) in enumerate(zip(marks, self._shown(), names, strict=True)):
-            if mark is None or is_zeroed(grad, mark, name, None if grad is None else self.own_of(index, grad)):
-                zeroed.append(index)
-        return zeroed
-
     @torch.no_grad()
     def adopt_assigned(self) -> None:
         """Adopt tensors assigned to ``.data`` of gradients, as ``module._apply`` does."""
-        whole = super().value
+        whole = self._own
         if whole is None:
             return
-        shown, parts = self._shown(), self.parts_of(whole)
+        shown, parts = self._grads(), self.parts_of(whole)
         values = [None if grad is None else self.own_of(index, grad) for index, grad in enumerate(shown)]
         if all(one is None or is_same_memory(one, part) for one, part in zip(values, parts, strict=True)):
             return
@@ -199,11 +160,6 @@ class ViewedGrad(ShardGrad):
         for run, value in zip(self._runs, before, strict=True):
             run.copy_(value)
         self._show([grad is not None for grad in shown])
-
-    def _shown(self) -> Sequence[Tensor | None]:
-        if self.is_held:
-            return self._held_runs or [None] * len(self._views)
-        return list(map(_GRAD, self._views))
 
     @property
     def _runs(self) -> list[Tensor]:
@@ -223,17 +179,14 @@ class ViewedGrad(ShardGrad):
         self._shows = () if whole is None else self.shows_of(whole)
 
     def _show(self, which: Sequence[bool] | None = None) -> None:
-        """Show ``which`` gradients on their views; None: those of parameters that are trained."""
-        if self.is_held:
-            self._held_runs = list(self._runs)
-            return
+        """Make runs the reduced gradients of ``which`` parameters; None: of those that are trained."""
         if which is None:
-            which = list(map(_TRAINS, self._views))
-        for view, show, is_shown in zip(self._views, self._shows, which, strict=True):
+            which = [True] * len(self._views) if self.is_held else list(map(_TRAINS, self._views))
+        for index, (show, is_shown) in enumerate(zip(self._shows, which, strict=True)):
             if is_shown:
-                view.grad = show
+                self._show_behind(index, show)
 
-    def _set(self, grad: Tensor | None, which: Sequence[bool] | None = None) -> None:
+    def _set(self, grad: Tensor | None) -> None:
         if grad is None:
             self._forget()
             for view in self._views:
@@ -241,47 +194,31 @@ class ViewedGrad(ShardGrad):
         else:
             super()._set(grad)
             self._cut(grad)
-            self._show(which)
+            self._show([True] * len(self._views))
 
     def _forget(self) -> None:
         """Free the memory; the views have no gradients, or lose them next."""
         super()._set(None)
         self._cut(None)
         self._held_runs = []
-        self._had_none = bytearray()
-        self._hidden = {}
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None, given: bytes | None) -> None:
-        had_none = self._had_none or bytes(len(self._views))
-        shown = self._shown() or had_none
-        gets = self._receivers(grad, given)
-        if reached is None and _are_all_none(shown):  # the usual case, for which the rest takes too much host time
+    def _set_or_add(self, grad: Tensor, reached: bytes | None, lost: Collection[int]) -> None:
+        grads = self._grads()
+        if reached is None and not lost and _are_all_none(grads):  # the usual case: the rest takes too much host time
             self._were_none = bytearray(b"\1") * len(self._views)
-            self._is_new = True
-            self._set(grad.data, gets)  # with its own version counter, not the whole bucket's
-            self._had_none = bytearray()
+            self._set(grad.data)  # with its own version counter, not the whole bucket's
             return
-        self._were_none = bytearray([none or grad is None for grad, none in zip(shown, had_none)])  # noqa: B905
-        if reached is None:
-            self._add_to(self.value, grad)
-            self._show(gets)
+        own = [index not in lost and (reached is None or reached[index] == 1) for index in range(len(self._views))]
+        self._were_none = bytearray(one is None and index not in lost for index, one in enumerate(grads))
+        kept = self.value
+        if kept is not None:
+            kept.add_(grad)
+        elif True in own:
+            super()._set(grad.data)
+            self._cut(grad.data)
         else:
-            which = [bool(own) or not none for own, none in zip(reached, self._were_none, strict=True)]
-            self._add_to(self.value, grad)
-            self._show([gets_it and own for gets_it, own in zip(gets, which, strict=True)])
-            for index, own in enumerate(which):
-                if not own:
-                    self.drop(index)
-        self._had_none = bytearray()
-
-    def _receivers(self, grad: Tensor, given: bytes | None) -> list[bool]:
-        """Which parameters get their part of ``grad``; see `ShardGrad.add`."""
-        if given is None:
-            return [True] * len(self._views)
-        gets = [bool(own) or view.requires_grad for own, view in zip(given, self._views, strict=True)]
-        if False in gets:
-            gets = [one or bool(part.any()) for one, part in zip(gets, self.parts_of(grad), strict=True)]
-        return gets
+            return
+        self._show(own)
 
 
 _GRAD, _TRAINS = attrgetter("grad"), attrgetter("requires_grad")  # `map` with them costs less host time than a loop
@@ -310,8 +247,13 @@ class OrigGrad:
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient ``[shard_numel]``, wherever it is kept."""
+        """The reduced gradient ``[shard_numel]``, wherever it is kept."""
         return self._whole.of(self._index)
+
+    @property
+    def shown(self) -> Sequence[Tensor | None]:
+        """The gradient that users see, or its placeholder."""
+        return (self._whole.shown[self._index],)
 
     @property
     def is_held(self) -> bool:
@@ -327,19 +269,11 @@ class OrigGrad:
         """Wait for copies to host memory and make their gradients visible."""
         self._whole.land(counts)
 
-    def hide_zeros(self) -> bool:
-        """See `ShardGrad.hide_zeros`."""
-        return self._whole.hide_zeros_of(self._index)
-
-    def show_zeros(self) -> None:
-        """See `ShardGrad.show_zeros`."""
-        self._whole.show_zeros_of(self._index)
-
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero this parameter's part, after landing all copies."""
         self._whole.land()
-        value = self.value
+        (shown,) = self.shown
         if set_to_none:
             self._whole.drop(self._index)
-        elif value is not None:
-            value.zero_()
+        elif shown is not None:
+            shown.zero_()

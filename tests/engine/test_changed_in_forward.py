@@ -319,33 +319,8 @@ def test_a_step_without_gradients_changes_nothing(door):
     compare(door, stepping_first, reshard=True)
 
 
-def freezing_late(net, x):
-    """A hook freezes ``first`` in the backward, before that reaches it."""
-    x = x.tanh()
-    x.register_hook(lambda grad: freeze(net.first))
-    return net.inner(x).square().sum()
-
-
 def freeze(module):
     module.requires_grad_(False)
-
-
-@on_ranks(in_full(1), 2)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_hook_may_freeze_what_the_backward_has_not_reached(door):
-    """Its gradient stays None, or what earlier backwards have added, as in plain PyTorch."""
-    net = shard(Net(freezing_late), door)
-    net(randn(2, 3)).backward()
-    first = net.get_submodule("module.first" if door in WRAPPED else "first")
-    assert all(param.grad is None for param in first.parameters())
-    first.requires_grad_(True)
-    (net if door not in WRAPPED else net.module).way = thawing
-    net(randn(2, 3)).backward()
-    before = [param.grad.clone() for param in first.parameters()]
-    (net if door not in WRAPPED else net.module).way = freezing_late
-    net(randn(2, 3)).backward()
-    for param, grad in zip(first.parameters(), before, strict=True):
-        assert torch.equal(*((one.to_local() if hasattr(one, "to_local") else one) for one in (param.grad, grad)))
 
 
 def freezing_passed(net, x):
@@ -391,45 +366,6 @@ class Begun(nn.Module):
         return self.after(self.unit(x * self.last)).square().sum()
 
 
-BEGUN = {"one by one": ["last", "unit.0.weight"], "a unit": ["unit.0.weight", "unit.0.bias"]}
-
-
-@on_ranks(in_full(1), 2)
-@pytest.mark.parametrize("which", BEGUN)
-@pytest.mark.parametrize("door", ["no_flatten", "orig_params", "fully_shard", in_full("owned")])
-def test_a_hook_may_freeze_what_the_backward_is_about_to_reach_in_a_unit(door, which):
-    """As in plain PyTorch the gradient is what it was, also of the root, with which every backward begins."""
-    plain, net = Begun(), shard(Begun(), door)
-    for step in range(3):
-        for model in (plain, net):
-            named = {name.replace("module.", ""): param for name, param in model.named_parameters()}
-            inner = model.module if isinstance(model, FSDP) else model
-            inner.freezes = lambda named=named, step=step: [named[name] for name in BEGUN[which]] if step else []
-            for param in model.parameters():
-                param.requires_grad_(True)
-            model(randn(2, 3, key=step)).backward()
-        mean_grads = dict(plain.named_parameters())
-        for name, param in net.named_parameters():
-            expected = mean_grads[name.replace("module.", "")].grad
-            has_elements = (param.to_local() if hasattr(param, "to_local") else param).numel()
-            assert not has_elements or (param.grad is None) == (expected is None), name
-        if step == 0:
-            before = {name: value.clone() for name, value in local_grads(net).items()}
-    assert before
-    after = local_grads(net)
-    for name in after:
-        if name.replace("module.", "") in BEGUN[which]:
-            assert torch.equal(after[name], before[name]), name
-        else:
-            assert not torch.equal(after[name], before[name]) or not after[name].numel(), name
-
-
-def local_grads(net):
-    """This rank's part of each gradient."""
-    grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
-    return {name: grad.to_local() if hasattr(grad, "to_local") else grad for name, grad in grads.items()}
-
-
 @on_ranks(2)
 def test_a_hook_may_freeze_a_flat_parameter_in_the_middle_of_it():
     """Parts that the backward has reached by then get gradients; the others do not."""
@@ -440,21 +376,6 @@ def test_a_hook_may_freeze_a_flat_parameter_in_the_middle_of_it():
         is_given = {name: bool(param.grad.any()) for name, param in net.module.named_parameters()}
     late = {"last", "unit.0.weight", "unit.0.bias"}
     assert {name for name, given in is_given.items() if not given} == late
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("door", ["orig_params", "fully_shard"])
-def test_a_hook_that_freezes_what_no_sync_has_kept_of_a_unit_raises(door):
-    """What the backward has added cannot be taken away: it says so, by name, and the kept gradients are dropped."""
-    net = shard(Begun(), door)
-    named = {name.replace("module.", ""): param for name, param in net.named_parameters()}
-    if door == "fully_shard":
-        net.set_requires_gradient_sync(False)
-    with net.no_sync() if door in WRAPPED else nullcontext():
-        net(randn(2, 3)).backward()
-    (net.module if door in WRAPPED else net).freezes = lambda: [named["last"]]
-    with pytest.raises(BackwardOrderError, match="`last` must not be frozen by a hook"):
-        net(randn(2, 3)).backward()
 
 
 @on_ranks(2)

@@ -79,7 +79,7 @@ def _optimizer(kind, cell, model):
     if kind == "plain":
         return torch.optim.SGD(params, lr=LR, momentum=0.9, fused=True)
     clip = CLIPS[cell["clip"]]
-    speculates = kind == "overlap" and (clip is not None or cell["precision"] == "fp16")
+    is_known_late = clip is not None or cell["precision"] == "fp16"  # whether to step, and by how much
     return CPUOptimizer(
         model,
         torch.optim.SGD,
@@ -87,8 +87,7 @@ def _optimizer(kind, cell, model):
         lr=LR,
         momentum=0.9,
         clip_grad_norm=clip,
-        overlap=kind == "overlap",
-        clip_mode="speculate" if speculates else "wait",
+        overlap=kind == "overlap" and not is_known_late,
     )
 
 

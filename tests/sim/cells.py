@@ -11,7 +11,7 @@ class Cell:
     door: str = "wrapper"  # or orig, fully_shard
     precision: str = "fp32"  # or bf16, fp16
     placement: str = "device"  # or offload, master (gradients move to the host), held
-    optimizer: str = "sgd"  # or cpu, overlap, speculate
+    optimizer: str = "sgd"  # or cpu, overlap
     ways: frozenset = field(default_factory=frozenset)
 
     def __str__(self):
@@ -52,7 +52,6 @@ CELLS = [
     cell("cpu-optimizer-clip", placement="offload", optimizer="clip"),
     cell("overlap", placement="offload", optimizer="overlap"),
     cell("overlap-orig", placement="offload", optimizer="overlap", door="orig", precision="bf16"),
-    cell("speculate", placement="offload", optimizer="speculate"),
     cell("fully_shard-overlap", placement="offload", optimizer="overlap", door="fully_shard"),
     cell("no-shard", "no_shard", precision="bf16"),
     cell("no-shard-offload", "no_shard", placement="offload"),

@@ -72,7 +72,7 @@ def test_the_host_waits_for_no_copy_during_a_backward():
 @on_sim(2)
 def test_simulated_time_is_the_same_in_each_run():
     """The figures of a run do not depend on how fast this computer is: two runs are equal to the last digit."""
-    case = replace(BY_NAME["the same, speculates"], num_blocks=3)
+    case = replace(BY_NAME["the same, steps early"], num_blocks=3)
     assert _figures("wrapper", case) == _figures("wrapper", case)
 
 

@@ -4,12 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.testing import RanksFailed
 from tests import sim
-from tests.on_ranks import in_full
 from tests.sim.cells import BY_NAME
 from tests.sim.planted import planted, sites
-from tests.sim.ranks import on_sim, pool, watched
+from tests.sim.ranks import on_sim
 from tests.sim.training import digest, train
 
 CAUGHT = {
@@ -150,13 +148,11 @@ def plant(site, cell):
 
 PART_WAYS = ("join.join:Join._count:wait", "join.join:Join._exchange:wait")
 """Sites without which ranks do different things; all of them stop at their first race."""
-HANGS = {"optim.cpu_optimizer:CPUOptimizer._agree:wait": "speculate"}
-"""Sites without which one rank stops and another waits for it, and a cell."""
 
 
 def test_every_site_is_in_the_table():
     """Every wait, event and held reference of the source is planted or has a reason; the table names no other."""
-    known = {*CAUGHT, *HANGS, *EXCUSED}
+    known = {*CAUGHT, *EXCUSED}
     assert not SITES.keys() - known, "plant these, or say why no device depends on them"
     assert not known - SITES.keys(), "these are no longer in the source"
     assert not CAUGHT.keys() & EXCUSED.keys(), "these are in both tables"
@@ -178,23 +174,6 @@ def test_without_it_there_is_a_race(site, name, shared_folder):
                 sim.watch()
             dist.all_gather_object(every, bool(found) or other != expected)
     assert any(every), f"nothing depends on {site} in cell {name}"
-
-
-@pytest.mark.parametrize("site", [in_full(site) for site in HANGS])
-def test_without_it_ranks_wait_for_each_other(site, shared_folder):
-    """One rank raises for what it has read too early, and the other one waits for it; or the read is seen as a race."""
-    if sim.why_missing():
-        pytest.skip(sim.why_missing())
-    pool().around = watched
-    with pytest.raises(RanksFailed, match=r"hung|unordered: read by"):
-        pool().run(2, run_without, site, HANGS[site], shared_folder, timeout=20.0)
-
-
-def run_without(site, name, folder):
-    """Run cell ``name`` without ``site``."""
-    sim.order_by_seed(0)
-    with planted(SITES[site]):
-        train(BY_NAME[name], folder)
 
 
 def run(cell, folder, seed):

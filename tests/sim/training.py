@@ -204,7 +204,6 @@ def optimizer_of(cell, model):
         "cpu": {},
         "clip": {"clip_grad_norm": 0.5},
         "overlap": {"overlap": True},
-        "speculate": {"overlap": True, "clip_mode": "speculate", "clip_grad_norm": 0.5},
     }[cell.optimizer]
     return CPUOptimizer(model, torch.optim.SGD, num_threads=1, **extra, **settings)
 
@@ -317,7 +316,7 @@ def _step(cell, model, optimizer, scaler, pairs):
         with torch.no_grad():
             for param in model.parameters():
                 _own(param).mul_(0.99)
-    early = cell.optimizer in ("overlap", "speculate")
+    early = cell.optimizer == "overlap"
     with optimizer.last_backward() if early else contextlib.nullcontext():
         results.append(_backward(model, scaler, pairs[0]))
     if "clip" in ways or "clip_inf" in ways:

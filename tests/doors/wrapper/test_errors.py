@@ -256,6 +256,7 @@ def test_the_exception_tree():
         "ShardChangedError": (),
         "BackwardOrderError": (),
         "PartialGradientError": (),
+        "PendingGradientError": (),
         "StaleOptimizerError": (),
         "HeldGradientError": (),
         "ShardOptimizerError": (TypeError,),

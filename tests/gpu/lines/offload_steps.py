@@ -44,14 +44,14 @@ def offload_bench(machine, seconds):
 
 @on_host("clip-mode", "offload", timeout=100.0)
 def clip_mode(machine, seconds):
-    """Milliseconds of a step that clips, in both modes: after the backward (wait), and during it (speculate)."""
+    """Milliseconds of a step after the backward, which clips, and of one during it, which does not."""
     content = run("offload.py", _flags(machine, "none,offload,overlap", 6), machine.out / "clip-mode.json", seconds)
     times = variant_ms(content)
     missing = {"offload", "overlap"} - times.keys()
     if missing:
         cut = ", cut off by its limit" * content["is_cut_off"]
         raise Missed(f"not measured: {', '.join(sorted(missing))}{cut}", {**times, **content["failures"]})
-    return {"wait ms": times["offload"], "speculate ms": times["overlap"]}
+    return {"wait ms": times["offload"], "early ms": times["overlap"]}
 
 
 @on_host("offload-bench-64k", "offload", timeout=130.0)

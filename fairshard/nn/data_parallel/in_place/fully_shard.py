@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.optimizer_check import watch_optimizers
-from fairshard.nn.data_parallel.in_place.members import Members
 from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch_scalars
+from fairshard.nn.data_parallel.in_place.members import Members
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
 from fairshard.nn.data_parallel.in_place.registration import watch_registrations

@@ -277,11 +277,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, those of DTensors where `parameters` yields whole ones too."""
-        found = units_below(self)
-        for flat_param in [flat_param for _, unit in found for flat_param in unit.flat_params]:
-            if flat_param.grad is not None:
-                flat_param.grad.show_zeros()  # those that a step has hidden
-        with showing_shards(found):
+        with showing_shards(units_below(self)):
             super().zero_grad(set_to_none)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:

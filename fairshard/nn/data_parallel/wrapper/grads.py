@@ -28,9 +28,9 @@ class GradMethods(StateMethods):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank without communication inside the ``with`` block; may be nested.
 
-        The first backward outside the block reduces the sum. Until then every rank holds whole gradients, and missing
-        gradients of shards are zeros. ``zero_grad`` also discards the held gradients; after any other change to
-        gradients the next backward raises. With SHARD_GRAD_OP, parameters stay gathered from a backward inside the
+        The first backward outside the block reduces the sum. Until then every rank holds whole gradients, and ``.grad``
+        is a placeholder of zeros: ``zero_grad`` also discards the held gradients, any other change raises, and so does
+        an optimizer's step. With SHARD_GRAD_OP, parameters stay gathered from a backward inside the
         block to the next forward; weight changes through ``.data`` in between are not detected. Only on the outermost
         wrapper.
         """
@@ -55,6 +55,7 @@ class GradMethods(StateMethods):
         Raises:
             MixedGroupsError: inner wrappers use different process groups.
             NotRootError: this is an inner wrapper.
+            PendingGradientError: gradients of `no_sync` passes wait to be reduced.
             TypeError: ``max_norm`` or ``norm_type`` is no number.
         """
         root = self._require_root("clip_grad_norm_")

@@ -1,0 +1,295 @@
+"""Gradients that no backward has reduced yet, and what the shard shows in their place.
+
+::
+
+    backward under no_sync          `sums`, one whole gradient for each leaf
+    set_requires_all_reduce(False)  `shard_sum` [S], summed over the ranks of the shard, not over its replicas
+    exception in a backward         nothing: the face is `lost`
+
+A *face* is a parameter that users see: the shard, or the view or DTensor of each original parameter. Its ``.grad`` is
+a placeholder meanwhile, all elements of which are one -0.0. The placeholder itself shows what the user has done to it:
+
+- ``grad = None``, or another tensor instead: the face no longer has it.
+- ``zero_()``: its version moves. For DTensors torch does not count ``torch._foreach_zero_``: -0.0 has become 0.0.
+- Scaling, clipping or copying into it raises in torch, because its elements share memory. That does not hold for one
+  element, but this one is not 0.0 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fairshard.errors import FairshardError, PartialGradientError, PendingGradientError
+
+
+def _version_of(grad: Tensor | None) -> int:
+    return -1 if grad is None else grad._version
+
+
+class Faces(Protocol):
+    """The gradients of the faces of one shard, where users see them."""
+
+    @property
+    def shown(self) -> Sequence[Tensor | None]:
+        """The gradient of each face, or its placeholder."""
+
+    def show(self, face: int, grad: Tensor | None) -> None:
+        """Make ``grad`` the gradient of a face."""
+
+    def new(self, face: int, value: float, shares_memory: bool = False) -> Tensor:
+        """A gradient for a face that is filled with ``value``; all elements may be one."""
+
+    def own_of(self, face: int, grad: Tensor) -> Tensor:
+        """This rank's elements of ``grad``, the gradient of a face."""
+
+    def parts_of(self, whole: Tensor) -> Sequence[Tensor]:
+        """The part of ``whole`` ``[S]`` for each face."""
+
+
+class PendingGrads:
+    """The pending gradients of one flat param; made when there is one, and dropped when there is none.
+
+    Attributes:
+        sums: for each leaf, the sum of its gradients on this rank; None if it has none.
+        shard_sum: the sum ``[S]`` over the ranks of the shard, in fp32 or wider.
+        in_shard_sum: for each leaf, 1 if any rank has a part in `shard_sum`.
+        lost: faces whose gradients an exception has left incomplete; what they get later is dropped.
+        changed: faces to whose sums the running backward has added, or whose sums it has sent.
+    """
+
+    def __init__(self, faces: Faces, num_leaves: int) -> None:
+        self._faces = faces
+        self._num_leaves = num_leaves
+        self.sums: list[Tensor | None] = [None] * num_leaves
+        self.shard_sum: Tensor | None = None
+        self.in_shard_sum = bytearray(num_leaves)
+        self.lost: set[int] = set()
+        self.changed: set[int] = set()
+        self._covers: dict[int, _Cover] = {}
+
+    def move_to(self, faces: Faces) -> None:
+        """The faces are managed by ``faces`` from now on."""
+        self._faces = faces
+
+    # ---- faces
+
+    def __len__(self) -> int:
+        """Number of faces with a placeholder."""
+        return len(self._covers)
+
+    def covers(self, face: int) -> bool:
+        """Whether a face has a placeholder."""
+        return face in self._covers
+
+    def behind(self, face: int, shown: Tensor | None) -> Tensor | None:
+        """The reduced gradient of a face that has ``shown``: without a placeholder this one, else the earlier one."""
+        cover = self._covers.get(face)
+        return cover.earlier if cover is not None and shown is cover.placeholder else shown
+
+    def replace(self, face: int, earlier: Tensor | None) -> None:
+        """Make ``earlier`` the reduced gradient of a face that has a placeholder."""
+        self._covers[face].earlier = earlier
+
+    def _face_of(self, leaf: int) -> int:
+        return leaf if len(self._faces.shown) > 1 else 0
+
+    def _leaves_of(self, face: int) -> Iterable[int]:
+        return (face,) if len(self._faces.shown) > 1 else range(self._num_leaves)
+
+    def _cover(self, face: int) -> None:
+        if face not in self._covers:
+            placeholder = self._faces.new(face, -0.0, shares_memory=True)
+            self._covers[face] = _Cover(placeholder, placeholder._version, self._faces.shown[face])
+            self._faces.show(face, placeholder)
+
+    def _uncover(self, face: int) -> None:
+        cover = self._covers.pop(face)
+        if self._faces.shown[face] is cover.placeholder:
+            self._faces.show(face, cover.earlier)
+
+    # ---- sums
+
+    def add(self, leaf: int, grad: Tensor) -> None:
+        """Add the whole gradient of a leaf, whose memory may be kept."""
+        if self._face_of(leaf) not in self.lost:
+            known = self.sums[leaf]
+            self.sums[leaf] = grad if known is None else known.add_(grad)
+
+    def add_shard_sum(self, reduced: Tensor, reached: bytes) -> None:
+        """Add a sum ``[S]`` over the ranks of the shard, to which some rank has given the leaves ``reached``."""
+        wide = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
+        self.shard_sum = wide if self.shard_sum is None else self.shard_sum.add_(wide)
+        self.in_shard_sum = bytearray(map(max, self.in_shard_sum, reached))
+
+    def show(self, reached: bytes) -> None:
+        """Show placeholders on the faces of leaves that some rank has ``reached``; the running backward did that."""
+        faces = {self._face_of(leaf) for leaf, own in enumerate(reached) if own}
+        for face in sorted(faces):
+            self._cover(face)
+        self.changed |= faces
+
+    def kept(self, sends_shard_sum: bool) -> bytes:
+        """For each leaf, 1 if a backward must send something of it."""
+        marks = self.in_shard_sum if sends_shard_sum else bytes(self._num_leaves)
+        return bytes(own or one is not None for own, one in zip(marks, self.sums, strict=True))
+
+    def take(self, leaf: int) -> Tensor | None:
+        """The sum of a leaf, which is sent now."""
+        found, self.sums[leaf] = self.sums[leaf], None
+        return found
+
+    def take_shard_sum(self) -> Tensor | None:
+        """The sum ``[S]``, which is sent now; None from the second call on."""
+        found, self.shard_sum = self.shard_sum, None
+        self.in_shard_sum = bytearray(self._num_leaves)
+        return found
+
+    def note_sent(self) -> None:
+        """The running backward sends the sums; faces keep their placeholders until `finish`."""
+        self.changed |= self._covers.keys()
+
+    def finish(self) -> None:
+        """What was sent has arrived: the faces show what they had before, and it is added to that next."""
+        for face in [face for face in self._covers if face not in self.lost]:
+            self._uncover(face)
+
+    # ---- dropping
+
+    @torch.no_grad()
+    def drop_zeroed(self, names: Sequence[str]) -> None:
+        """Drop the sums of faces whose placeholders the user has dropped or zeroed.
+
+        Raises:
+            FairshardError: a face, called by its entry in ``names``, was changed in another way.
+        """
+        seen = self._faces.shown
+        dropped = {face for face in self._covers if self._is_dropped(face, seen[face], names[face])}
+        with_elements = {face for face in self._covers if self._has_elements(face)}
+        if any(isinstance(cover.placeholder, DTensor) for cover in self._covers.values()):
+            dropped |= self._zeroed_uncounted(sorted(with_elements - dropped))
+            if with_elements and dropped >= with_elements:
+                dropped |= self._covers.keys()
+        for face in dropped:
+            self._drop(face, seen[face])
+
+    def _is_dropped(self, face: int, grad: Tensor | None, name: str) -> bool:
+        cover = self._covers[face]
+        if grad is None:
+            return True
+        if grad is cover.placeholder and grad._version == cover.version:
+            return False
+        values = self._faces.own_of(face, grad)
+        if not (values.any() or values.reshape(-1)[:1].signbit().any()):
+            return True
+        if face in self.lost:
+            return grad is not cover.placeholder
+        raise FairshardError(
+            f"The gradient of `{name}` must not be changed while gradients of no_sync passes wait to be added to it, "
+            "because the change would not apply to those, but it was scaled, written or replaced. Change gradients "
+            "(clip or unscale them) after a backward that reduces (outside of no_sync, or after "
+            "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
+        )
+
+    def _has_elements(self, face: int) -> bool:
+        return self._faces.own_of(face, self._covers[face].placeholder).numel() > 0
+
+    def _zeroed_uncounted(self, faces: Sequence[int]) -> set[int]:
+        """Which of ``faces``, with elements on this rank, a write has zeroed that torch did not count."""
+        if not faces:
+            return set()
+        heads = [self._faces.own_of(face, self._covers[face].placeholder).reshape(-1)[:1] for face in faces]
+        return {face for face, keeps in zip(faces, torch.cat(heads).signbit().tolist(), strict=True) if not keeps}
+
+    def _drop(self, face: int, grad: Tensor | None) -> None:
+        self._drop_sums(face)
+        cover = self._covers.pop(face)
+        self.lost.discard(face)
+        self.changed.discard(face)
+        if grad is cover.placeholder:  # zeroed in place: the zeros are the user's
+            zeros = self._faces.new(face, 0.0) if cover.earlier is None else cover.earlier.zero_()
+            self._faces.show(face, zeros)
+
+    def _drop_sums(self, face: int) -> None:
+        for leaf in self._leaves_of(face):
+            self.sums[leaf] = None
+            self.in_shard_sum[leaf] = 0
+        if self.shard_sum is not None:
+            self._faces.parts_of(self.shard_sum)[face].zero_()
+
+    def lose(self, faces: Iterable[int]) -> None:
+        """An exception has left the gradients of ``faces`` incomplete: drop all of them."""
+        for face in faces:
+            self._cover(face)
+            self.replace(face, None)
+            self._drop_sums(face)
+            self.lost.add(face)
+        self.changed.clear()
+
+    # ---- refusing
+
+    def check_absent(self, face: int, name: str, where: str) -> None:
+        """Raise if the gradient of a face, ``name``, is not there.
+
+        Raises:
+            PartialGradientError: an exception has left it incomplete.
+            PendingGradientError: it waits to be reduced.
+        """
+        if face in self.lost:
+            raise PartialGradientError(
+                f"The gradient of `{name}` ({where}) must be whole before it is used, but an exception ended a "
+                "backward after a part of it had been added, or after gradients that wait to be reduced had been "
+                "changed or sent. Call zero_grad() and repeat the backwards of this step."
+            )
+        if face in self._covers:
+            self._raise_pending(name, where)
+
+    def _raise_pending(self, name: str, where: str) -> NoReturn:
+        if self.shard_sum is not None:
+            why = "it waits for its sum over replicas, because of set_requires_all_reduce(False)"
+            cure = "Run the last backward of a step after set_requires_all_reduce(True)"
+        else:
+            why = "its last backward ran under no_sync or set_requires_gradient_sync(False)"
+            cure = "Run the last backward of a step outside of no_sync, or after set_requires_gradient_sync(True)"
+        raise PendingGradientError(
+            f"Gradients must be reduced before they are used, but that of `{name}` ({where}) is pending: {why}. "
+            f"{cure}; or drop the gradients with zero_grad()."
+        )
+
+
+class _Cover:
+    """The placeholder of one face, its version when it was shown, and the reduced gradient that it hides."""
+
+    __slots__ = ("earlier", "placeholder", "version")
+
+    def __init__(self, placeholder: Tensor, version: int, earlier: Tensor | None) -> None:
+        self.placeholder, self.version, self.earlier = placeholder, version, earlier
+
+
+class Landed:
+    """The gradients to which a backward has added sums, as they were then; refers to none of them."""
+
+    __slots__ = ("_ids", "_versions")
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        self._ids = [*map(id, grads)]
+        self._versions = [*map(_version_of, grads)]
+
+    @torch.no_grad()
+    def remaining(self, faces: Faces) -> list[int]:
+        """The faces that still have sums of this backward: the user has neither dropped nor zeroed them since.
+
+        A DTensor of zeros counts as zeroed: torch does not count all writes to it.
+        """
+        found = []
+        for face, grad in enumerate(faces.shown):
+            if grad is not None:
+                is_same = id(grad) == self._ids[face] and grad._version == self._versions[face]
+                own = faces.own_of(face, grad)
+                if own.any() or (is_same and not (own.numel() and isinstance(grad, DTensor))):
+                    found.append(face)
+        return found
