@@ -283,8 +283,8 @@ def test_new_tensors_name_their_device(path):
 
 @in_each_file
 def test_collectives_are_called_in_three_files(path):
-    """Collectives and groups of torch.distributed are used in the files of `COMMUNICATING` only, and for tests."""
-    if module_name(path) in (*COMMUNICATING, f"{UTILS}.testing", f"{UTILS}.rank_call"):
+    """Collectives and groups of torch.distributed are used in the files of `COMMUNICATING` only."""
+    if module_name(path) in COMMUNICATING:
         return
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:

@@ -23,8 +23,8 @@ from fairshard.checkpoint import Checkpointer, Preempted, leave_signals_to_rank,
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils.stop_request import joins_all, request
-from fairshard.utils.testing import rank_device
 from tests.forked import Notes, fork
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from fairshard import FullyShardedDataParallel as FSDP
 from fairshard.nn import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 from fairshard.nn.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fairshard.optim import CPUOptimizer, Muon
-from fairshard.utils.testing import fake_group, run_ranks
 from tests.doors.mistakes import BATCH, check, layer, loss_of, two
+from tests.kit import fake_group, run_ranks
 from tests.on_ranks import on_ranks
 
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import reduce_scatter_bucketer
 from fairshard.utils.collectives import Communicator, RowGather, Transfer
-from fairshard.utils.testing import delayed
+from tests.kit import delayed
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, ShardingStrategy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, Muon
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.reference import Reference, randn
 
 ROWS, WIDTH = 9, 6

@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.shard_step import ShardStep
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn

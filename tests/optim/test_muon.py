@@ -10,7 +10,7 @@ from torch import nn
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer, Muon, ShardedGradScaler
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.optim.mixture import (
     LAYOUTS,

@@ -14,7 +14,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import RowBlocks, fully_shard
 from fairshard.optim import CPUOptimizer, Muon
 from fairshard.optim.connected_groups import ConnectedGroups, num_hops
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.optim.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
 from tests.reference import assert_same_state, randn

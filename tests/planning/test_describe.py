@@ -21,7 +21,7 @@ from fairshard.nn.wrap import (
 )
 from fairshard.planning.summary import unit_table
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import fake_group, rank_device
+from tests.kit import fake_group, rank_device
 from tests.models import Block as TinyBlock
 from tests.models import mlp, tiny
 from tests.on_ranks import on_ranks

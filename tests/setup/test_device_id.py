@@ -17,7 +17,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import running
 from fairshard.setup import construction, placement
 from fairshard.setup.construction import resolve_construction
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn, train_alike

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.testing import RanksFailed
 from tests import sim
+from tests.kit import RanksFailed
 from tests.on_ranks import in_full
 from tests.sim.cells import BY_NAME
 from tests.sim.planted import planted, sites
@@ -122,13 +122,8 @@ EXCUSED = {
     "cli.meeting:agreed_name:wait": THREAD,
     "engine.reach:_exchange:wait": HOST,
     "params.shard_grad:ShardGrad.discard_flights:wait": PINNED,
-    "utils.forked_rank:ForkedRank.close:wait": THREAD,
     "utils.messages:Poll.answer:wait": HOST,
     "utils.messages:exchange_runs:wait": HOST,
-    "utils.rank_pool:_Waiting.give_up:wait": THREAD,
-    "utils.rank_pool:_Waiting.receive:wait": THREAD,
-    "utils.rank_pool:_Waiting.receive:wait-2": THREAD,
-    "utils.rank_pool:_Worker.kill:wait": THREAD,
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait": FAILED,
     "utils.reduce_scatter_bucketer:ReduceScatterBucketer.reset:wait-2": FAILED,
     "utils.sharded_tensors:_gathered:wait": HOST,

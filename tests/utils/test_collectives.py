@@ -19,7 +19,7 @@ from fairshard.utils.messages import (
     subgroup,
     timeout_of,
 )
-from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
+from tests.kit import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

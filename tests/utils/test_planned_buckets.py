@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fairshard.utils.collectives import Communicator, Communicators, communicator, counters, reset_counters
 from fairshard.utils.owned_bucket import OwnedBucket
 from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, ReduceScatterBucketer
-from fairshard.utils.testing import delayed, rank_device
+from tests.kit import delayed, rank_device
 from tests.on_ranks import on_ranks
 
 MB = 1024 * 1024

@@ -13,8 +13,8 @@ from fairshard.checkpoint import agreement
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
 from fairshard.utils import watchdog
 from fairshard.utils.positions import BACKGROUND, BEGINS_BACKWARD, BEGINS_FORWARD, Place, background, first_difference
-from fairshard.utils.testing import fake_group
 from fairshard.utils.watchdog import explain, explained, watch
+from tests.kit import fake_group
 from tests.on_ranks import on_ranks
 
 

@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 from fairshard.errors import FairshardError
 from fairshard.nn import fully_shard
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.beside import train_beside
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn

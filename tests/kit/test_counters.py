@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.testing import CollectiveCounter, CopyCounter, fake_group
+from tests.kit import CollectiveCounter, CopyCounter, fake_group
 from tests.on_ranks import on_ranks
 
 

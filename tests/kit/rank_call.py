@@ -1,8 +1,7 @@
-"""One rank's part of a call of :class:`~fairshard.utils.rank_pool.RankPool`, in the process of that rank."""
+"""One rank's part of a call of :class:`~tests.kit.rank_pool.RankPool`, in the process of that rank."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import os
@@ -12,20 +11,15 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.device import take_device
-from fairshard.utils.dtensor_caches import clear_dtensor_caches
-
-Task = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""``(around, fn, args, kwargs)``"""
+from fairshard.utils.device import device_count, set_device
+from tests.kit.dtensor_caches import clear_dtensor_caches
 
 INTERFACE = ("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 """Environment variable and value: gloo's ranks of one machine meet on the loopback interface."""
@@ -40,14 +34,14 @@ for gloo's threads, and one of them may need the GIL to drop its last tensor."""
 
 @dataclass(frozen=True)
 class RankCall:
-    """Message to one worker: one rank of one call; ``body`` is ``(around, fn, args, kwargs)``, pickled for a worker."""
+    """Message to one worker: one rank of one call; ``body`` is ``(around, fn, args, kwargs)``, pickled."""
 
     number: int
     rank: int
     world_size: int
     device: str
     path: list[str]
-    body: bytes | Task
+    body: bytes
 
 
 def rank_device() -> torch.device:
@@ -64,7 +58,7 @@ def answer(call: RankCall, store: TCPStore) -> bytes:
     """Run one rank of ``call`` and return pickled ``(ok, result or traceback)``."""
     try:
         sys.path[:] = call.path
-        around, fn, args, kwargs = pickle.loads(call.body) if isinstance(call.body, bytes) else call.body
+        around, fn, args, kwargs = pickle.loads(call.body)
         freeze_modules()
         with around():
             _join_group(call, store)
@@ -74,12 +68,6 @@ def answer(call: RankCall, store: TCPStore) -> bytes:
         return pickle.dumps((True, result))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
-
-
-def answer_in_fork(call: RankCall, port: int) -> bytes:
-    """:func:`answer` in a fork, which makes its own connection to the pool's store at ``port``."""
-    os.environ.setdefault(*INTERFACE)
-    return answer(call, TCPStore("127.0.0.1", port, is_master=False))
 
 
 def leave_group() -> None:
@@ -127,3 +115,14 @@ def _join_group(call: RankCall, store: TCPStore) -> None:
         world_size=call.world_size,
         timeout=datetime.timedelta(minutes=10),
     )
+
+
+def take_device(kind: str, rank: int) -> None:
+    """Make device ``rank`` of type ``kind``, modulo their number, the current one of this process.
+
+    NCCL refuses ranks of one host that share a device, so such ranks get different host ids.
+    """
+    host, index = divmod(rank, device_count(kind))
+    if host:
+        os.environ["NCCL_HOSTID"] = f"fairshard-{host}"
+    set_device(torch.device(kind, index))

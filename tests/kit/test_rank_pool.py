@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from fairshard.nn import fully_shard
-from fairshard.utils import rank_pool
-from fairshard.utils.testing import RankPool, RanksFailed, delayed, rank_device, run_ranks
+from tests.kit import RankPool, RanksFailed, delayed, rank_call, rank_device, rank_pool, run_ranks
 from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.cpu_only("its pool has ranks of the CPU")
@@ -193,3 +192,17 @@ def test_ranks_that_never_talk_do_not_disturb_each_other():
     for number in range(20):
         results = run_ranks(3, _rank_and_size, number)
         assert [result[0] for result in results] == [number, number + 1, number + 2]
+
+
+@pytest.mark.parametrize(
+    ("rank", "index", "host"), [(0, 0, None), (1, 1, None), (2, 0, "fairshard-1"), (5, 1, "fairshard-2")]
+)
+def test_ranks_that_share_a_device_say_that_they_are_on_other_hosts(monkeypatch, rank, index, host):
+    """Six ranks on two devices: NCCL sees three hosts, each with both devices."""
+    taken = []
+    monkeypatch.setattr(rank_call, "device_count", lambda kind: 2)
+    monkeypatch.setattr(rank_call, "set_device", taken.append)
+    monkeypatch.setattr(os, "environ", {})
+    rank_call.take_device("cuda", rank)
+    assert taken == [torch.device("cuda", index)]
+    assert os.environ.get("NCCL_HOSTID") == host

@@ -1,6 +1,6 @@
 """Tools for tests: ranks, fake groups, delays on one rank, and counters of copies and collectives.
 
-Ranks come from :mod:`fairshard.utils.rank_pool`, whose names are also exported here.
+Ranks come from :mod:`tests.kit.rank_pool`, whose names are also exported here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairshard.utils.rank_call import rank_device
-from fairshard.utils.rank_pool import RankPool, RanksFailed, default_pool, run_ranks
+from tests.kit.rank_call import rank_device
+from tests.kit.rank_pool import RankPool, RanksFailed, default_pool, run_ranks
 
 __all__ = [
     "CollectiveCounter",

@@ -11,8 +11,7 @@ torch is imported once per worker. Each call gets a new default process group::
 If a rank raises, dies or hangs, :meth:`RankPool.run` raises :class:`RanksFailed` with the traceback of each rank that
 raised and the stack of each rank that hung; workers that hung are killed and replaced.
 
-Workers import what they run. What is defined in ``__main__``, as in a notebook, they cannot import: such a call has
-ranks of its own, forked from this process (:mod:`fairshard.utils.forked_rank`).
+Workers import what they run: a function of ``__main__`` they cannot.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from fairshard.utils.forked_rank import ForkedRank, pickle_for_others, prepare_fork
-from fairshard.utils.rank_call import INTERFACE, RankCall, Task, answer, answer_in_fork, freeze_modules, leave_group
-from fairshard.utils.rank_log import RankLog
+from tests.kit.rank_call import INTERFACE, RankCall, answer, freeze_modules, leave_group
+from tests.kit.rank_log import RankLog
 
 _TIMEOUT_S = 60.0
 """Timeout of a call. The groups' own timeout is longer, so that the pool reports a hang first."""
@@ -88,15 +85,12 @@ class RankPool:
         """Call ``fn(*args, **kwargs)`` on ranks ``0 .. world_size-1`` and return their results in rank order.
 
         ``fn``, its arguments and its results are pickled, so ``fn`` is a function of a module, or a
-        ``partial`` of one. In a notebook or a script ``fn`` may be any function, lambdas included, if it or one of its
-        arguments is defined there: the ranks are then forks of this process, on one thread each, and what they print
-        is shown when all have finished. Only the results are pickled then.
+        ``partial`` of one.
 
         Raises:
             RanksFailed: a rank raised, died, or hung for ``timeout`` seconds.
             TypeError: ``fn`` is no function, ``world_size`` no number, or an argument cannot be pickled.
             ValueError: ``world_size`` is below 1.
-            RuntimeError: ``fn`` needs forks, but this process has a process group.
         """
         __tracebackhide__ = True  # pytest then shows only the ranks' tracebacks
         if not isinstance(world_size, int) or not callable(fn):
@@ -104,11 +98,15 @@ class RankPool:
             raise TypeError(f"Ranks need their number and a function, but are given {given}. Call `run_ranks(2, fn)`.")
         if world_size < 1:
             raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
-        task = (self.around, fn, args, kwargs)
-        body = pickle_for_others(task)
+        try:
+            body = pickle.dumps((self.around, fn, args, kwargs))
+        except Exception as error:
+            raise TypeError(
+                f"A function and its arguments must be picklable to be sent to ranks, but: {error}. Define the "
+                "function at the top level of a module (no lambda, no function inside a function) and pass plain "
+                "values."
+            ) from error
         self._num_calls += 1
-        if body is None:
-            return self._run_forked(world_size, task, timeout)
         self.start(world_size)
         workers = self._workers[:world_size]
         for worker in workers:
@@ -117,25 +115,7 @@ class RankPool:
             worker.send(self._call(rank, world_size, body))
         return _results(workers, timeout)
 
-    def _run_forked(self, world_size: int, task: Task, timeout: float) -> list[Any]:
-        __tracebackhide__ = True
-        prepare_fork()
-        self.start(0)
-        assert self._store is not None
-        port = self._store.port
-        ranks: list[ForkedRank] = []
-        try:
-            for rank in range(world_size):
-                ranks.append(ForkedRank(partial(answer_in_fork, self._call(rank, world_size, task), port)))
-            results = _results(ranks, timeout)
-            for rank, forked in enumerate(ranks):
-                forked.show(rank)
-            return results
-        finally:
-            for forked in ranks:
-                forked.close()
-
-    def _call(self, rank: int, world_size: int, body: bytes | Task) -> RankCall:
+    def _call(self, rank: int, world_size: int, body: bytes) -> RankCall:
         return RankCall(self._num_calls, rank, world_size, self.device, sys.path, body)
 
     def start(self, world_size: int) -> None:
@@ -241,7 +221,7 @@ class _Worker:
         self.log.close()
 
 
-def _results(workers: Sequence[_Worker] | Sequence[ForkedRank], timeout: float) -> list[Any]:
+def _results(workers: Sequence[_Worker], timeout: float) -> list[Any]:
     """Wait for the answers of ``workers``, release them, and return their results in rank order."""
     __tracebackhide__ = True
     waiting = _Waiting(workers, timeout)
@@ -259,10 +239,10 @@ def _results(workers: Sequence[_Worker] | Sequence[ForkedRank], timeout: float) 
 class _Waiting:
     """The answers to one call, received or still pending until the deadline."""
 
-    def __init__(self, workers: Sequence[_Worker] | Sequence[ForkedRank], timeout: float):
+    def __init__(self, workers: Sequence[_Worker], timeout: float):
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        self.pending: dict[int, _Worker | ForkedRank] = dict(enumerate(workers))
+        self.pending: dict[int, _Worker] = dict(enumerate(workers))
         self.results: dict[int, Any] = {}
         self.failures: dict[int, str] = {}
 
