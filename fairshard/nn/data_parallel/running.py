@@ -20,7 +20,8 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
-from fairshard.setup.claim import claim
+from fairshard.setup.around import refuse_ddp
+from fairshard.setup.claim import check_complete, claim
 from fairshard.state.full_params import is_shown, is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
@@ -61,6 +62,9 @@ def run(
     root = unit.root or claim(holder)
     if not root.is_compared and root.is_common and not any(map(is_shown, root.units)):
         compare_values(root)
+    if not root.shared.depth:
+        check_complete(holder, root)
+        refuse_ddp(unit)
     if not unit.is_inner:
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:
