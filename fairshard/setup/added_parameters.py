@@ -37,7 +37,8 @@ class Known:
         self._ids = self._current()
 
     def _current(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._entries))))
+        values: Any = dict.values
+        return list(map(id, chain.from_iterable(map(values, self._entries))))
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether ``module`` is the same module, and has the same modules and parameters."""
