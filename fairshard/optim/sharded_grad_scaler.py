@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fairshard.join.optimizers import check_scaler
+from fairshard.extras.join.optimizers import check_scaler
 from fairshard.optim.cpu_optimizer import CPUOptimizer
 from fairshard.utils.collectives import communicator
 from fairshard.utils.device import default_device_type

@@ -16,7 +16,7 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
-from fairshard.observe.profile_regions import follow_profiler
+from fairshard.extras.observe.profile_regions import follow_profiler
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.groups import check_pairs
 from fairshard.setup.late_changes import adopt_all_changes, connect

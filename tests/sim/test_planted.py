@@ -33,8 +33,8 @@ CAUGHT = {
     "engine.shared:Shared.note_free:record-2": "two-streams",
     "engine.shared:Shared.note_free:wait": "two-streams",
     "engine.unit:Unit.unshard:wait": "wrapper-bf16-device",
-    "join.join:Join._count:wait": "join",
-    "join.join:Join._exchange:wait": "join",
+    "extras.join.join:Join._count:wait": "join",
+    "extras.join.join:Join._exchange:wait": "join",
     "nn.comm_hooks:allreduce_hook:wait": "hook-no-shard",
     "nn.comm_hooks:reduce_scatter_hook:wait": "hook",
     "nn.data_parallel.in_place.module:FSDPModule.unshard:wait": "explicit",
@@ -44,8 +44,8 @@ CAUGHT = {
     "optim.grad_norm:clip_grad_norm_:wait": "clip-ignored",
     "optim.grad_staging:GradStaging.fetch:wait": "held",
     "optim.sharded_grad_scaler:ShardedGradScaler._unscale_grads_:wait": "scaler",
-    "optim.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
-    "optim.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",
+    "extras.muon.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
+    "extras.muon.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",
     "params.flat_param:FlatParam.gather_rows:wait": "state",
     "params.flat_param:FlatParam.wait_unshard:wait": "wrapper-bf16-device",
     "params.gathered:Gathered.free:wait": "raises-in-forward",
@@ -143,7 +143,7 @@ def plant(site, cell):
     return pytest.param(*parameters, id=site, marks=[] if site in FIRST_OF_FOLDERS else pytest.mark.full)
 
 
-PART_WAYS = ("join.join:Join._count:wait", "join.join:Join._exchange:wait")
+PART_WAYS = ("extras.join.join:Join._count:wait", "extras.join.join:Join._exchange:wait")
 """Sites without which ranks do different things; all of them stop at their first race."""
 HANGS = {"optim.cpu_optimizer:CPUOptimizer._agree:wait": "speculate"}
 """Sites without which one rank stops and another waits for it, and a cell."""

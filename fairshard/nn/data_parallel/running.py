@@ -18,7 +18,7 @@ from fairshard.engine.origin import move_inputs
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.observe.profile_regions import follow_profiler, open_regions
+from fairshard.extras.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added
 from fairshard.setup.around import refuse_ddp
 from fairshard.setup.claim import check_complete, claim

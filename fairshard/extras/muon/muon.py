@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fairshard.errors import ShardOptimizerError
-from fairshard.optim.connected_groups import ConnectedGroups
-from fairshard.optim.matrix_exchange import Block, MatrixExchange, blocks_of
-from fairshard.optim.newton_schulz import DEFAULT_COEFFICIENTS, orthogonalized
-from fairshard.optim.own_part import OwnPart, layout_of, own_parts
+from fairshard.extras.muon.connected_groups import ConnectedGroups
+from fairshard.extras.muon.matrix_exchange import Block, MatrixExchange, blocks_of
+from fairshard.extras.muon.newton_schulz import DEFAULT_COEFFICIENTS, orthogonalized
+from fairshard.extras.muon.own_part import OwnPart, layout_of, own_parts
 from fairshard.state.mixed_state import is_matrix
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.keywords import named_keywords

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from fairshard.engine.call import Probe
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
-from fairshard.observe.method_tap import tap
+from fairshard.extras.observe.method_tap import tap
 from fairshard.utils.collectives import Transfer
 from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
 

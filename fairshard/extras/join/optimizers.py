@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fairshard.engine.root import Root
 from fairshard.errors import FairshardError
-from fairshard.join.join import Join
+from fairshard.extras.join.join import Join
 from fairshard.utils.dynamo import untraced
 
 _Key = tuple[tuple[str, ...], ...]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fairshard.extras.observe.profile_regions import open_regions
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard, observe
-from fairshard.observe.profile_regions import open_regions
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

@@ -25,7 +25,7 @@ from fairshard.engine.exec_order import Bracket, Pass
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
-from fairshard.join.grad_notes import GradNotes
+from fairshard.extras.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.watchdog import watch

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from fairshard.observe.timeline import Bar, bars, draw_timeline, write_trace
-from fairshard.observe.unit_event import Phase, UnitEvent
+from fairshard.extras.observe.timeline import Bar, bars, draw_timeline, write_trace
+from fairshard.extras.observe.unit_event import Phase, UnitEvent
 
 # name, fqn, time: a forward in which `a` waits for its gather while `b`'s is issued, then a backward of `b`
 STEP = [

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fairshard.checks.agreement import raise_together, ranks_of
 from fairshard.errors import RanksDisagreeError
-from fairshard.optim.newton_schulz import num_flops
-from fairshard.optim.own_part import OwnPart
+from fairshard.extras.muon.newton_schulz import num_flops
+from fairshard.extras.muon.own_part import OwnPart
 from fairshard.optim.owners import owners_of
 from fairshard.utils.collectives import Communicator, Transfer
 from fairshard.utils.span import Span, overlap

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fairshard.engine.root import Root
 from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
-from fairshard.observe.method_tap import Around, tap
-from fairshard.observe.unit_event import END, Phase, UnitEvent
+from fairshard.extras.observe.method_tap import Around, tap
+from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
 from fairshard.utils.collectives import Transfer
 from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
 

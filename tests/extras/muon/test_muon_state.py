@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from fairshard.checkpoint import load, save
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import Muon
+from tests.extras.muon.mixture import LAYOUTS, OPTIONS, Mixture, PlainMuon, backward, full, is_flat, muon_of, train
 from tests.kit import run_ranks
 from tests.on_ranks import in_full, on_ranks
-from tests.optim.mixture import LAYOUTS, OPTIONS, Mixture, PlainMuon, backward, full, is_flat, muon_of, train
 from tests.reference import Reference, assert_same_state
 from tests.torch_gaps import needs_muon
 

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fairshard.errors import FairshardError, RanksDisagreeError, ShardOptimizerError
+from fairshard.extras.muon.connected_groups import ConnectedGroups, num_hops
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import RowBlocks, fully_shard
 from fairshard.optim import CPUOptimizer, Muon
-from fairshard.optim.connected_groups import ConnectedGroups, num_hops
+from tests.extras.muon.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
 from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
-from tests.optim.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
 from tests.reference import assert_same_state, randn
 from tests.torch_gaps import needs_muon
 

@@ -10,9 +10,7 @@ from torch import nn
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer, Muon, ShardedGradScaler
 from fairshard.utils.collectives import counters, reset_counters
-from tests.kit import rank_device
-from tests.on_ranks import in_full, on_ranks
-from tests.optim.mixture import (
+from tests.extras.muon.mixture import (
     LAYOUTS,
     OPTIONS,
     Experts,
@@ -26,6 +24,8 @@ from tests.optim.mixture import (
     train,
     trained_reference,
 )
+from tests.kit import rank_device
+from tests.on_ranks import in_full, on_ranks
 from tests.reference import Reference, assert_same_state, randn
 from tests.torch_gaps import needs_muon
 

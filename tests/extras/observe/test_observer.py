@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from fairshard.engine.tree import units_below
+from fairshard.extras.observe import method_tap
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import comm_hooks, observe
-from fairshard.observe import method_tap
 from fairshard.optim import CPUOptimizer
 from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
