@@ -16,6 +16,7 @@ from tests.test_architecture import FILES, dotted, module_name
 UNWANTED = (
     *("torch.distributed.checkpoint", "torch.distributed.elastic", "matplotlib", "tqdm", "transformers"),
     *("fairshard.checkpoint", "fairshard.cli", "fairshard.integrations", "fairshard.planning", "fairshard.extras.muon"),
+    "fairshard.extras.planning",
     *("fairshard.optim.cpu_optimizer", "fairshard.extras.observe.observer", "fairshard.nn.wrap"),
     *("fairshard.state.fairscale_shards", "fairshard.checks.histories"),
 )

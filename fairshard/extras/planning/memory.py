@@ -17,10 +17,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fairshard.engine.exec_order import ForwardOrder, Record
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
+from fairshard.extras.planning.bucket_bytes import BucketBytes, SourceBytes
+from fairshard.extras.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
-from fairshard.planning.bucket_bytes import BucketBytes, SourceBytes
 from fairshard.planning.units import PlannedUnit
-from fairshard.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.settings.config import GradHome
 from fairshard.settings.fsdp1 import BackwardPrefetch
 from fairshard.utils.bucket_plan import is_crowded, pack
