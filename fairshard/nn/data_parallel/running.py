@@ -19,7 +19,7 @@ from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.extras.observe.profile_regions import follow_profiler, open_regions
-from fairshard.setup.added_parameters import check_added
+from fairshard.setup.added_parameters import check_added, has_changed
 from fairshard.setup.around import refuse_ddp
 from fairshard.setup.claim import check_complete, claim
 from fairshard.state.full_params import is_shown, is_shown_on_first
@@ -65,7 +65,7 @@ def run(
     if not root.shared.depth:
         check_complete(holder, root)
         refuse_ddp(unit)
-    if not unit.is_inner:
+    if not unit.is_inner and has_changed(holder, unit) and not any(map(is_shown, root.units)):
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:
         follow_profiler(root)

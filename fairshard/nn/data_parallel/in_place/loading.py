@@ -88,7 +88,7 @@ def _take_parts(
         if not param.is_meta:
             param.copy_(part)
         elif is_assigned(metadata):
-            stepped_of(param).adopt(nn.Parameter(part.clone(), requires_grad=param.requires_grad))
+            torch.utils.swap_tensors(param, nn.Parameter(part.clone(), requires_grad=param.requires_grad))
         else:
             state[key] = part  # torch says that nothing is copied
 
